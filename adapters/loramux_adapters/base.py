@@ -8,11 +8,12 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.errors import BaseUnusable
+from loramux_adapters.joined import JoinedLinear, joined_linears
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,8 @@ class BaseDescription:
     fingerprint: str
     """sha256 over the names and shapes of everything adapters touch: equal if and only if the same adapters fit.
     Norms follow from the rest."""
+    joined: Mapping[str, JoinedLinear] = field(default_factory=dict)
+    """The parts of joined linears, by the last part of the linears' names."""
     alternates_gate_and_up: bool = False
     """The outputs of a mixture's `gate_up_proj` are the gate's and up's in turn (gpt-oss), and not one behind the
     other."""
@@ -185,6 +188,7 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         norms=norms,
         parameters=parameters,
         fingerprint=_fingerprint(modules, vocabulary, parameters),
+        joined=joined_linears(text),
         # transformers' own mark, False where the outputs take turns
         alternates_gate_and_up=any(not getattr(m.module.experts, "is_concatenated", True) for m in mixtures(model)),
     )

@@ -13,6 +13,16 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 
 
+class Repeat(NamedTuple):
+    """A tensor that the file may hold once more."""
+
+    key: str
+    original: str
+    """Name of the tensor that it must equal."""
+    transposed: bool = False
+    """It equals the other transposed."""
+
+
 class PairNames(NamedTuple):
     """PEFT's names of A and B after the module's name."""
 
@@ -89,6 +99,40 @@ class ExpertPair(LoraPair):
         return rows, b.view(-1, self.rank, self.num_experts)[:, :, self.expert].contiguous()
 
 
+@dataclass(frozen=True, slots=True)
+class TiedPair(LoraPair):
+    """The output head's pair where `ensure_weight_tying` makes it the embedding's: A is the embedding's B transposed,
+    and B its A transposed."""
+
+    embedding: str = ""
+    """The embedding's name."""
+
+    @property
+    def a_key(self) -> str:
+        """The embedding's B `[in_features, rank]`."""
+        return f"{PREFIX}{self.embedding}.{EMBEDDING_PAIR.b}"
+
+    @property
+    def b_key(self) -> str:
+        """The embedding's A `[rank, out_features]`."""
+        return f"{PREFIX}{self.embedding}.{EMBEDDING_PAIR.a}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Both tensors as PEFT saves them for the embedding."""
+        return {self.a_key: (self.in_features, self.rank), self.b_key: (self.rank, self.out_features)}
+
+    @property
+    def repeats(self) -> tuple[Repeat, Repeat]:
+        """The pair once more, as PEFT saves it under the head's own name."""
+        own = LoraPair(self.module, self.rank, self.scale, self.in_features, self.out_features)
+        return Repeat(own.a_key, self.a_key, transposed=True), Repeat(own.b_key, self.b_key, transposed=True)
+
+    def share(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the head's A and B, contiguous."""
+        return a.T.contiguous(), b.T.contiguous()
+
+
 class VectorKind(enum.Enum):
     """Effect of a vector v on a linear `y = x @ W.T + bias`."""
 
@@ -148,7 +192,8 @@ class TokenRows:
 
     module: str
     key: str
-    """The tensor's name in the file; where base and adapter are tied, that of the embedding. Empty: `copied` alone."""
+    """The tensor's name in the file; if base and adapter are tied, one name for embedding and head. Empty: `copied`
+    alone."""
     num_rows: int
     width: int
     token_ids: tuple[int, ...] | None
@@ -232,8 +277,8 @@ class AdapterPlan:
     rows: tuple[TokenRows, ...] = ()
     copies: tuple[BaseCopy, ...] = ()
     """Copies that the file may hold."""
-    repeats: tuple[tuple[str, str], ...] = ()
-    """Names of tensors that the file may hold once more, and the names of the tensors that they must equal."""
+    repeats: tuple[Repeat, ...] = ()
+    """Tensors that the file may hold once more."""
     num_tokens: int | None = None
     """Rows of the embedding and the head, where the adapter was trained with another number than the base's."""
     classifier: ClassifierHead | None = None
@@ -271,4 +316,6 @@ class AdapterPlan:
     def optional_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor that the file may have in addition."""
         copies = {key: shape for copy in self.copies for key, shape in copy.shapes.items()}
-        return copies | {key: self.shapes[original] for key, original in self.repeats}
+        shapes = self.shapes
+        repeated = {key: shapes[original][:: -1 if transposed else 1] for key, original, transposed in self.repeats}
+        return copies | repeated

@@ -4,15 +4,19 @@
 - `model.language_model.layers...` or `language_model.model.layers...`: trained on a multimodal checkpoint whose text
   model is served here, or the other way round. Parts for other inputs than text (`vision_tower`, ...) never run here.
 - `layers...` without `model.`: trained on the model without its head, as adapters of task type FEATURE_EXTRACTION are.
-- `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`: experts as linears of their own, as transformers 4 had
-  them; transformers 5 stacks them in parameters.
+- `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`, `mlp.experts.gate_up_projs.3`: experts as linears of
+  their own, as transformers 4 had them and unsloth has them; transformers 5 stacks them in parameters.
+- `self_attn.q_proj` of a base with `qkv_proj`, `linear_attn.in_proj_q` of one with `in_proj_qkv`: parts of a linear
+  that the base joins.
+- `_orig_mod`, `_fsdp_wrapped_module`, `module`, ... within or before the name: modules that torch puts around others.
+  Names without PEFT's `base_model.model.`, or with it twice.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from loramux_adapters.base import BaseDescription
@@ -25,10 +29,21 @@ _TAIL = re.compile(
     r"(?P<rest>(?:\.[^.]+){0,2})"
 )
 _WHOLE = re.compile(r"(?P<module>.+?)\.(?P<tail>(?:base_layer\.|original_module\.)?(?:weight|bias)|token_adapter\..+)")
-_EXPERT = re.compile(r"(?P<mixture>.+)\.experts\.(?P<expert>\d{1,5})\.(?P<linear>w[123]|(?:gate|up|down)_proj)")
-_HALVES = {"w1": (GATE_UP, 0), "gate_proj": (GATE_UP, 0), "w3": (GATE_UP, 1), "up_proj": (GATE_UP, 1)}
-"""Parameter of transformers 5 and the half of its outputs, or where gate and up take turns every second one; the other
-two linears are the down projection."""
+_EXPERT = re.compile(
+    r"(?P<mixture>.+)\.experts\."
+    r"(?:(?P<expert>\d{1,5})\.(?P<linear>w[123]|(?:gate|up|down|gate_up)_proj)"
+    r"|(?P<list>(?:gate|up|down|gate_up)_proj)s\.(?P<item>\d{1,5}))"
+)
+ALL = -1
+"""The part of a TensorPlace that is all outputs."""
+_PARTS = {
+    **{"w1": (GATE_UP, 0), "gate_proj": (GATE_UP, 0), "w3": (GATE_UP, 1), "up_proj": (GATE_UP, 1)},
+    GATE_UP: (GATE_UP, ALL),
+}
+"""Parameter of transformers 5 and the part of its outputs: 0 is the gate's, 1 is up's. The other linears are the down
+projection."""
+_WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"))
+"""Names under which torch.compile, FSDP, checkpointing and Lightning hold the module that they wrap."""
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
@@ -47,14 +62,22 @@ class TensorPlace:
     """The place of one tensor of an adapter file in the base model."""
 
     module: str
-    """The module's name in the file, by which patterns of the configuration mean it."""
+    """The module's name in the file without wrappers, by which patterns of the configuration mean it."""
     place: str
     """The base's module; of an expert's linear, the base's parameter; empty for parts that never run here."""
     tail: str
     """PEFT's name of the tensor after the module's, such as `lora_A.weight`."""
     expert: int | None = None
-    half: int = 0
-    """The half of the outputs of a `gate_up_proj`, or every second of them: 0 is the gate's, 1 is up's."""
+    part: int = ALL
+    """Index of its part among those that the base joins: the gate's or up's outputs of an expert, or one of
+    `JoinedLinear.parts`."""
+    written: str = ""
+    """The module's name in the file."""
+
+    @property
+    def is_share(self) -> bool:
+        """True if the tensor is a share of one that PEFT writes for the base."""
+        return self.expert is not None or self.part != ALL
 
     @property
     def stem(self) -> str:
@@ -63,7 +86,7 @@ class TensorPlace:
 
     @property
     def key(self) -> str:
-        """The name that PEFT 0.21 writes; of an expert's linear there is none of its own."""
+        """The name that PEFT 0.21 writes; of a share there is none of its own."""
         return f"{PREFIX}{self.place}.{self.tail}"
 
 
@@ -83,34 +106,61 @@ class TensorNames:
 
     def read(self, key: str) -> TensorPlace | None:
         """Say where a tensor belongs; None where its name says nothing that is known here."""
-        if not key.startswith(PREFIX) or (parts := _split(key.removeprefix(PREFIX))) is None:
+        if (parts := _split(unwrapped(key))) is None:
             return None
-        module, tail = parts
+        place = self._place(*parts)
+        if place is None:
+            return None
+        split = _split(key.removeprefix(PREFIX))
+        return replace(place, written=split[0] if split else place.module)
+
+    def _place(self, module: str, tail: str) -> TensorPlace | None:
         if (expert := _EXPERT.fullmatch(module)) is not None and module not in self._modules:
             return self._of_expert(module, expert, tail)
         stem = module
         while stem not in self._modules and stem.endswith(".base_layer"):  # of a mixture with two parameters
             stem = stem.removesuffix(".base_layer")
         place = self._renamed(stem, self._modules)
+        if place is None and (part := self._of_joined(module, tail)) is not None:
+            return part
         if place is None:
             return TensorPlace(module, "", tail) if _OTHER_INPUTS.fullmatch(module) else None
         return TensorPlace(module, place + module.removeprefix(stem), tail)
 
     def _of_expert(self, module: str, match: re.Match[str], tail: str) -> TensorPlace | None:
-        leaf, half = _HALVES.get(match["linear"], (DOWN, 0))
+        leaf, part = _PARTS.get(match["linear"] or match["list"], (DOWN, ALL))
         parameter = self._renamed(f"{match['mixture']}.experts.{leaf}", self._base.parameters)
-        expert = int(match["expert"])
+        expert = int(match["expert"] or match["item"])
         if parameter is None or expert >= self._base.parameters[parameter].num_experts:
             return None
-        return TensorPlace(module, parameter, tail, expert, half)
+        return TensorPlace(module, parameter, tail, expert, part)
+
+    def _of_joined(self, module: str, tail: str) -> TensorPlace | None:
+        parent, _, leaf = module.rpartition(".")
+        for joined, linear in self._base.joined.items():
+            if leaf in linear.parts and (place := self._renamed(f"{parent}.{joined}", self._base.modules)) is not None:
+                return TensorPlace(module, place, tail, part=linear.parts.index(leaf))
+        return None
 
     def _renamed(self, name: str, known: Collection[str]) -> str | None:
         """Return the name among `known` that means the same, in another transformers or in a multimodal model."""
-        name = name.replace(".block_sparse_moe.", ".mlp.") if name not in known else name
+        if name not in known:
+            # unsloth's router of gpt-oss holds a linear
+            name = re.sub(r"\.router\.linear$", ".router", name.replace(".block_sparse_moe.", ".mlp."))
         if name in known:
             return name
         candidates = (new + name.removeprefix(old) for old, new in _PREFIXES if name.startswith(old))
         return next((candidate for candidate in candidates if candidate in known), None)
+
+
+def unwrapped(key: str) -> str:
+    """Return a tensor's name without PEFT's prefix, and without the modules that wrap others."""
+    parts = [part for part in key.split(".") if part not in _WRAPPERS]
+    starts = [at + 2 for at in range(len(parts) - 1) if parts[at : at + 2] == ["base_model", "model"]]
+    parts = parts[max(starts, default=0) :]
+    while parts[0] == "module" and len(parts) > 1:  # of DistributedDataParallel
+        parts = parts[1:]
+    return ".".join(parts)
 
 
 def _split(name: str) -> tuple[str, str] | None:

@@ -22,6 +22,8 @@ from loramux_adapters.components import (
     ExpertPair,
     LinearVector,
     LoraPair,
+    Repeat,
+    TiedPair,
     TokenRows,
     VectorKind,
 )
@@ -32,7 +34,6 @@ from loramux_adapters.targets import (
     base_copies,
     check_once,
     check_tensors,
-    check_tying,
     describe_context,
     match_guarded,
     match_targets,
@@ -43,6 +44,7 @@ from loramux_adapters.targets import (
     unsupported_target,
     with_added_rows,
 )
+from loramux_adapters.tying import Tying, check_tied_target, tie_config, tie_rows
 from loramux_adapters.weights_file import SafetensorsHeader, check_finite, read_header
 
 CONFIG_NAME = "adapter_config.json"
@@ -155,20 +157,26 @@ def plan_adapter(
 def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescription, limits: PlanLimits) -> AdapterPlan:
     wide = resized(base, header, _trained(config))
     _check_invocation(config, wide)
+    config, tying = tie_config(config, base)
     matches = _matches(config, base)
     _check_targets(matches, config, base)
     if wide != base:
         _check_resized(matches, base)
     pairs = tuple(_pair(match, config, base, limits) for match in matches)
     saved, norms = _saved(config, wide)
+    tied: tuple[Repeat, ...] = ()
+    if tying is Tying.SAVED:
+        saved, tied = tie_rows(saved, wide, header)
+    elif tying is Tying.PAIR:
+        head = _tied_pair(pairs, config, base, limits)
+        pairs, tied = (*pairs, head), head.repeats
     rows = (*saved, *token_rows(config.trainable_token_indices, wide))
     targeted = [pair.module for pair in pairs]
     check_once(targeted, rows)
-    check_tying(config.ensure_weight_tying, (*targeted, *(p.module for p in rows if p.token_ids is None)), base)
     vectors = (*_vectors(pairs, config), *norms)
     pairs += tuple(_parameter_pairs(config, base, limits))
     vectors += tuple(_biases(targeted, config, header, base))
-    copies, repeats = base_copies(targeted, rows, wide), repeated_rows(rows)
+    copies, repeats = base_copies(targeted, rows, wide), (*tied, *repeated_rows(rows))
     rows = with_added_rows(rows, base, wide, copies)
     plan = AdapterPlan(pairs, header.file_bytes, config.alora_invocation_tokens, vectors, rows, copies, repeats)
     return plan if wide == base else replace(plan, num_tokens=_num_tokens(wide))
@@ -363,6 +371,18 @@ def _pair(match: Match, config: LoraConfig, base: BaseDescription, limits: PlanL
     return LoraPair(match.module, rank, scale, width, tokens)
 
 
+def _tied_pair(pairs: Iterable[LoraPair], config: LoraConfig, base: BaseDescription, limits: PlanLimits) -> TiedPair:
+    """Return the head's pair: the embedding's at the head's own scale."""
+    vocabulary, by_module = base.vocabulary, {pair.module: pair for pair in pairs}
+    assert vocabulary is not None, "tied"
+    check_tied_target(by_module, base)
+    rules = TargetRules((vocabulary.head,), None, None, None, tuple(config.rank_pattern), tuple(config.alpha_pattern))
+    [match] = match_guarded(rules, (vocabulary.head,))
+    _, scale = rank_and_scale(match, config, limits)
+    rank, width = by_module[vocabulary.embedding].rank, vocabulary.hidden_size
+    return TiedPair(vocabulary.head, rank, scale, width, vocabulary.num_tokens, embedding=vocabulary.embedding)
+
+
 def _vectors(pairs: tuple[LoraPair, ...], config: LoraConfig) -> Iterator[LinearVector]:
     for pair in pairs:
         if config.use_dora:
@@ -379,7 +399,7 @@ def _check_vocabulary(plan: AdapterPlan, header: SafetensorsHeader, base: BaseDe
     parts = [part for part in plan.components if part.module in modules]
     # Of a copy those rows count that are served.
     copied = {part.copied.key: part.copied for part in parts if isinstance(part, TokenRows) and part.copied}
-    keys = {key for part in parts for key in part.shapes} - copied.keys()
+    keys = [key for part in parts for key in part.shapes if key not in copied]  # twice, if both are served from it
     num_bytes = sum(header.tensors[key].end - header.tensors[key].start for key in keys)
     for key, rows in copied.items():
         info = header.tensors[key]

@@ -204,19 +204,23 @@ def _attribute(name: str) -> str:
 
 
 def _shares(dimension: Dimension | None, length: int, rank: int, size: int, name: str) -> Shares | None:
-    if dimension is None:
+    if dimension is None or size == 1:
         return None
     shares, start = [], 0
     for part in dimension(length):
         share = part.share(rank, size, name)
         shares.append(range(start + share.start, start + share.stop))
         start += part.units * part.width
-    assert start == length, f"the parts of {name} cover {start} of {length}"
+    if start != length:
+        raise CannotShard(
+            f"{name} has a dimension of {length}, which is not made of whole parts (heads, experts' halves) of the "
+            "sizes that config.json says: they do not fit each other. Correct config.json, or give another base."
+        )
     return tuple(shares)
 
 
 def _share_length(dimension: Dimension | None, length: int, size: int, name: str) -> int:
-    if dimension is None:
+    if dimension is None or size == 1:
         return length
     return sum(part.share_length(size, name) for part in dimension(length))
 

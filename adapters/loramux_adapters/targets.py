@@ -25,7 +25,7 @@ from typing import Any
 
 from loramux_adapters import matching
 from loramux_adapters.base import BaseDescription, VocabularyShape
-from loramux_adapters.components import PREFIX, BaseCopy, CopiedRows, LinearVector, TokenRows, VectorKind
+from loramux_adapters.components import PREFIX, BaseCopy, CopiedRows, LinearVector, Repeat, TokenRows, VectorKind
 from loramux_adapters.config import Targets
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, shown
 from loramux_adapters.matching import InvalidExpression, Match, TargetRules, expressions, match_modules
@@ -172,7 +172,7 @@ def check_tensors(
             "tensors_missing",
             missing[0],
             f"{len(missing)} of the {len(expected)} tensors that adapter_config.json implies on this base are not in "
-            f"the file: {shown(missing)}. {context}",
+            f"the file: {shown(missing)}. {_wrapped(missing[0], header)}{context}",
         )
     if unexpected := [key for key in header.tensors if key not in expected and key not in optional]:
         raise BaseMismatch(
@@ -192,6 +192,16 @@ def check_tensors(
             wrong[0],
             f"{len(wrong)} of {len(found)} tensors have another shape than rank and base imply: {listed}. {context}",
         )
+
+
+def _wrapped(missing: str, header: SafetensorsHeader) -> str:
+    """Name the prefix under which the file holds a missing tensor, if it does."""
+    name = missing.removeprefix(PREFIX)
+    found = next((key for key in header.tensors if key.endswith(f".{name}")), None)
+    if found is None:
+        return ""
+    prefix = found.removesuffix(name)
+    return f"The file has {found!r}: under {prefix[:120]!r} in place of {PREFIX!r}, a module that wraps it. "
 
 
 def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[int]) -> BaseDescription:
@@ -321,14 +331,14 @@ def base_copies(targeted: Collection[str], rows: Iterable[TokenRows], base: Base
     return tuple(BaseCopy(module, *shape, name) for module, name in names.items())
 
 
-def repeated_rows(rows: Iterable[TokenRows]) -> tuple[tuple[str, str], ...]:
+def repeated_rows(rows: Iterable[TokenRows]) -> tuple[Repeat, ...]:
     """Return the second names under which PEFT saves rows once more with `save_embedding_layers`."""
     names = {
         part: "modules_to_save.weight" if part.token_ids is None else "token_adapter.trainable_tokens_delta"
         for part in rows
     }
     keys = ((f"{PREFIX}{part.module}.{name}", part.key) for part, name in names.items())
-    return tuple((key, original) for key, original in keys if key != original)
+    return tuple(Repeat(key, original) for key, original in keys if key != original)
 
 
 def check_once(targeted: Iterable[str], rows: Sequence[TokenRows]) -> None:
@@ -344,20 +354,6 @@ def check_once(targeted: Iterable[str], rows: Sequence[TokenRows]) -> None:
                 "trainable_token_indices means too. Name it in one of them.",
             )
         taken.add(part.module)
-
-
-def check_tying(ensure_weight_tying: bool, touched: Iterable[str], base: BaseDescription) -> None:
-    """Raise ConfigRejected where ensure_weight_tying would apply an adapter of the embedding to the head as well."""
-    vocabulary = base.vocabulary
-    if not ensure_weight_tying or vocabulary is None or not vocabulary.tied:
-        return
-    if not {vocabulary.embedding, vocabulary.head}.isdisjoint(touched):
-        raise ConfigRejected(
-            "field_unsupported",
-            "ensure_weight_tying",
-            "ensure_weight_tying is set, and this base's head is its embedding: one trained matrix would serve in both "
-            "places, which is done for trainable_token_indices alone. Train without ensure_weight_tying.",
-        )
 
 
 def _rejected(code: str, reason: str) -> ConfigRejected:

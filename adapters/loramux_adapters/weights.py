@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from loramux_adapters.base import BaseDescription, VocabularyShape
-from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, TokenRows, VectorKind
+from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, Repeat, TokenRows, VectorKind
 from loramux_adapters.errors import AdapterRejected, WeightsFileRejected
 from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits, plan_adapter, read_config
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, read_header
@@ -252,9 +252,9 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
     """Read the tensors of `header` as `dtype`; `plan` describes the same ones. Raises WeightsFileRejected."""
     with path.open("rb") as file:
         tensors = {name: _read(file, name, info, dtype) for name, info in header.tensors.items()}
-    for key, original in plan.repeats:
-        if key in tensors and not torch.equal(tensors[key], tensors[original]):
-            raise WeightsFileRejected("copy_differs", key, f"{key} must equal {original}; which of them counts?")
+    for repeat in plan.repeats:
+        if repeat.key in tensors:
+            _check_repeat(repeat, tensors)
     pairs = {
         pair.module: LoraWeights(*pair.share(tensors[pair.a_key], tensors[pair.b_key]), pair.scale)
         for pair in plan.pairs
@@ -271,6 +271,17 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
         classifier=None if plan.classifier is None else tensors[plan.classifier.key],
         copies={copy.module: tensors[copy.key] for copy in plan.copies if copy.key in tensors},
     )
+
+
+def _check_repeat(repeat: Repeat, tensors: Mapping[str, torch.Tensor]) -> None:
+    key, original, transposed = repeat
+    own = tensors[original].T if transposed else tensors[original]
+    if torch.equal(tensors[key], own):
+        return
+    reason = "; which of them counts?"
+    if transposed:
+        reason = ", transposed, because ensure_weight_tying is set. If each was trained by itself, set it to false."
+    raise WeightsFileRejected("copy_differs", key, f"{key} must equal {original}{reason}")
 
 
 def factor_only(vector: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import parse_options_header
 
 from loramux.catalog.uploads.parts import paced
-from loramux.common.bundle import SOURCES, is_ignored
+from loramux.common.bundle import SOURCES, is_ignored, misplaced
 from loramux.common.jobs import run_blocking
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
 from loramux.serving.errors import InvalidRequest
@@ -249,6 +249,8 @@ class AdapterForm(Form):
             return ignored[:MAX_FIELD_BYTES]
         pickled = any(name.endswith((".bin", ".pt", ".pth", ".pkl")) for name in (field, filename))
         why = " Pickled weights are never read: save them with safetensors." if pickled else ""
+        if (reason := misplaced((filename, field))) is not None:
+            why = f" {reason}"
         raise InvalidRequest(
             f"'{(filename or field)[:80]}' is not a part of this form.{why} Please {self.how}.",
             field=field[:80],

@@ -27,7 +27,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from loramux_client.errors import ConnectionFailed, UnexpectedResponse, error_of
+from loramux_client.errors import ClientError, ConnectionFailed, UnexpectedResponse, error_of
 from loramux_client.objects import Listing
 
 P = ParamSpec("P")
@@ -137,6 +137,8 @@ class RetryPolicy:
     """Seconds before the first retry; doubles with each retry. A server's Retry-After takes precedence."""
     max_pause: float = 30.0
     """The longest pause. If the server asks for more, the call fails at once."""
+    max_total: float = 60.0
+    """Seconds of failed attempts and pauses, after which the call fails although retries are left."""
 
     def pause_before(self, retry: int) -> float:
         """Return the seconds before retry number `retry`, counted from 0."""
@@ -145,20 +147,28 @@ class RetryPolicy:
 
 def send_with_retries(call: Call[T], policy: RetryPolicy) -> Flow[T]:
     """Send the call until it succeeds or a retry cannot help. Raises ApiError, ConnectionFailed, UnexpectedResponse."""
+    spent = 0.0
     for retry in range(policy.retries + 1):
-        last = retry == policy.retries
+        last, began = retry == policy.retries, time.monotonic()
+        pause: float | None = policy.pause_before(retry)
+        failure: ClientError
         try:
             response: httpx.Response = yield Send(call)
         except httpx.TransportError as error:
-            if last or not (call.repeatable or isinstance(error, NOT_SENT)):
-                raise ConnectionFailed(_unreachable(error)) from error
-            yield Wait(policy.pause_before(retry))
-            continue
-        if response.is_success:
-            return _decode(response, call.answer)
-        pause = _retry_pause(response, call, policy.pause_before(retry))
+            failure = ConnectionFailed(_unreachable(error))
+            failure.__cause__ = error
+            if not (call.repeatable or isinstance(error, NOT_SENT)):
+                pause = None
+        else:
+            if response.is_success:
+                return _decode(response, call.answer)
+            failure = error_of(response)
+            pause = _retry_pause(response, call, policy.pause_before(retry))
         if last or pause is None or pause > policy.max_pause:
-            raise error_of(response)
+            raise failure
+        spent += time.monotonic() - began + pause
+        if spent > policy.max_total:
+            raise failure
         yield Wait(pause)
     raise AssertionError("the last attempt returns or raises")
 

@@ -35,6 +35,8 @@ PART_BYTES = 8 << 20
 """Bytes of one request: held in memory, and sent again if the connection breaks."""
 MAX_FAILURES = 8
 """The number of failures in a row, without a byte of progress, after which an upload fails."""
+MAX_NAMED = 5
+"""Folders that an error names."""
 POLL_SECONDS, MAX_POLL_SECONDS = 0.2, 3.0
 """The first and the longest pause between polls of the upload's state."""
 TIMEOUT_SECONDS = 900.0
@@ -123,7 +125,7 @@ def describe(folder: Path, on_progress: OnProgress = ignore_progress) -> Flow[di
     """Return the folder's files that are to be sent, with their sizes and hashes. Raises FilesMissing."""
     missing = [file for file in FILES if not (folder / file).is_file()]
     if missing:
-        raise FilesMissing(f"{folder} has no {' and no '.join(missing)}; save it with model.save_pretrained()")
+        raise FilesMissing(f"{folder} has no {' and no '.join(missing)}; {_way_out(folder)}")
     files = {}
     for file in (*FILES, *(name for name in BUNDLE_FILES if (folder / name).is_file())):
         files[file] = yield from _hashed(folder, file, on_progress)
@@ -268,6 +270,18 @@ def _unfinished(
         if upload.state == "uploading" and upload.promote == promote and same and named:
             return upload
     return None
+
+
+def _way_out(folder: Path) -> str:
+    """Return what to do about a folder without an adapter's two files, by what it holds in their place."""
+    if any(folder.glob("adapter_model*-of-*")) or any(folder.glob("adapter_model.*.index.json")):
+        return "its weights are sharded: load it with PEFT, and save it with model.save_pretrained() as one file"
+    inner = sorted(file.parent.name for file in folder.glob("*/adapter_config.json"))
+    if inner:
+        return f"push one of its folders: {', '.join(str(folder / name) for name in inner[:MAX_NAMED])}"
+    if any(folder.glob("*adapters.safetensors")):
+        return "it is mlx-lm's: convert it to PEFT's form first"
+    return "save it with model.save_pretrained()"
 
 
 def _hashed(folder: Path, name: str, on_progress: OnProgress) -> Flow[UploadFile]:

@@ -51,7 +51,9 @@ def test_plan_every_format_on_every_family_equals_pefts_file(name: str, family: 
     config, base = FORMATS[name], base_of(family)
     shapes = injected(family, config, save_embedding_layers=False)
     plan = plan_adapter(parse_adapter_config(written(config)), header_of(shapes), base, LIMITS)
-    assert plan.shapes == shapes
+    tied = {repeat.key for repeat in plan.repeats if repeat.key in shapes}
+    assert plan.shapes | {key: plan.optional_shapes[key] for key in tied} == shapes
+    assert not tied or (name.startswith("tied_") and base.vocabulary.tied)
     if plan.copies:
         with_copies = injected(family, config, save_embedding_layers=True)
         assert shapes.items() <= with_copies.items() <= (shapes | plan.optional_shapes).items()
@@ -71,6 +73,7 @@ configurations = st.fixed_dictionaries(
         "trainable_token_indices": st.lists(st.integers(0, 96), min_size=1, max_size=3, unique=True)
         | st.dictionaries(st.sampled_from(["embed_tokens", "lm_head"]), st.just([5, 3]), min_size=1),
         "rank_pattern": st.dictionaries(st.sampled_from(["lm_head", "embed_tokens"]), st.integers(1, 20)),
+        "ensure_weight_tying": st.booleans(),
     },
 )
 
@@ -90,7 +93,8 @@ def test_plan_any_format_equals_what_peft_saves(family: str, fields: dict[str, A
 
 def shapes_or_code(config: peft.PeftConfig, shapes: Shapes, base: BaseDescription) -> Shapes | str:
     try:
-        return plan_adapter(parse_adapter_config(written(config)), header_of(shapes), base, LIMITS).shapes
+        plan = plan_adapter(parse_adapter_config(written(config)), header_of(shapes), base, LIMITS)
+        return plan.shapes | {key: shape for key, shape in plan.optional_shapes.items() if key in shapes}
     except AdapterRejected as refusal:
         return refusal.code
 
@@ -171,19 +175,33 @@ def test_plan_unsupported_format_is_refused_by_field(name: str, llama) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "code", "field"),
     [
-        {"trainable_token_indices": {"lm_head": [3]}},
-        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
-        {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+        ({"trainable_token_indices": {"lm_head": [3]}}, "target_unsupported", "trainable_token_indices"),
+        (
+            {"target_modules": ["lm_head", "q_proj"], "exclude_modules": ["embed_tokens"], "ensure_weight_tying": True},
+            "config_invalid",
+            "ensure_weight_tying",
+        ),
+        (
+            {"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+            "config_invalid",
+            "modules_to_save",
+        ),
+        (
+            {"target_modules": ["embed_tokens"], "ensure_weight_tying": True, "use_dora": True},
+            "field_unsupported",
+            "use_dora",
+        ),
     ],
 )
-def test_plan_on_a_tied_base_refuses_what_peft_ties(fields: dict[str, Any], base_of) -> None:
+def test_plan_on_a_tied_base_refuses_what_peft_cannot_tie(
+    fields: dict[str, Any], code: str, field: str, base_of
+) -> None:
     document = json.dumps(LORA | fields).encode()
     with pytest.raises(AdapterRejected) as caught:
         plan_adapter(parse_adapter_config(document), header_of({}), base_of("llama_tied"), LIMITS)
-    assert caught.value.field in ("trainable_token_indices", "ensure_weight_tying")
-    assert caught.value.code in ("target_unsupported", "field_unsupported")
+    assert (caught.value.code, caught.value.field) == (code, field)
 
 
 def test_plan_vocabulary_tensors_have_a_quota(llama) -> None:

@@ -47,11 +47,6 @@ REFUSED_FORMATS: dict[str, tuple[str, dict[str, Any], str]] = {
     "bias_of_norms": ("gpt2", {"bias": "all", "target_modules": ["c_attn"]}, "bias"),
     "norms_with_biases": ("gpt2", {"modules_to_save": ["ln_1"], "target_modules": ["c_attn"]}, "modules_to_save"),
     "linears_saved_whole": ("llama", {"modules_to_save": ["o_proj"]}, "modules_to_save"),
-    "tying": (
-        "llama_tied",
-        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
-        "ensure_weight_tying",
-    ),
     "alora_on_the_head": (
         "llama",
         {"target_modules": ["lm_head"], "alora_invocation_tokens": [7, 8]},

@@ -202,6 +202,21 @@ def test_announcements_that_cannot_be_taken(client: httpx.Client, files: dict[st
 
 
 @pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("adapter_model-00001-of-00002.safetensors", "sharded"),
+        ("adapter_model.safetensors.index.json", "sharded"),
+        ("default/adapter_config.json", "Upload the files of 'default' alone"),
+        ("adapters.safetensors", "mlx-lm"),
+    ],
+)
+def test_announcement_of_another_form_says_which_it_is(client: httpx.Client, name: str, reason: str) -> None:
+    refused = error(client.post("/v1/uploads", json={"adapter": "upper", "files": {CONFIG: GOOD, name: GOOD}}), 400)
+    assert (refused["code"], refused["param"]) == ("invalid_upload", "files")
+    assert reason in refused["message"]
+
+
+@pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"source": {"url": "s3://bucket/path/"}}, "source.url"),

@@ -221,3 +221,11 @@ def test_client_imports_neither_torch_nor_sql() -> None:
     code = f"import sys, loramux_client; sys.exit(', '.join({heavy} & set(sys.modules)) or None)"
     ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_retries_end_after_a_minute_of_pauses_although_attempts_are_left() -> None:
+    refused = (503, {"error": {"message": "try again", "code": "validation_unavailable"}}, {"Retry-After": "25"})
+    script = Script(*[refused] * 5)
+    with pytest.raises(ServerFailed, match="try again"):
+        run_sync(script, lambda: get("acme/a"))
+    assert len(script.asked) == 3, "25 s twice, and a third pause would end after 75"

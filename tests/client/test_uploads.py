@@ -177,6 +177,24 @@ def test_push_without_files_raises_before_sending(tmp_path: Path) -> None:
         runner(Server()).run(push(tmp_path, "bot"))
 
 
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (("adapter_config.json", "adapter_model-00001-of-00002.safetensors"), "sharded"),
+        (("adapter_config.json", "adapter_model.safetensors.index.json"), "sharded"),
+        (("default/adapter_config.json", "default/adapter_model.safetensors"), "push one of its folders: .*/default"),
+        (("README.md", "second/adapter_config.json", "first/adapter_config.json"), "folders: .*/first, .*/second"),
+        (("adapter_config.json", "adapters.safetensors"), "mlx-lm"),
+    ],
+)
+def test_push_of_another_form_says_which_it_is(tmp_path: Path, files: tuple[str, ...], reason: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(FilesMissing, match=reason):
+        runner(Server()).run(push(tmp_path, "bot"))
+
+
 def test_push_of_a_shrinking_file_raises(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, b"{}", b"w" * 450)
     shrink = lambda progress: (folder / FILES[1]).write_bytes(b"w" * 150) if progress.stage == "sending" else None  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
 from collections.abc import Sequence
@@ -47,6 +48,22 @@ FORMATS: dict[str, peft.PeftConfig] = {
         **LORA | {"target_modules": ["o_proj"]},
         trainable_token_indices={"embed_tokens": [20, 7], "lm_head": [50, 8, 30, 31, 32, 33, 34]},
     ),
+    # On a tied base one matrix, or one pair, serves in both places.
+    "tied_saved": peft.LoraConfig(
+        **LORA | {"target_modules": ["o_proj"]}, modules_to_save=["embed_tokens"], ensure_weight_tying=True
+    ),
+    "tied_head": peft.LoraConfig(
+        **LORA | {"target_modules": ["down_proj"]}, modules_to_save=["lm_head"], ensure_weight_tying=True
+    ),
+    "tied_pair": peft.LoraConfig(
+        **LORA | {"target_modules": ["embed_tokens", "o_proj"]}, ensure_weight_tying=True, alpha_pattern={"lm_head": 7}
+    ),
+    "tied_expression": peft.LoraConfig(
+        **LORA | {"target_modules": r".*\.o_proj|(.*\.)?(lm_head|down_proj)"}, ensure_weight_tying=True, use_rslora=True
+    ),
+    "tied_of_another_name": peft.LoraConfig(  # PEFT looks for the bare name, so that this is not tied
+        **LORA | {"target_modules": r"model\.(embed_tokens|norm_of_nothing)"}, ensure_weight_tying=True
+    ),
 }
 
 
@@ -68,7 +85,7 @@ class FormatZoo(Zoo):
         torch.manual_seed(seed)
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            model = peft.get_peft_model(self._base(), config)
+            model = peft.get_peft_model(self._base(), copy.deepcopy(config))  # tying changes it
             for parameter in (p for p in model.parameters() if p.requires_grad):
                 parameter.add_(torch.randn_like(parameter) * 0.3 * parameter.std(correction=0).clamp(min=0.5))
             shutil.rmtree(self.adapters / name, ignore_errors=True)

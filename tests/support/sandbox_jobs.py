@@ -24,6 +24,13 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     return work
 
 
+def prepare_wrongly(setup: bytes) -> Callable[[bytes], bytes]:
+    served = json.loads(setup)
+    if served == "no file":
+        raise FileNotFoundError(served)
+    raise ValueError(f"the setup says {served!r}")
+
+
 def allocate(size: int) -> int:
     return len(bytearray(size))
 

@@ -2,16 +2,18 @@
 
 Tensors of modules keep their values and get their new names. Experts that were linears of their own are stacked as PEFT
 stacks them for `target_parameters`: A by expert and then rank, B by rank and then expert. The gate's and up's pairs
-become one of both ranks, whose B is block-diagonal, so that the product is exactly theirs. The configuration names
-every module and parameter, with its rank and scale, since patterns may have been written for the old names.
+become one of both ranks, whose B is block-diagonal, so that the product is exactly theirs; so do those of linears that
+the base joins (`joined`). The configuration names every module and parameter, with its rank and scale, since patterns
+may have been written for the old names.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -19,12 +21,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from loramux_adapters.base import BaseDescription
+from loramux_adapters.base import BaseDescription, ParameterShape
 from loramux_adapters.components import PREFIX
 from loramux_adapters.config import LoraConfig, parse_adapter_config, parse_document
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, WeightsFileRejected, shown
+from loramux_adapters.joined import HALVES
 from loramux_adapters.matching import Match, TargetRules
-from loramux_adapters.names import DOWN, TensorNames, TensorPlace
+from loramux_adapters.names import ALL, TensorNames, TensorPlace
 from loramux_adapters.plan import (
     CONFIG_NAME,
     WEIGHTS_NAME,
@@ -70,9 +73,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One linear of one expert, as it is in the file."""
+    """One linear of one expert, or one part of a joined linear, as it is in the file."""
 
-    half: int
+    part: int
     rank: int
     scale: float
     a: str
@@ -81,10 +84,10 @@ class _Pair:
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """All experts' pairs of one parameter."""
+    """All experts' pairs of one parameter, or those of a joined linear, which counts as one expert."""
 
     experts: Mapping[int, tuple[_Pair, ...]]
-    """Pairs of each expert, the gate's before up's."""
+    """Pairs of each expert, in the order of their outputs."""
 
     @property
     def pairs(self) -> list[_Pair]:
@@ -121,19 +124,19 @@ def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: Plan
     parameters = match_parameters(config, base)
     holders = {match.module.rpartition(".")[0] for match in parameters}
     pairs = [place for place in kept.values() if place.tail.startswith("lora_") and place.stem not in holders]
-    found = _matches(config, {place.module for place in pairs})
+    found = _matches(config, pairs, base)
     sizes = {module: rank_and_scale(match, config, limits) for module, match in found.items()}
     collected = _stacks(kept, header, config, sizes)
-    stacks = {parameter: collected[parameter] for parameter in base.parameters if parameter in collected}
+    stacks = {name: collected[name] for name in (*base.modules, *base.parameters) if name in collected}
     # Tensors whose names say nothing stay as they are: validation names them if they are unexpected.
     entries = {key: _copied(key, header) for key in header.tensors if key not in places}
-    entries |= _linears({key: place for key, place in kept.items() if place.expert is None}, header)
-    for parameter, stack in stacks.items():
-        entries |= _stacked(parameter, stack, tuple(stacks), base, header)
+    entries |= _linears({key: place for key, place in kept.items() if not place.is_share}, header)
+    for name, stack in stacks.items():
+        entries |= _stacked(name, stack, tuple(stacks), base, header)
     check_size(sum(entry.num_bytes for entry in entries.values()), limits)
-    values = {place.place: sizes[place.module] for place in pairs if place.expert is None}
+    values = {place.place: sizes[place.module] for place in pairs if not place.is_share}
     values |= {match.module: rank_and_scale(match, config, limits) for match in parameters}
-    values |= {parameter: (stack.rank, stack.scale) for parameter, stack in stacks.items()}
+    values |= {name: (stack.rank, stack.scale) for name, stack in stacks.items()}
     written = {**document, **_targets(values, base)}
     (into / CONFIG_NAME).write_text(json.dumps(written, indent=2))
     with (folder / WEIGHTS_NAME).open("rb") as source:
@@ -152,20 +155,22 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], source: BufferedRead
             file.write(tensor.flatten().view(torch.uint8).numpy().data)
 
 
-def _matches(config: LoraConfig, modules: Iterable[str]) -> dict[str, Match]:
-    """Match the file's own names with the configuration, as when the adapter was trained."""
-    names = sorted(modules)
-    targets = names if config.all_linear else config.target_modules
-    rules = TargetRules(
-        targets,
-        config.exclude_modules,
-        config.layers_to_transform,
-        config.layers_pattern,
-        tuple(config.rank_pattern),
-        tuple(config.alpha_pattern),
-    )
-    found = {match.module: match for match in match_guarded(rules, names)}
-    if unexpected := [name for name in names if name not in found]:
+def _matches(config: LoraConfig, places: Iterable[TensorPlace], base: BaseDescription) -> dict[str, Match]:
+    """Match the file's own names with the configuration, as when the adapter was trained.
+
+    A name that does not match is tried as it is in the file, wrappers included, and an item of a list of linears by the
+    list's name.
+    """
+    written = {place.module: place.written for place in places}
+    found: dict[str, Match] = {}
+    for spelled in (lambda name: name, written.__getitem__, lambda name: re.sub(r"\.\d+$", "", name)):
+        names = {name: spelled(name) for name in sorted(written) if name not in found}
+        matches = {match.module: match for match in _match_names(config, sorted(set(names.values())))}
+        found |= {name: matches[other]._replace(module=name) for name, other in names.items() if other in matches}
+    head = base.vocabulary.head if base.vocabulary is not None and base.vocabulary.tied else None
+    if config.ensure_weight_tying and head in written and head not in found:  # PEFT takes the head's name away
+        [found[head]] = match_guarded(_rules(config, (head,)), (head,))
+    if unexpected := [name for name in sorted(written) if name not in found]:
         raise BaseMismatch(
             "tensors_unexpected",
             unexpected[0],
@@ -175,39 +180,67 @@ def _matches(config: LoraConfig, modules: Iterable[str]) -> dict[str, Match]:
     return found
 
 
+def _match_names(config: LoraConfig, names: Sequence[str]) -> list[Match]:
+    if not names:
+        return []
+    rules = _rules(config, names if config.all_linear else config.target_modules)
+    return match_guarded(
+        rules._replace(
+            exclude_modules=config.exclude_modules,
+            layers_to_transform=config.layers_to_transform,
+            layers_pattern=config.layers_pattern,
+        ),
+        names,
+    )
+
+
+def _rules(config: LoraConfig, targets: str | Sequence[str]) -> TargetRules:
+    return TargetRules(targets, None, None, None, tuple(config.rank_pattern), tuple(config.alpha_pattern))
+
+
 def _stacks(
     kept: Mapping[str, TensorPlace],
     header: SafetensorsHeader,
     config: LoraConfig,
     sizes: Mapping[str, tuple[int, float]],
 ) -> dict[str, _Stack]:
-    """Collect the experts' pairs by parameter; `sizes` are rank and scale by the module's name in the file."""
+    """Collect shares by the base's parameter or linear; `sizes` are rank and scale by the module's name in the file."""
     keys: dict[tuple[str, int, int], dict[str, str]] = defaultdict(dict)
     modules: dict[tuple[str, int, int], str] = {}
     for key, place in kept.items():
-        if place.expert is not None:
-            keys[place.place, place.expert, place.half][place.tail] = key
-            modules[place.place, place.expert, place.half] = place.module
+        if place.is_share:
+            share = (place.place, place.expert or 0, place.part)
+            if place.tail in keys[share]:
+                raise WeightsFileRejected("names_ambiguous", key, f"Two tensors of the file mean the same as {key}.")
+            keys[share][place.tail] = key
+            modules[share] = place.module
     if keys and (config.target_parameters or config.use_dora or config.lora_bias):
         field = next(name for name in ("target_parameters", "use_dora", "lora_bias") if getattr(config, name))
         raise ConfigRejected(
             "field_unsupported",
             field,
-            f"{field} is set beside pairs on single experts, where it is not served. Train without one of them.",
+            f"{field} is set, and the file has pairs on single experts or on parts of a linear that the base joins: "
+            "there it is not served. Train without one of them.",
         )
     experts: dict[str, dict[int, list[_Pair]]] = defaultdict(lambda: defaultdict(list))
-    for (parameter, expert, half), tensors in sorted(keys.items()):
-        rank, scale = sizes[modules[parameter, expert, half]]
-        a, b = _both(tensors, modules[parameter, expert, half])
+    for (name, expert, part), tensors in sorted(keys.items()):
+        rank, scale = sizes[modules[name, expert, part]]
+        a, b = _both(tensors, modules[name, expert, part])
         _check_shapes(header, a, b, rank)
-        experts[parameter][expert].append(_Pair(half, rank, scale, a, b))
+        experts[name][expert].append(_Pair(part, rank, scale, a, b))
     return {
-        parameter: _Stack({expert: tuple(pairs) for expert, pairs in by_expert.items()})
-        for parameter, by_expert in experts.items()
+        name: _Stack({expert: tuple(pairs) for expert, pairs in by_expert.items()})
+        for name, by_expert in experts.items()
     }
 
 
 def _both(tensors: Mapping[str, str], module: str) -> tuple[str, str]:
+    if others := [key for tail, key in tensors.items() if tail not in ("lora_A.weight", "lora_B.weight")]:
+        raise BaseMismatch(
+            "tensors_unexpected",
+            others[0],
+            f"{others[0]} belongs to a part of what the base joins, of which pairs of A and B alone are served.",
+        )
     for tail in ("lora_A.weight", "lora_B.weight"):
         if tail not in tensors:
             missing = f"{PREFIX}{module}.{tail}"
@@ -241,20 +274,23 @@ def _copied(key: str, header: SafetensorsHeader) -> Entry:
 
 
 def _stacked(
-    parameter: str, stack: _Stack, targeted: tuple[str, ...], base: BaseDescription, header: SafetensorsHeader
+    name: str, stack: _Stack, targeted: tuple[str, ...], base: BaseDescription, header: SafetensorsHeader
 ) -> dict[str, Entry]:
-    """Make A and B of all experts of one parameter."""
-    shape, rank = base.parameters[parameter], stack.rank
-    half_rows = shape.out_features if parameter.endswith(f".{DOWN}") else shape.out_features // 2
+    """Make A and B of all experts of one parameter, or of one joined linear."""
+    rank, shape = stack.rank, base.parameters.get(name)
+    if shape is None:
+        linear = base.modules[name]
+        shape = ParameterShape(1, linear.in_features, linear.out_features, linear.layer)
+    rows = {part: _rows(name, part, shape.out_features, base) for part in {pair.part for pair in stack.pairs}}
     for pair in stack.pairs:
-        for key, expected in ((pair.a, (pair.rank, shape.in_features)), (pair.b, (half_rows, pair.rank))):
+        for key, expected in ((pair.a, (pair.rank, shape.in_features)), (pair.b, (len(rows[pair.part]), pair.rank))):
             if header.tensors[key].shape != expected:
                 found = list(header.tensors[key].shape)
                 raise BaseMismatch("shape_mismatch", key, f"{key} is {found}, expected {list(expected)}.")
     dtypes = {header.tensors[key].dtype for pair in stack.pairs for key in (pair.a, pair.b)}
     is_even = len({pair.scale for pair in stack.pairs}) == 1
     dtype = next(iter(dtypes)) if len(dtypes) == 1 and is_even else "F32"
-    holder = f"{PREFIX}{expert_holder(parameter, targeted)}"
+    holder = f"{PREFIX}{expert_holder(name, targeted) if name in base.parameters else name}"
 
     def make_a(source: BufferedReader) -> torch.Tensor:
         a = torch.zeros(shape.num_experts, rank, shape.in_features, dtype=DTYPES[dtype])
@@ -270,12 +306,9 @@ def _stacked(
         for expert, pairs in stack.experts.items():
             start = 0
             for pair in pairs:
-                rows = slice(pair.half * half_rows, (pair.half + 1) * half_rows)
-                if base.alternates_gate_and_up and half_rows < shape.out_features:
-                    rows = slice(pair.half, None, 2)
                 factor = pair.scale / stack.scale if stack.scale else 1.0
                 tensor = read_tensor(source, header.tensors[pair.b])
-                b[rows, start : start + pair.rank, expert] = tensor if is_even else tensor.float() * factor
+                b[rows[pair.part], start : start + pair.rank, expert] = tensor if is_even else tensor.float() * factor
                 start += pair.rank
         return b.flatten(1)
 
@@ -284,6 +317,23 @@ def _stacked(
         f"{holder}.lora_A.weight": Entry(dtype, (experts * rank, shape.in_features), make_a),
         f"{holder}.lora_B.weight": Entry(dtype, (shape.out_features, rank * experts), make_b),
     }
+
+
+def _rows(name: str, part: int, out_features: int, base: BaseDescription) -> torch.Tensor:
+    """Return the outputs of one part of a parameter or of a joined linear. Raises BaseMismatch (`shape_mismatch`)."""
+    if part == ALL:
+        return torch.arange(out_features)
+    if name in base.parameters and base.alternates_gate_and_up:
+        return torch.arange(part, out_features, 2)
+    joined = HALVES if name in base.parameters else base.joined[name.rpartition(".")[2]]
+    ranges = joined.rows(part, out_features)
+    if ranges is None:
+        raise BaseMismatch(
+            "shape_mismatch",
+            name,
+            f"The base's {name} has {out_features} outputs, not as its config.json divides them.",
+        )
+    return torch.cat([torch.arange(one.start, one.stop) for one in ranges])
 
 
 def _targets(values: Mapping[str, tuple[int, float]], base: BaseDescription) -> dict[str, Any]:

@@ -8,7 +8,7 @@ stored and digested with the weights, so that a revision always gets the prompt 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -60,9 +60,14 @@ _IGNORED = re.compile(
     | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
     | (global_step\d+|checkpoint-\d+|runs|logs|wandb)(/.*)?
     | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
+    | additional_config\.json | args\.json | configuration\.json | Modelfile | checkpoint_complete
+    | (video_)?(pre)?processor_config\.json
     """,
     re.VERBOSE,
 )
+_SHARD = re.compile(r"(.*/)?adapter_model(-\d+-of-\d+\.(safetensors|bin)|\.(safetensors|bin)\.index\.json)")
+_OF_ADAPTER = re.compile(r"(?P<folder>.+)/adapter_(config\.json|model\.(safetensors|bin))")
+_MLX = re.compile(r"(.*/)?(\d+_)?adapters\.(safetensors|npz)")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|ckpt)")
 
 
@@ -150,6 +155,28 @@ def is_ignored(name: str) -> bool:
 def is_pickled(name: str) -> bool:
     """Return whether a file would have to be unpickled to be read, which is never done."""
     return _PICKLED.fullmatch(name) is not None
+
+
+def misplaced(names: Iterable[str]) -> str | None:
+    """Return why these files are not those of one adapter, and the way out, if they are in a form that is known."""
+    for name in names:
+        shown = f"'{name[:80]}'"
+        if _SHARD.fullmatch(name) is not None:
+            return (
+                f"{shown} is a part of a sharded adapter, and an adapter is one file here: load it with PEFT and "
+                "save it with save_pretrained, which writes one adapter_model.safetensors."
+            )
+        if (found := _OF_ADAPTER.fullmatch(name)) is not None:
+            return (
+                f"{shown} is in a folder of its own: PEFT saves an adapter with another name than 'default', and some "
+                f"trainers save every adapter, in a subfolder. Upload the files of '{found['folder'][:80]}' alone."
+            )
+        if _MLX.fullmatch(name) is not None:
+            return (
+                f"{shown} is how mlx-lm saves an adapter, with names and a scale of its own. Convert it to PEFT's form "
+                "(adapter_config.json with lora_alpha = scale * rank, lora_A and lora_B transposed)."
+            )
+    return None
 
 
 def encode_bundle(bundle: Bundle) -> bytes:

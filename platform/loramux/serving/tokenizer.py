@@ -25,8 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from loramux.common.bundle import AddedToken, extend_tokenizer
+from loramux.common.bundle import TOKENIZER_FILE, AddedToken, extend_tokenizer
 from loramux.common.settings.file import SettingsError
+from loramux.common.tokenizer_file import TokenizerDiffers, load_tokenizer
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import ChatOptions, Conversation, Message, PromptText, TextPair, Token
 
@@ -92,11 +93,18 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path) -> Tokenizer:
-        """Load the tokenizer beside the model's weights; raises SettingsError where there is none."""
-        from transformers import AutoTokenizer  # takes seconds: only where a model is served
+        """Load the tokenizer next to the model's weights.
 
+        Raises SettingsError if there is none, or if its token ids are not those of its tokenizer.json.
+        """
         try:
-            return cls(AutoTokenizer.from_pretrained(model_dir, local_files_only=True))
+            return cls(load_tokenizer(model_dir).tokenizer)
+        except TokenizerDiffers as error:
+            raise SettingsError(
+                f"model.path: the tokenizer of {model_dir} is not its {TOKENIZER_FILE}: {error}. Every answer would be "
+                "to another text than the one that was sent. Save the tokenizer again with AutoTokenizer and "
+                "save_pretrained, from the folder that the base was trained with."
+            ) from None
         except (OSError, ValueError) as error:
             raise SettingsError(
                 f"model.path: {model_dir} holds no tokenizer that transformers can load: {error}"

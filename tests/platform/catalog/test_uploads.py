@@ -247,6 +247,25 @@ async def test_an_upload_under_which_servers_die_is_given_up(database: Database,
     assert (upload.state, upload.outcome.error.code) == ("rejected", "validation_failed")
 
 
+async def test_upload_whose_checks_never_run_is_refused_after_some_attempts(prepare: Prepare) -> None:
+    asked = []
+
+    def unavailable(folder: Path, limits: object) -> ValidationReport:
+        asked.append(folder)
+        raise SandboxDied("killed")
+
+    harness = await prepare("server_0", examine=unavailable)
+    id = await harness.upload()
+    await harness.at_rest()
+    for _ in range(8):
+        await harness.uploads.worker.tend()
+        await harness.at_rest()
+    upload = await harness.end_of(id)
+    assert (upload.state, upload.outcome.error.code) == ("rejected", "validation_unavailable")
+    assert "5 attempts" in upload.outcome.error.message
+    assert len(asked) == 5
+
+
 async def test_an_outage_is_waited_for(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise StorageUnavailable("no route")

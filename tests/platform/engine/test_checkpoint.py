@@ -21,6 +21,7 @@ from loramux.engine.execution import checkpoint, loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import SamplingDefaults, max_positions, read_config, sampling_defaults
 from loramux.engine.execution.loader import load_model
+from loramux_adapters.sharding import CannotShard
 
 Tensors = dict[str, torch.Tensor]
 
@@ -55,6 +56,35 @@ def refusal_of(base: Path, **engine: object) -> str:
     assert "\n" not in message
     assert len(message) < 700
     return message
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("llama", {"num_key_value_heads": 3}, "4 heads and 3 key-value heads"),
+        ("gpt_oss", {"num_key_value_heads": 3}, "4 heads and 3 key-value heads"),
+        ("olmoe", {"num_attention_heads": 3}, "cannot run on a packed batch"),
+        ("olmoe", {"head_dim": 24}, "cannot run on a packed batch"),
+        ("qwen2", {"num_attention_heads": 3}, "cannot run on a packed batch"),
+    ],
+)
+def test_odd_config_is_refused_in_one_sentence(
+    family: str, fields: dict[str, int], reason: str, tmp_path: Path
+) -> None:
+    assert reason in refusal_of(Zoo(family, tmp_path, **fields).base)
+
+
+@pytest.mark.parametrize("fields", [{"head_dim": 128}, {"num_attention_heads": 2, "num_key_value_heads": 1}])
+def test_config_of_other_shapes_than_the_weights_is_refused_in_one_sentence(base: Path, fields: dict[str, int]) -> None:
+    rewrite_config(base, head_dim=16)
+    rewrite_config(base, **fields)
+    assert "model.layers.0.self_attn" in refusal_of(base)
+
+
+def test_ranks_of_weights_in_other_shapes_than_the_config_are_refused_in_one_sentence(base: Path) -> None:
+    rewrite_config(base, head_dim=128)
+    with pytest.raises(CannotShard, match=r"has a dimension of (32|64), .* Correct config\.json"):
+        load_model(settings_of(base, tensor_parallel_size=2))
 
 
 def test_weights_of_a_fine_tune_are_not_those_of_its_base(base: Path) -> None:

@@ -24,7 +24,7 @@ from loramux.engine.execution.constraints import (
     Constraints,
     GrammarCompiler,
     TokenMasks,
-    load_tokenizer,
+    load_vocabulary,
 )
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import Constraint, Request, SamplingParams, TokenEvent
@@ -358,4 +358,4 @@ def test_engine_cancels_a_request_whose_grammar_is_being_compiled(base: Path) ->
 
 
 def test_load_tokenizer_without_files_is_none(tmp_path: Path) -> None:
-    assert load_tokenizer(tmp_path, VOCAB, (EOS,)) is None
+    assert load_vocabulary(tmp_path, VOCAB, (EOS,)) is None

@@ -12,7 +12,8 @@ from formats import FORMATS, FormatZoo
 from preempting import preempting
 
 ON_LINEARS = ("lora_bias", "biases", "biases_dora", "dora", "ia3")
-ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "one_norm", "tokens")
+TIED = tuple(name for name in FORMATS if name.startswith("tied_"))
+ON_TIED = ("embedding", "both", "saved", "saved_head", "saved_embedding", "one_norm", "tokens", *TIED)
 
 BASES = {
     "llama": ("llama", tuple(FORMATS), False),
@@ -20,6 +21,7 @@ BASES = {
     "head norms": ("qwen3", ("saved_norms", "one_norm", "plain"), False),
     # Its embeddings are scaled.
     "scaled": ("gemma3", ("embedding", "saved_embedding", "saved_norms", "tokens", "dora"), False),
+    "scaled and tied": ("gemma3", ("tied_saved", "tied_pair"), True),
 }
 
 

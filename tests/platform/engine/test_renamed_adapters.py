@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,14 @@ import pytest
 import torch
 import transformers
 from adapter_zoo import Asked, serve
-from formats import LORA, FormatZoo
+from formats import FORMATS, LORA, FormatZoo
 from safetensors.torch import load_file, save_file
 
 from loramux_adapters.base import describe_base, expert_weights
 from loramux_adapters.convert.renaming import Renaming, rename_adapter
 from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.names import TensorNames
-from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits
+from loramux_adapters.plan import CONFIG_NAME, WEIGHTS_NAME, PlanLimits, validate_adapter
 
 Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model."
@@ -61,13 +62,21 @@ def renamed(zoo: FormatZoo, name: str) -> Renaming | None:
 class OldMixtureAdapter:
     """A LoRA on the experts, the router and attention as transformers 4 and PEFT saved it, and the merged base."""
 
-    def __init__(self, zoo: FormatZoo, name: str, fields: dict[str, Any], leave_out: str = "nothing") -> None:
+    def __init__(
+        self,
+        zoo: FormatZoo,
+        name: str,
+        fields: dict[str, Any],
+        leave_out: str = "nothing",
+        linears: dict[str, tuple[str, ...]] | None = None,
+    ) -> None:
         self.folder, self._family = zoo.adapters / name, zoo.family
         self.merged = copy.deepcopy(zoo._base())
         self._config = peft.LoraConfig(**LORA | {"r": 3, "lora_alpha": 7, "target_modules": []} | fields)
         self._leave_out, self._tensors = leave_out, {}
         torch.manual_seed(len(name))
         mixture, parameters = OLD[zoo.family]
+        divided = linears or parameters
         for index, layer in enumerate(self.merged.model.layers):
             self._add(f"model.layers.{index}.self_attn.q_proj", layer.self_attn.q_proj.weight.data)
             if not hasattr(layer.mlp, "experts"):
@@ -75,9 +84,9 @@ class OldMixtureAdapter:
             stem = f"model.layers.{index}.{mixture}"
             router = "router" if zoo.family == "gpt_oss" else "gate"
             self._add(f"{stem}.{router}", getattr(layer.mlp, router).weight.data)
-            for parameter, linears in parameters.items():
+            for parameter, names in divided.items():
                 for expert, weight in enumerate(expert_weights(layer.mlp.experts, parameter)):
-                    for linear, rows in zip(linears, self._divided(weight, len(linears)), strict=True):
+                    for linear, rows in zip(names, self._divided(weight, len(names)), strict=True):
                         self._add(f"{stem}.experts.{expert}.{linear}", rows)
         self.folder.mkdir(parents=True, exist_ok=True)
         document = self._config.to_dict() | {"target_modules": sorted({key.split(".")[-3] for key in self._tensors})}
@@ -87,7 +96,7 @@ class OldMixtureAdapter:
 
     def _divided(self, weight: torch.Tensor, parts: int) -> list[torch.Tensor]:
         """Return views of the rows of each linear: gpt-oss takes those of gate and up in turn."""
-        if self._family == "gpt_oss":
+        if self._family == "gpt_oss" and parts > 1:
             return [weight[part::parts] for part in range(parts)]
         return list(weight.chunk(parts))
 
@@ -135,6 +144,25 @@ def test_experts_as_linears_are_read_by_peft_alike(zoo: FormatZoo) -> None:
     for name in ("for peft", "for peft renamed")[zoo.family == "gpt_oss" :]:
         model = peft.PeftModel.from_pretrained(zoo._base(), zoo.adapters / name).eval()
         assert [greedy(model, prompt) for prompt in PROMPTS] == [greedy(old.merged, prompt) for prompt in PROMPTS]
+
+
+def test_experts_in_lists_of_linears_answer_as_merged(zoo: FormatZoo) -> None:
+    """unsloth's gpt-oss: `gate_up_projs.3`, whose outputs are in the order of the parameter, and `router.linear`."""
+    _, parameters = OLD[zoo.family]
+    zoo_of_lists = {parameter: (parameter,) for parameter in parameters}
+    old = OldMixtureAdapter(zoo, "lists", {}, linears=zoo_of_lists)
+    tensors = {
+        re.sub(r"experts\.(\d+)\.(\w+)\.", r"experts.\2s.\1.", key).replace(
+            ".router.lora", ".router.linear.lora"
+        ): tensor
+        for key, tensor in load_file(old.folder / WEIGHTS_NAME).items()
+    }
+    save_file(tensors, old.folder / WEIGHTS_NAME)
+    document = json.loads((old.folder / CONFIG_NAME).read_text())
+    document["target_modules"] = ["q_proj", "router.linear", "gate", "gate_up_projs", "down_projs"]
+    (old.folder / CONFIG_NAME).write_text(json.dumps(document))
+    assert renamed(zoo, "lists") is not None
+    assert served(zoo, "lists renamed") == [greedy(old.merged, prompt) for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
@@ -198,6 +226,17 @@ def with_adapter_name(key: str) -> str:
 
 SPELLINGS = {
     "adapter's name": with_adapter_name,
+    "compiled": lambda key: key.replace(PREFIX, f"{PREFIX}_orig_mod."),
+    "compiled after PEFT": lambda key: f"_orig_mod.{key}",
+    "compiled layers": lambda key: re.sub(r"layers\.(\d+)\.", r"layers.\1._orig_mod.", key),
+    "sharded and checkpointed": lambda key: re.sub(
+        r"layers\.(\d+)\.", r"layers.\1._fsdp_wrapped_module._checkpoint_wrapped_module.", key
+    ),
+    "distributed": lambda key: f"module.{key}",
+    "distributed within": lambda key: key.replace(PREFIX, f"{PREFIX}module."),
+    "lightning": lambda key: f"model.{key}",
+    "PEFT twice": lambda key: f"{PREFIX}{key}",
+    "without PEFT's prefix": lambda key: key.removeprefix(PREFIX),
     "multimodal, transformers 4.52": lambda key: key.replace(f"{PREFIX}model.", f"{PREFIX}model.language_model."),
     "multimodal, transformers 4.49": lambda key: key.replace(f"{PREFIX}model.", f"{PREFIX}language_model.model."),
 }
@@ -214,6 +253,92 @@ def test_other_names_of_modules_answer_as_the_original(dense: FormatZoo, of: str
     wanted = [dense.answer(Asked("one", of, prompt, 8)) for prompt in PROMPTS]
     assert served(dense, f"{name} renamed") == wanted
     assert renamed(dense, f"{name} renamed") is None, "it is the spelling of PEFT 0.21 now"
+
+
+def test_names_behind_an_unknown_module_are_refused_with_its_name(dense: FormatZoo) -> None:
+    respelled(dense, "plain", "wrapped", lambda key: key.replace(PREFIX, f"{PREFIX}talker.inner."))
+    assert renamed(dense, "wrapped") is None
+    with pytest.raises(
+        AdapterRejected, match=r"'base_model\.model\.talker\.inner\.' .* 'base_model\.model\.'"
+    ) as caught:
+        validate_adapter(dense.adapters / "wrapped", describe_base(dense.base), LIMITS)
+    assert caught.value.code == "tensors_missing"
+
+
+def test_pair_of_a_tied_base_in_other_names_answers_as_the_original(tmp_path: Path) -> None:
+    """PEFT takes the head out of target_modules; its scale is its own."""
+    zoo = FormatZoo("gemma3", tmp_path, [], tied=True)
+    zoo.make_format("tied", FORMATS["tied_pair"], 5)
+    respelled(zoo, "tied", "named", lambda key: key.replace(f"{PREFIX}model.", f"{PREFIX}model.language_model."))
+    assert renamed(zoo, "named") is not None
+    assert served(zoo, "named renamed") == [zoo.answer(Asked("o", "tied", prompt, 8)) for prompt in PROMPTS]
+
+
+# ---- parts of joined linears
+
+
+JOINED = {
+    "phi3": {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")},
+    "qwen3_5": {"in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v")},
+    "qwen3_next": {
+        "in_proj_qkvz": ("in_proj_q", "in_proj_k", "in_proj_v", "in_proj_z"),
+        "in_proj_ba": ("in_proj_b", "in_proj_a"),
+    },
+}
+
+
+def parts_of(module: torch.nn.Module, joined: str, config: Any) -> list[torch.Tensor]:
+    """Return views of the rows of each part, as transformers' own forward cuts the outputs."""
+    weight = getattr(module, joined).weight.data
+    if joined == "gate_up_proj":
+        return list(weight.chunk(2))
+    if joined == "qkv_proj":
+        kv = config.num_key_value_heads * module.head_dim
+        return list(weight.split([len(weight) - 2 * kv, kv, kv]))
+    keys, each = module.num_k_heads, module.num_v_heads // module.num_k_heads
+    if joined == "in_proj_qkv":
+        return list(weight.split([module.key_dim, module.key_dim, module.value_dim]))
+    by_head = weight.view(keys, -1, weight.shape[1])
+    k, v = module.head_k_dim, each * module.head_v_dim
+    return list(by_head.split([each, each] if joined == "in_proj_ba" else [k, k, v, v], dim=1))
+
+
+@pytest.mark.parametrize("leave_out", ["nothing", "first", "last"])
+@pytest.mark.parametrize("family", JOINED)
+def test_parts_of_joined_linears_answer_as_merged(family: str, leave_out: str, tmp_path: Path) -> None:
+    zoo = FormatZoo(family, tmp_path, [])
+    merged, folder = copy.deepcopy(zoo._base()), zoo.adapters / "parts"
+    ranks, alphas, tensors = {"q_proj": 5, "in_proj_v": 4}, {"k_proj": 2, "in_proj_q": 9, "in_proj_a": 3}, {}
+    torch.manual_seed(4)
+    for name, module in merged.named_modules():
+        for joined, leaves in JOINED[family].items():
+            if not hasattr(module, joined):
+                continue
+            for leaf, part in zip(leaves, parts_of(module, joined, merged.config), strict=True):
+                if leaf == {"first": leaves[0], "last": leaves[-1]}.get(leave_out):
+                    continue
+                rank = ranks.get(leaf, 3)
+                a, b = torch.randn(rank, part.shape[-1]) * 0.3, torch.randn(part[..., 0].numel(), rank) * 0.3
+                tensors |= {f"{PREFIX}{name}.{leaf}.lora_A.weight": a, f"{PREFIX}{name}.{leaf}.lora_B.weight": b}
+                part.add_((alphas.get(leaf, 6) / rank * b @ a).view(part.shape))
+    folder.mkdir(parents=True)
+    targets = sorted({key.split(".")[-3] for key in tensors})
+    fields = {"r": 3, "lora_alpha": 6, "target_modules": targets, "rank_pattern": ranks, "alpha_pattern": alphas}
+    (folder / CONFIG_NAME).write_text(json.dumps(fields | {"peft_type": "LORA", "task_type": "CAUSAL_LM"}))
+    save_file(tensors, folder / WEIGHTS_NAME)
+    assert renamed(zoo, "parts") is not None
+    wanted = [greedy(merged, prompt) for prompt in PROMPTS]
+    assert served(zoo, "parts renamed") == wanted
+    assert wanted != [greedy(zoo._base(), prompt) for prompt in PROMPTS]
+
+
+def test_parts_of_joined_linears_with_dora_are_refused(tmp_path: Path) -> None:
+    zoo = FormatZoo("phi3", tmp_path, [])
+    zoo.make_format("dora", peft.LoraConfig(**LORA | {"target_modules": ["qkv_proj"]}, use_dora=True), 1)
+    respelled(zoo, "dora", "split", lambda key: key.replace("qkv_proj", "q_proj"), {"target_modules": ["q_proj"]})
+    with pytest.raises(AdapterRejected) as caught:
+        renamed(zoo, "split")
+    assert (caught.value.code, caught.value.field) == ("field_unsupported", "use_dora")
 
 
 def test_parts_for_images_are_left_out(dense: FormatZoo) -> None:

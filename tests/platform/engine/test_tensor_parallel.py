@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from adapter_zoo import FAMILIES, LINEARS, RECIPES, SERVED, SMALL, Asked, Zoo, serve, to_request
@@ -104,6 +105,15 @@ def test_ranks_with_a_tiny_pool_evict_adapters_and_answer_as_peft_does(zoo_of) -
 def test_ranks_that_cannot_divide_the_heads_are_refused_by_name(zoo_of) -> None:
     with pytest.raises(CannotShard, match=r"q_proj has 4 parts, which 3 ranks cannot divide evenly"):
         ranked(zoo_of("llama"), 3)
+
+
+def test_ranks_of_a_config_whose_fields_do_not_fit_each_other_are_refused_by_name(tmp_path: Path) -> None:
+    """OLMoE's class derives a head's width from the hidden size, whatever head_dim says."""
+    odd = Zoo("olmoe", tmp_path, head_dim=128)
+    with pytest.raises(UnsupportedModel, match="cannot run on a packed batch"):
+        odd.engine()
+    with pytest.raises(CannotShard, match=r"has a dimension of (32|64), .* Correct config\.json"):
+        ranked(odd, 2)
 
 
 def test_ranks_of_int8_weights_are_refused(zoo_of) -> None:

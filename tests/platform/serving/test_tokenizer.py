@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tiny_tokenizers import FAMILIES
 from transformers import PreTrainedTokenizerFast
 
 from loramux.common.settings.file import SettingsError
+from loramux.common.tokenizer_file import SAMPLES
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Message
 from loramux.serving.tokenizer import Tokenizer
@@ -65,6 +67,37 @@ def test_template_error_is_repeated_in_the_refusal() -> None:
 
 def test_a_folder_without_a_tokenizer_is_refused_by_the_setting(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"model\.path"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "qwen2", "gemma", "mistral"])
+@pytest.mark.parametrize("kind", ["GPT2TokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizerFast"])
+def test_tokens_are_those_of_the_file_whatever_class_the_folder_names(
+    family: str, model_type: str, kind: str, tmp_path: Path
+) -> None:
+    """transformers builds most of these anew, with another normalizer, pre-tokenizer or decoder than the file's."""
+    saved = FAMILIES[family]()
+    saved.save(str(tmp_path / "tokenizer.json"))
+    fields = {"tokenizer_class": kind, "eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    tokenizer = Tokenizer.load(tmp_path)
+    for text in (*SAMPLES, "a b  c Hello world naïve", "cafe\u0301 12345  ok\n\nx"):
+        ids = saved.encode(text, add_special_tokens=False).ids
+        assert asyncio.run(tokenizer.encode(text, 4096, add_special_tokens=False)) == ids
+        assert asyncio.run(tokenizer.decode_all(ids)) == saved.decode(ids, skip_special_tokens=False)
+
+
+def test_tokenizer_that_cannot_be_the_files_is_refused_with_the_text(tmp_path: Path) -> None:
+    saved = FAMILIES["byte-level"]()
+    saved.save(str(tmp_path / "tokenizer.json"))
+    # tokenizer_config.json gives an id that the file has no room for, and transformers makes another tokenizer.
+    decoder = {"1000": {"content": "<|far|>", "special": True}}
+    fields = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|end|>", "added_tokens_decoder": decoder}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(fields))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(SettingsError, match=r"is not its tokenizer\.json: .*<\|far\|>"):
         Tokenizer.load(tmp_path)
 
 

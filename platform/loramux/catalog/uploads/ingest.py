@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -71,6 +72,8 @@ CHECKS, CHECKS_PER_TENANT = 2, 1
 FETCHES, FETCHES_PER_TENANT = 16, 2
 """Imports that are fetched, or wait in the staging folder for their check."""
 MAX_ATTEMPTS = 3
+MAX_UNAVAILABLE = 5
+"""Times that one server finds the checks of an upload unavailable before it refuses the upload."""
 KEEP_FINISHED = 30 * DAY
 """The time for which a finished upload is listed."""
 TRANSIENT = (RecordsError, StorageError, ValidationUnavailable)
@@ -284,6 +287,8 @@ class UploadWorker:
         self._threads = ThreadPool("uploads", THREADS)
         self.jobs = JobRunner("upload", self._find, self._run)
         self._awaited: dict[str, asyncio.Future[AdapterInfo]] = {}
+        self._unavailable: Counter[str] = Counter()
+        """Failed attempts of uploads whose checks were unavailable, since this server started."""
 
     @contextmanager
     def awaiting(self, id: str) -> Iterator[asyncio.Future[AdapterInfo]]:
@@ -324,6 +329,7 @@ class UploadWorker:
     async def _run(self, job: UploadJob) -> None:
         try:
             info = await self._process(job)
+            self._unavailable.pop(job.id, None)
             self._end(job.id, info)
             await self._threads.run(self._blobs.objects.delete_under, folder_of(job.id))
         except TRANSIENT as error:
@@ -355,6 +361,13 @@ class UploadWorker:
         try:
             if job.attempts > MAX_ATTEMPTS:
                 raise rejected("validation_failed", None, "The checks did not survive these files.")
+            if self._unavailable[job.id] >= MAX_UNAVAILABLE:
+                raise rejected(
+                    "validation_unavailable",
+                    None,
+                    f"The checks could not run in {MAX_UNAVAILABLE} attempts; the server's log has the reason. Report "
+                    "it to the operator, and upload the files again later.",
+                )
             if job.expires_at <= self._database.now():
                 raise rejected("validation_unavailable", None, "The checks were not possible in time. Upload it again.")
             upload, parts = await self._read(job)
@@ -371,6 +384,9 @@ class UploadWorker:
                 report, quota = await self._ingest.check_files(principal, folder, upload.base_model, upload.ignored)
                 staged = StagedUpload(upload.adapter, upload.promote, folder, report, quota)
                 return await self._ingest.register(principal, staged, partial(self._accept, job, report))
+        except ValidationUnavailable:
+            self._unavailable[job.id] += 1
+            raise
         except (*TRANSIENT, UploadSuperseded):
             raise
         except (RegistryError, TenantsError) as error:

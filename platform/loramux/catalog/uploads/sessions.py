@@ -23,7 +23,7 @@ from loramux.catalog.uploads.errors import InvalidUpload, TooManyUploads, Upload
 from loramux.catalog.uploads.imports import Source, check_source, encode_source
 from loramux.catalog.uploads.ingest import Ingest, UploadWorker
 from loramux.catalog.uploads.parts import PartReceiver, folder_of, visible
-from loramux.common.bundle import SOURCES, is_ignored, is_pickled
+from loramux.common.bundle import SOURCES, is_ignored, is_pickled, misplaced
 from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import run_blocking
 from loramux.common.settings.serving import AdapterLimits, UploadSettings
@@ -237,6 +237,8 @@ class UploadSessions:
         return encode_source(check_source(request.source, principal, self._settings))
 
     def _checked_files(self, files: Mapping[str, AnnouncedFile]) -> tuple[UploadFile, ...]:
+        if (reason := misplaced(files)) is not None:
+            raise InvalidUpload(reason, "files")
         for name in FILES:
             if name not in files:
                 raise InvalidUpload(f"'{name}' is missing: an adapter is {' and '.join(FILES)}", "files")

@@ -43,6 +43,7 @@ from loramux.common.bundle import (
 )
 from loramux.common.errors import Rejection
 from loramux.common.settings.serving import ToolParser
+from loramux.common.tokenizer_file import LoadedTokenizer, load_tokenizer, read_tokenizer, tokenizer_difference
 
 BUNDLE_CHECK = "bundle"
 
@@ -148,11 +149,14 @@ class BaseText:
         self.sections  # noqa: B018 - it is cached
 
     @cached_property
+    def loaded(self) -> LoadedTokenizer:
+        """The base's tokenizer as it is served."""
+        return load_tokenizer(self._model_dir)
+
+    @property
     def tokenizer(self) -> Any:
         """transformers' tokenizer of the base."""
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._model_dir, local_files_only=True)
+        return self.loaded.tokenizer
 
     @cached_property
     def backend(self) -> Any:
@@ -162,7 +166,7 @@ class BaseText:
     @cached_property
     def sections(self) -> list[dict[str, Any]]:
         """The base's sections, as its tokenizer.json has them and as transformers changes them when it loads it."""
-        texts = [] if self.backend is None else [self.backend.to_str()]
+        texts = [made.to_str() for made in (self.backend, self.loaded.rebuilt) if made is not None]
         if (saved := self._model_dir / TOKENIZER_FILE).is_file():
             texts.append(_normalised(saved.read_text()))
         return [{name: document.get(name) for name in _SECTIONS} for document in map(json.loads, texts)]
@@ -440,7 +444,10 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], base: BaseText, num_t
     if listed is None:
         file, listed = TOKENIZER_CONFIG_FILE, _of_decoder(config)
     _check_old_tokens(folder, {token.content for token in listed}, base)
+    text = _text(folder, TOKENIZER_FILE)
     if not listed:
+        if text is not None and base.backend is not None:
+            _check_served(base.backend, text)
         return ()
     if base.backend is None:
         raise BundleRejected(file, "This base's tokenizer is none of the tokenizers library; it takes no added tokens.")
@@ -458,10 +465,23 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], base: BaseText, num_t
     if len(added) > MAX_ADDED_TOKENS:
         raise BundleRejected(file, f"{len(added)} tokens are not the base's; at most {MAX_ADDED_TOKENS} are served.")
     try:
-        extend_tokenizer(base.backend, added)
+        served = extend_tokenizer(base.backend, added)
     except ValueError as error:
         raise BundleRejected(file, f"The tokens do not continue the base's: {error}.") from None
+    if text is not None:
+        _check_served(served, text)
     return added
+
+
+def _check_served(served: Any, text: str) -> None:
+    """Refuse a tokenizer.json whose tokens of a text are not those of the tokenizer that is served for it."""
+    if (difference := tokenizer_difference(served, read_tokenizer(text))) is not None:
+        raise BundleRejected(
+            TOKENIZER_FILE,
+            f"It is not the tokenizer that would be served, the base's with the added tokens: {difference}. The "
+            "adapter was trained with other tokens than it would be asked with.",
+            "tokenizer_differs",
+        )
 
 
 def _check_old_tokens(folder: Path, listed: Set[str], base: BaseText) -> None:

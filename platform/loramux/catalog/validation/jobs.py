@@ -12,7 +12,7 @@ import msgspec
 
 from loramux.common.errors import Rejection
 from loramux.common.sandbox.sandbox import ResourceUsage
-from loramux.common.settings.serving import AdapterLimits, Quantization
+from loramux.common.settings.serving import AdapterLimits, EngineSettings, Quantization
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.plan import PlanLimits
 
@@ -118,6 +118,8 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     """The most bytes of float32 weights of a larger base whose serving engine answers the check's prompts."""
     serving: str = "float32"
     """The serving engine's dtype."""
+    block_size: int = EngineSettings().block_size
+    """Tokens of the serving engine's pages: some bases and adapters need pages that are larger than the default."""
     quantization: Quantization = "none"
     """How the base's weights are quantized when it is loaded."""
 

@@ -174,11 +174,10 @@ def check_base_copies(setup: ParitySetup, files: BaseFiles, job: ParityJob) -> N
 
 
 def _check_repeats(path: Path, plan: AdapterPlan, header: SafetensorsHeader) -> None:
-    for key, original in plan.repeats:
-        if key in header.tensors:
-            tensors = {name: header.tensors[name] for name in (key, original)}
-            rows = tuple(part for part in plan.rows if part.key == original)
-            alone = replaced(plan.on(()), rows=rows, copies=(), repeats=((key, original),))
+    for repeat in plan.repeats:
+        if repeat.key in header.tensors:
+            tensors = {name: header.tensors[name] for name in (repeat.key, repeat.original)}
+            alone = replaced(plan.on(()), copies=(), repeats=(repeat,))
             read_weights(path, replaced(header, tensors=tensors), alone, torch.float32)
 
 

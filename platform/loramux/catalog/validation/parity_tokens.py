@@ -68,7 +68,6 @@ PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
 SPECIAL_TOKENS = 8
 """Most tokens with trained embeddings that a prompt contains."""
-BLOCK_SIZE = 16
 SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 _HEADS = ("classifier", "score")
@@ -165,7 +164,7 @@ class WholeModel:
             engine=EngineSettings(
                 device="cpu",
                 num_threads=1,
-                block_size=BLOCK_SIZE,
+                block_size=setup.block_size,
                 pool_bytes=2 * weight_bytes + SPARE_BYTES,
                 max_num_batched_tokens=16,
                 prefix_cache=False,

@@ -32,7 +32,15 @@ from loramux.catalog.validation.rendering import TemplateRenderer, try_template
 from loramux.common.bundle import MAX_BUNDLE_BYTES, NO_BUNDLE, SOURCES, read_bundle
 from loramux.common.errors import Rejection
 from loramux.common.sandbox.jail import landlock_abi, may_leave_network
-from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
+from loramux.common.sandbox.sandbox import (
+    JobCrashed,
+    JobEnded,
+    JobLimits,
+    JobOutOfMemory,
+    Sandbox,
+    SandboxDied,
+    SandboxUnusable,
+)
 from loramux.common.settings.file import Settings
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.plan import PlanLimits
@@ -40,6 +48,8 @@ from loramux_adapters.plan import PlanLimits
 HEADER_ALLOWANCE = 8 << 20
 """Bytes of the two files that are not matrices."""
 TIMEOUT, OUT_OF_MEMORY = "validation_timeout", "validation_out_of_memory"
+UNUSABLE = "validation_impossible"
+"""Uploading the files again does not help; the operator has to change the base's settings."""
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 logger = logging.getLogger(__name__)
@@ -258,6 +268,13 @@ class _Stage:
         except JobOutOfMemory:
             limit = f"{limits.memory_bytes} bytes of memory"
             return self._unfinished(OUT_OF_MEMORY, f"took more than {limit}, and was stopped")
+        except SandboxUnusable as error:
+            logger.error("the %s check cannot run on this base: %s", self._name, error)
+            return self._failed(
+                UNUSABLE,
+                f"The {self._name} check cannot run with this server's base and settings: {error} The files may be "
+                "sound. Report it to the operator, and upload them again after that was changed.",
+            )
         except JobCrashed as error:
             logger.error("the %s check of an upload crashed: %s", self._name, error)
             return self._unfinished("validation_failed", "itself failed on these files")
@@ -268,10 +285,13 @@ class _Stage:
         self._sandbox.close()
 
     def _unfinished(self, code: str, reason: str) -> ValidationReport:
-        message = (
+        return self._failed(
+            code,
             f"The {self._name} check {reason}; the adapter is not served. If PEFT loads these files, please report it "
-            "to the operator."
+            "to the operator.",
         )
+
+    def _failed(self, code: str, message: str) -> ValidationReport:
         check = Check(name=self._name, outcome="failed", detail=message)
         return ValidationReport(checks=(check,), refusal=Rejection(code=code, field=None, message=message))
 
@@ -316,6 +336,7 @@ def _parity_stage(settings: Settings, base: BaseDescription, dtype: str, engine_
         whole_model_bytes=allowed.parity_model_bytes,
         engine_bytes=engine_bytes,
         serving=dtype,
+        block_size=settings.engine.block_size,
         quantization=settings.model.quantization,
     )
     limits = JobLimits(

@@ -10,6 +10,7 @@ and answers with pickles. What crosses here is JSON, never a pickle: a process t
 
 SandboxError
 ├── SandboxDied     the warm process ended or never started: the operator's side
+│   └── SandboxUnusable  its `prepare` raised, as it will again; the message says what
 ├── JobEnded        the kernel ended the job at one of its time limits
 ├── JobOutOfMemory  the job asked for more memory than it may have
 └── JobCrashed      the job raised an unexpected exception; the message says where
@@ -32,6 +33,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,6 +64,10 @@ PR_SET_CHILD_SUBREAPER = 36
 OPEN_FILES = 256
 IDLE_SECONDS = 900.0
 """The time after which an idle warm process ends and frees its memory; the next job starts another."""
+UNUSABLE_SECONDS = 60.0
+"""The same of a process whose preparation failed: the operator may have mended the base's folder since."""
+MAX_REASON = 1000
+"""Characters of the reason for such a failure."""
 Work = Callable[[bytes], bytes]
 
 logger = logging.getLogger(__name__)
@@ -105,13 +111,16 @@ class SandboxJob(msgspec.Struct, frozen=True):
 
 
 class JobResult(msgspec.Struct, frozen=True):
-    """A job's `value`, or its `fault`: out_of_memory or crashed. A process that the kernel ended sends nothing."""
+    """A job's `value`, or its `fault`: out_of_memory, crashed or unusable.
+
+    A process that the kernel ended sends nothing.
+    """
 
     usage: ResourceUsage
     value: msgspec.Raw = msgspec.Raw(b"null")
     fault: str | None = None
     trace: str = ""
-    """The place at which a crash was raised."""
+    """The place at which a crash was raised; of an unusable sandbox, what its preparation raised."""
 
 
 class SandboxError(Exception):
@@ -120,6 +129,10 @@ class SandboxError(Exception):
 
 class SandboxDied(SandboxError):
     """No job can run."""
+
+
+class SandboxUnusable(SandboxDied):
+    """No job can run until the setup, or the module, is another. The setup is ours, so the message may be shown."""
 
 
 class JobEnded(SandboxError):
@@ -151,9 +164,12 @@ class Sandbox:
 
     def run(self, payload: bytes, limits: JobLimits) -> JobResult:
         """Run one job; `payload` and the result's value are JSON. Raises SandboxError."""
-        with suppress(SandboxDied):
+        try:
             return self._run(payload, limits)
-        return self._run(payload, limits)  # the warm process left as idle, or was ended, just now
+        except SandboxUnusable:
+            raise
+        except SandboxDied:
+            return self._run(payload, limits)  # the warm process left as idle, or was ended, just now
 
     def _run(self, payload: bytes, limits: JobLimits) -> JobResult:
         ours, theirs = socket.socketpair()
@@ -252,6 +268,8 @@ def _decoded(data: bytes) -> JobResult:
 def _checked(answer: JobResult) -> JobResult:
     if answer.fault == "out_of_memory":
         raise JobOutOfMemory
+    if answer.fault == "unusable":
+        raise SandboxUnusable(answer.trace)
     if answer.fault is not None:
         raise JobCrashed(answer.trace)
     return answer
@@ -273,13 +291,13 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
     _adopt_orphans()
     leave_network()
     module, _, function = stage.partition(":")
-    work: Work = getattr(importlib.import_module(module), function or "prepare")(sys.stdin.buffer.read())
+    work = _prepared(getattr(importlib.import_module(module), function or "prepare"), sys.stdin.buffer.read())
     code_paths()  # collected once, with the modules that every job has
     gc.collect()
     gc.freeze()  # a collection in a child must not copy shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     with socket.socket(fileno=descriptor) as control, suppress(TimeoutError, ConnectionError):
-        control.settimeout(IDLE_SECONDS)
+        control.settimeout(UNUSABLE_SECONDS if isinstance(work, Unusable) else IDLE_SECONDS)
         while True:
             _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
             if not descriptors:
@@ -288,6 +306,28 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
                 control.close()
                 _serve(descriptors[0], work)
             os.close(descriptors[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Stands in for the work of a module whose `prepare` raised: every job is answered with the reason."""
+
+    reason: str
+
+    def __call__(self, _: bytes) -> bytes:
+        """Raise SandboxUnusable."""
+        raise SandboxUnusable(self.reason)
+
+
+def _prepared(prepare: Callable[[bytes], Work], setup: bytes) -> Work:
+    """Return the work. An error that depends on the machine ends the process, and the next job tries again."""
+    try:
+        return prepare(setup)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:
+        traceback.print_exc()  # for the operator's log
+        return Unusable(f"{type(error).__name__}: {error}"[:MAX_REASON])
 
 
 def _adopt_orphans() -> None:
@@ -312,6 +352,8 @@ def _answer(work: Work, payload: bytes) -> JobResult:
         result = work(payload)
     except MemoryError:
         return JobResult(_usage(), fault="out_of_memory")
+    except SandboxUnusable as error:
+        return JobResult(_usage(), fault="unusable", trace=str(error))
     except Exception as error:
         return JobResult(_usage(), fault="crashed", trace=_trace(error))
     return JobResult(_usage(), msgspec.Raw(result))

@@ -231,6 +231,8 @@ class _Probe:
         self.seen: dict[int, LayerShape] = {}
         self.calls = 0
         self.ignored: set[str] = set()
+        self.uneven: tuple[int, int] | None = None
+        """Heads and key-value heads of a layer that do not fit each other."""
 
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
@@ -241,6 +243,8 @@ class _Probe:
             self.ignored.add("is_causal=False")
         names = {"scaling": "scaling", "sliding_window": "sliding_window", "softcap": "softcap", "sinks": "s_aux"}
         options = AttentionOptions(**{name: kwargs.get(keyword) for name, keyword in names.items()})
+        if query.shape[1] % key.shape[1]:
+            self.uneven = query.shape[1], key.shape[1]
         self.seen[_layer_index(module)] = LayerShape(key.shape[1], key.shape[3], value.shape[3], options)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -263,6 +267,11 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShap
         raise UnsupportedModel(
             f"{_kind(model)} asks attention for {', '.join(sorted(probe.ignored))}, which would be ignored; "
             f"correct its config.json or give another checkpoint."
+        )
+    if probe.uneven is not None:
+        raise UnsupportedModel(
+            f"{_kind(model)} has {probe.uneven[0]} heads and {probe.uneven[1]} key-value heads, which do not divide "
+            "them; correct num_attention_heads and num_key_value_heads in its config.json."
         )
     config = model.config.get_text_config()
     num_layers = config.num_hidden_layers

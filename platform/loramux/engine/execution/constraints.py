@@ -26,6 +26,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from loramux.common.tokenizer_file import load_tokenizer
 from loramux.constraints.grammars import compile_grammar
 from loramux.engine.messages import Constraint, EngineFault, Request
 from loramux.engine.scheduling.sequence import PENDING, Sequence
@@ -41,13 +42,13 @@ TOO_COMPLEX = "constraint_too_complex"
 INVALID = "invalid_constraint"
 
 
-def load_tokenizer(model_dir: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer | None:
+def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer | None:
     """Return the model's vocabulary as grammars read it; None where its tokenizer is not one of `tokenizers`."""
     from llguidance.hf import from_tokenizer
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes seconds: only where a model is served
+    from transformers import PreTrainedTokenizerFast  # takes seconds: only where a model is served
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        tokenizer = load_tokenizer(model_dir).tokenizer
     except (OSError, ValueError):
         return None  # the gateway refuses to start without one, and says so
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

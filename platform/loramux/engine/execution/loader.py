@@ -36,7 +36,7 @@ from loramux.engine.execution.checkpoint import (
     read_config,
     sampling_defaults,
 )
-from loramux.engine.execution.constraints import Constraints, load_tokenizer
+from loramux.engine.execution.constraints import Constraints, load_vocabulary
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
@@ -150,7 +150,7 @@ def _served(
     model, states = share.forward.model, share.states
     max_model_len = _max_model_len(settings, model)
     eos = _eos_token_ids(model)
-    vocabulary = load_tokenizer(Path(settings.model.path), base.vocab_size, eos)
+    vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
     runner = _runner(share.forward, settings, eos, max_model_len, constraints, states.num_pages, team)
     facts = ModelFacts(

@@ -238,6 +238,22 @@ def test_bundle_added_tokens_without_rows_are_refused(base: BaseText, tmp_path: 
     assert ADDED[2] in refusal.message
 
 
+def test_bundle_tokenizer_as_transformers_rebuilds_it_is_refused_if_it_makes_other_tokens(tmp_path: Path) -> None:
+    """A trainer that loads the base with transformers saves the rebuilt tokenizer; served is the base's own file."""
+    base_folder, folder = tmp_path / "base", tmp_path / "adapter"
+    for made in (base_folder, folder):
+        made.mkdir()
+        byte_tokenizer().save_pretrained(made)  # without the normalizer that Qwen2Tokenizer brings
+    (base_folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    base = BaseText(base_folder)
+    assert bundle_of(folder, base) == Bundle()
+    AutoTokenizer.from_pretrained(base_folder).save_pretrained(folder)
+    report = report_on(folder, base)
+    assert report.refusal is not None
+    assert (report.refusal.code, report.refusal.field) == ("tokenizer_differs", "tokenizer.json")
+    assert "the file makes the tokens" in report.refusal.message
+
+
 def test_bundle_added_tokens_with_a_gap_are_refused(base: BaseText, tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
@@ -252,6 +268,7 @@ def test_bundle_added_tokens_with_a_gap_are_refused(base: BaseText, tmp_path: Pa
     [
         *("README.md", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.pt", "trainer_state.json"),
         *("special_tokens_map.json", "runs/x/events.out.tfevents.1", "checkpoint-50/optimizer.pt", "training_loss.png"),
+        *("additional_config.json", "args.json", "Modelfile", "checkpoint_complete", "processor_config.json"),
     ],
 )
 def test_bundle_files_of_the_trainer_s_own_are_ignored(name: str) -> None:

@@ -21,7 +21,7 @@ from loramux.catalog.validation.parity import ParityComparison
 from loramux.catalog.validation.parity_tokens import compare_tokens
 from loramux.catalog.validation.validator import Validator
 from loramux.common.settings.file import Settings
-from loramux.common.settings.serving import AdapterLimits, ModelSettings, ValidationSettings
+from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
 from loramux.engine.memory import host_memory
 from loramux_adapters.bank import PagedRows
 from loramux_adapters.base import describe_base
@@ -192,6 +192,26 @@ def test_parity_is_part_of_an_uploads_validation(zoo: Zoo, tmp_path: Path) -> No
     assert bad.refusal is not None
     assert bad.refusal.code == "outputs_not_finite"
     assert [check.name for check in without.checks] == files
+
+
+def test_parity_runs_with_the_serving_engines_block_size_or_is_refused_by_name(tmp_path: Path) -> None:
+    """A wide base with few keys and values: the default page is too small for its adapters."""
+    wide = Zoo("llama", tmp_path, intermediate_size=512, num_key_value_heads=1)
+    wide.make_adapter("plain", RECIPES["plain"], 1)
+    reports = {}
+    for block_size in (128, 16):
+        settings = Settings(
+            model=ModelSettings(path=str(wide.base), served_model_name="base"),
+            engine=EngineSettings(block_size=block_size),
+        )
+        with closing(Validator(settings, describe_base(wide.base), "float32")) as validator:
+            reports[block_size] = validator.examine(wide.adapters / "plain", LIMITS)
+    assert reports[128].refusal is None, reports[128].refusal
+    assert outcomes(reports[128])["parity_of_tokens"] == "passed"
+    refusal = reports[16].refusal
+    assert refusal is not None
+    assert refusal.code == "validation_impossible"
+    assert "engine.block_size = 16 makes pages too small" in refusal.message
 
 
 @pytest.mark.parametrize("num_labels", [1, 3])

@@ -18,7 +18,15 @@ import msgspec
 import pytest
 
 from loramux.common.sandbox.jail import may_leave_network
-from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox, SandboxDied
+from loramux.common.sandbox.sandbox import (
+    JobCrashed,
+    JobEnded,
+    JobLimits,
+    JobOutOfMemory,
+    Sandbox,
+    SandboxDied,
+    SandboxUnusable,
+)
 
 LIMITS = JobLimits(memory_bytes=32 << 20, cpu_seconds=20, wall_seconds=60)
 
@@ -163,3 +171,18 @@ def test_sandbox_interrupt_from_the_terminal_is_left_to_the_server(capfd: pytest
 def test_sandbox_module_that_does_not_start_is_reported_as_died() -> None:
     with closing(Sandbox("no_such_module", b"1")) as sandbox, pytest.raises(SandboxDied, match="no_such_module"):
         sandbox.run(b"1", LIMITS)
+
+
+def test_sandbox_whose_preparation_raises_says_why_and_tries_no_second_time(capfd: pytest.CaptureFixture[str]) -> None:
+    with closing(Sandbox("sandbox_jobs:prepare_wrongly", json.dumps("wrong").encode())) as sandbox:
+        for _ in range(2):
+            with pytest.raises(SandboxUnusable, match="ValueError: the setup says 'wrong'"):
+                sandbox.run(b"1", LIMITS)
+    assert capfd.readouterr().err.count("Traceback") == 1, "one warm process answered both"
+
+
+def test_sandbox_whose_preparation_lacks_a_file_is_started_again() -> None:
+    with closing(Sandbox("sandbox_jobs:prepare_wrongly", json.dumps("no file").encode())) as sandbox:
+        with pytest.raises(SandboxDied) as died:
+            sandbox.run(b"1", LIMITS)
+        assert not isinstance(died.value, SandboxUnusable)

@@ -1,0 +1,125 @@
+"""Adapters by the saving code of trainers themselves: `python trainers.py TRAINER BASE FOLDER`.
+
+Run by a Python that has the trainer (`TRAINERS` says with which packages), never by the tests' own. Each trains or
+fills a LoRA on the base in BASE, and saves it to FOLDER as the trainer does.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def trl(base: Path, folder: Path) -> None:
+    """TRL's SFTTrainer: two steps, then save_model."""
+    import datasets
+    import peft
+    from trl import SFTConfig, SFTTrainer
+
+    texts = datasets.Dataset.from_dict({"text": ["the quick brown fox", "jumps over the lazy dog"] * 4})
+    arguments = SFTConfig(
+        output_dir=str(folder),
+        max_steps=2,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+    )
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM")
+    trainer = SFTTrainer(model=str(base), args=arguments, train_dataset=texts, peft_config=lora)
+    trainer.train()
+    trainer.save_model(str(folder))
+
+
+def unsloth(base: Path, folder: Path) -> None:
+    """unsloth's FastLanguageModel with a trained embedding and head, which it ties on a tied base."""
+    from unsloth import FastLanguageModel
+
+    model, tokenizer = FastLanguageModel.from_pretrained(str(base), load_in_4bit=False, max_seq_length=128)
+    model = FastLanguageModel.get_peft_model(
+        model, r=4, lora_alpha=8, target_modules=[*TARGETS, "embed_tokens", "lm_head"], ensure_weight_tying=True
+    )
+    _fill(model)
+    model.save_pretrained(str(folder))
+    tokenizer.save_pretrained(str(folder))
+
+
+def swift(base: Path, folder: Path) -> None:
+    """ms-swift's tuners, whose LoraConfig has fields of its own."""
+    import torch
+    from swift.tuners import LoraConfig, Swift
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = Swift.prepare_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, lora_dtype="float32"))
+    _fill(model)
+    model.save_pretrained(str(folder))
+
+
+def tinker(base: Path, folder: Path) -> None:
+    """Tinker's export to PEFT, from an archive as its service gives it."""
+    import torch
+    from safetensors.torch import save_file
+    from tinker_cookbook.weights._adapter import build_lora_adapter
+
+    archive, config = folder.parent / f"{folder.name}-archive", json.loads((base / "config.json").read_text())
+    archive.mkdir()
+    hidden, heads, kv = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    width = config.get("head_dim") or hidden // heads
+    torch.manual_seed(3)
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, outputs in (("q_proj", heads * width), ("k_proj", kv * width), ("v_proj", kv * width)):
+            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{stem}.lora_A.weight"] = torch.randn(4, hidden) * 0.3
+            tensors[f"{stem}.lora_B.weight"] = torch.randn(outputs, 4) * 0.3
+    save_file(tensors, archive / "adapter_model.safetensors")
+    (archive / "adapter_config.json").write_text(json.dumps({"r": 4, "lora_alpha": 8, "peft_type": "LORA"}))
+    build_lora_adapter(base_model=str(base), adapter_path=str(archive), output_path=str(folder))
+
+
+def mlx(base: Path, folder: Path) -> None:
+    """mlx-lm: adapters.safetensors and a configuration of its own, which are refused by name."""
+    import mlx.core
+    from mlx.utils import tree_flatten
+    from mlx_lm import load
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model, _ = load(str(base))
+    model.freeze()
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    linear_to_lora_layers(model, 2, parameters)
+    folder.mkdir(parents=True, exist_ok=True)
+    mlx.core.save_safetensors(str(folder / "adapters.safetensors"), dict(tree_flatten(model.trainable_parameters())))
+    document = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": parameters}
+    (folder / "adapter_config.json").write_text(json.dumps(document))
+
+
+def _fill(model: object) -> None:
+    """Give every trained parameter values that matter."""
+    import torch
+
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+
+
+_DATA = ("accelerate", "datasets", "dill", "multiprocess", "xxhash", "pyarrow", "pandas")
+TRAINERS: dict[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
+    "trl": (trl, ("trl", *_DATA)),
+    "unsloth": (unsloth, ("unsloth", "unsloth_zoo", "trl", "torchao", *_DATA)),
+    "swift": (swift, ("ms-swift", "modelscope", "modelscope_hub", "einops", "json_repair", "addict", *_DATA)),
+    "tinker": (tinker, ("tinker-cookbook", "tinker", "pyrage", "distro", "orjson", "termcolor", "chz")),
+    "mlx": (mlx, ("mlx", "mlx-cpu", "mlx-lm", "sentencepiece")),
+}
+"""Each trainer's maker, and what it needs beside the packages of the tests."""
+
+if __name__ == "__main__":
+    name, base_folder, target = sys.argv[1:]
+    TRAINERS[name][0](Path(base_folder), Path(target))
