@@ -62,7 +62,16 @@ BAD_CHATS = [
         "continue_final_message",
         "leave one out",
     ),
-    (CHAT | {"reasoning_effort": "high"}, "reasoning_effort", "knows no effort"),
+    (CHAT | {"reasoning_effort": "hgh"}, "reasoning_effort", "hgh"),
+    (CHAT | {"maxTokens": 3}, "maxTokens", "Did you mean 'max_tokens'"),
+    (CHAT | {"max_new_tokens": 3}, "max_new_tokens", "send 'max_tokens'"),
+    (CHAT | {"seed ": 3}, "seed ", "Did you mean 'seed'"),
+    (CHAT | {f"x{i}": i for i in range(65)}, None, "65 fields"),
+    (
+        CHAT | {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * (600 << 10)}}]},
+        "tools",
+        "bytes of JSON",
+    ),
 ]
 BAD_TEXTS = [
     ({"model": "tiny"}, "prompt", "Missing required parameter: 'prompt'"),
@@ -97,7 +106,8 @@ BAD_TEXTS = [
     (TEXT | {"logprobs": 1, "logprob_token_ids": [999]}, "logprob_token_ids", "token 999"),
     (TEXT | {"logprob_token_ids": [5]}, "logprob_token_ids", "together with 'logprobs'"),
     (TEXT | {"min_tokens": 17}, "min_tokens", "more than the 16"),
-    (TEXT | {"max_tokens": 0}, "max_tokens", ">= 1"),
+    (TEXT | {"max_tokens": 0}, "max_tokens", "send 'echo'"),
+    (TEXT | {"max_tokens": -1, "echo": True}, "max_tokens", ">= 0"),
     (TEXT | {"n": 129}, "n", "<= 128"),
     (TEXT | {"n": True}, "n", "got `bool`"),
     (TEXT | {"logprobs": 21}, "logprobs", "<= 20"),
