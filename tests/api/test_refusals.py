@@ -38,7 +38,6 @@ BAD_CHATS = [
         "messages[0].tool_calls[0].function",
         "Missing required parameter",
     ),
-    (messages(CHAT["messages"][0], {"role": "system", "content": "late"}), "messages", "a system message comes first"),
     (messages({"role": "user", "content": "x" * 300}), "messages", "maximum context length is 256"),
     (CHAT | {"max_tokens": 250}, "messages", "250 for the completion"),
     (CHAT | {"top_logprobs": 3}, "top_logprobs", "needs 'logprobs'"),
