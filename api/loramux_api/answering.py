@@ -35,22 +35,27 @@ from loramux.serving.messages import (
 from loramux.serving.service import CompletionService
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.bodies import AnyRequest, ClientDisconnected
+from loramux_api.custom_calls import InputReader
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of, rate_headers
 from loramux_api.problems import CLIENT_CLOSED_REQUEST, error_answer
 from loramux_api.schemas.chat import PromptLogprobEntry, PromptLogprobList, UsageObject, usage_object
 from loramux_api.schemas.sampling import SamplingBody
+from loramux_api.schemas.tools import Toolbox
 
 
 @dataclass(slots=True)
 class AnswerPart:
     """A part, as far as it has come."""
 
-    kind: Literal["thought", "text", "call"]
+    kind: Literal["thought", "text", "call", "custom"]
+    """`custom`: a call of a custom tool, whose text is its input."""
     index: int
     """Its place in the answer."""
     call_id: str = ""
     name: str = ""
-    """The called function."""
+    """The called tool."""
+    namespace: str | None = None
+    """The namespace of the called tool."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -72,10 +77,14 @@ class PartChange:
 class AnswerParts:
     """Divides an answer's deltas into its parts. One is under way at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, tools: Toolbox | None = None) -> None:
+        """`tools`: those of the request, if the names that the model calls may be others than the caller's."""
         self.count = 0
         """Parts that have begun."""
         self._open: AnswerPart | None = None
+        self._tools = tools
+        self._input = InputReader()
+        """Reads the custom call under way."""
 
     def push(self, delta: Delta) -> Iterator[PartChange]:
         """Yield the changes that a delta makes."""
@@ -106,9 +115,20 @@ class AnswerParts:
 
     def _push_call(self, call: CallDelta) -> Iterator[PartChange]:
         if call.id is not None and call.name is not None:
-            yield from self.begin(AnswerPart("call", self.count, call.id, call.name))
-        if call.arguments:
-            yield self._add(call.arguments)
+            yield from self.begin(self._call(call.id, call.name))
+        assert self._open is not None, "a call begins with its name"
+        news = self._input.push(call.arguments) if self._open.kind == "custom" else call.arguments
+        if news:
+            yield self._add(news)
+
+    def _call(self, id: str, name: str) -> AnswerPart:
+        tool = self._tools.find(name) if self._tools is not None else None
+        if tool is None:
+            return AnswerPart("call", self.count, id, name)
+        if tool.kind == "custom":
+            self._input = InputReader()
+        kind: Literal["call", "custom"] = "custom" if tool.kind == "custom" else "call"
+        return AnswerPart(kind, self.count, id, tool.name, tool.namespace)
 
     def _add(self, piece: str) -> PartChange:
         assert self._open is not None, "it has begun"

@@ -15,12 +15,13 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from litestar import Litestar
+from litestar.config.cors import CORSConfig
 from litestar.datastructures import State
 from litestar.di import Provide
-from litestar.types import ASGIApp, LifeSpanReceive, LifeSpanScope, LifeSpanSend, Receive, Scope, Send
+from litestar.types import ASGIApp, HTTPScope, LifeSpanReceive, LifeSpanScope, LifeSpanSend, Receive, Scope, Send
 from typing_extensions import override
 
 from loramux.accounts.tenants.account import Account
@@ -39,7 +40,8 @@ from loramux_api.batch_endpoints import batch_endpoints
 from loramux_api.bodies import AnyRequest, ApiRequest, StrictJSON
 from loramux_api.controllers.console import ConsoleFiles
 from loramux_api.controllers.plans import WhatIf
-from loramux_api.headers import send_console_policy, send_request_id
+from loramux_api.headers import READABLE, send_console_policy, send_ignored, send_request_id
+from loramux_api.http_layer import serve
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
@@ -126,7 +128,7 @@ class Application(Litestar):
             await super().__call__(scope, receive, send)
             return
         async with logged(scope, self.tracer):
-            await super().__call__(scope, receive, send)
+            await serve(super().__call__, cast(HTTPScope, scope), cast(Receive, receive), cast(Send, send))
 
 
 def create_app(settings: Settings, engine: EngineClient | None = None) -> Application:
@@ -149,12 +151,13 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
         route_handlers=routes_of(settings),
         dependencies={**DEPENDENCIES, "metrics": Provide(lambda: metrics, sync_to_thread=False)},
         lifespan=[lifespan],
-        before_send=[send_request_id, send_console_policy, metrics.count, note_response],
+        before_send=[send_request_id, send_ignored, send_console_policy, metrics.count, note_response],
         exception_handlers=EXCEPTION_HANDLERS,
         request_class=ApiRequest,
         dto=StrictJSON,
         return_dto=None,
         request_max_body_size=MAX_JSON_BYTES,
+        cors_config=_cors(settings),
         openapi_config=openapi_config(),
         logging_config=None,
         debug=False,
@@ -163,6 +166,18 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
     if settings.tracing.endpoint is not None:
         app.tracer = Tracer(settings.tracing)
     return app
+
+
+def _cors(settings: Settings) -> CORSConfig | None:
+    """Return which origins' pages may ask, with a key: no page of another origin gets the console's cookie."""
+    if not settings.server.cors_origins:
+        return None
+    return CORSConfig(
+        allow_origins=list(settings.server.cors_origins),
+        allow_headers=["*"],
+        allow_credentials=False,
+        expose_headers=list(READABLE),
+    )
 
 
 @asynccontextmanager

@@ -27,6 +27,8 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 CSRF_HEADER = "x-csrf-token"
 VIEW_HEADER = "x-view-tenant"
 """An operator's: the tenant that it looks at, read-only."""
+KEY_HEADERS = ("x-api-key", "api-key")
+"""Headers that hold a key alone: Anthropic's clients send the first, Azure's the second."""
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -139,8 +141,9 @@ def _credential(connection: Connection) -> Credential:
 
 
 def _secret(connection: Connection) -> str:
-    if secret := connection.headers.get("x-api-key", "").strip():  # Anthropic's clients
-        return secret
+    for header in KEY_HEADERS:
+        if secret := connection.headers.get(header, "").strip():
+            return secret
     scheme, _, secret = connection.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not secret.strip():
         raise InvalidKey("You didn't provide an API key. Send it in the header 'Authorization: Bearer sk-lm-...'.")

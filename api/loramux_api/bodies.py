@@ -4,7 +4,8 @@ A decoder builds a list before it can count it, and it holds the interpreter whi
 through first: `check_shape` counts its strings, containers and separators without building anything, gives way to
 other requests as it goes, and stops at the first bound. A body within the bounds is decoded in some ten milliseconds.
 
-`decode_body` is strict: an unknown field, a wrong type or a wrong range is refused by its name.
+`decode_body` refuses a wrong type or a wrong range by its name. An unknown field is refused too, except in bodies of
+inference (`InferenceBody`), where clients send fields of other servers: there `unknown_fields` says which are ignored.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Generator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from http import HTTPStatus
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
@@ -26,6 +27,8 @@ from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from loramux.serving.errors import GatewayError, InvalidRequest, Unavailable
 from loramux.serving.service import CompletionService
+from loramux_api.headers import note_ignored
+from loramux_api.unknown_fields import LONGEST_NAME, MAX_UNKNOWN, ensure_ignorable, too_many
 
 MIN_BODY_BYTES = 1 << 20
 MAX_BODY_BYTES = 16 << 20
@@ -225,6 +228,18 @@ class Body(msgspec.Struct, kw_only=True):
     """Fields of OpenAI's API that cannot be ignored: they would change the answer's meaning."""
     nested: ClassVar[Mapping[str, type[Body]]] = {}
     """Fields that are JSON objects with such rules themselves."""
+    ignores_unknown: ClassVar[bool] = False
+    """Fields that the struct does not know are ignored and reported; else they are refused."""
+
+    def without_effect(self) -> Iterable[str]:
+        """Return what of this body is left out of the request, as it is reported to the caller."""
+        return ()
+
+
+class InferenceBody(Body, kw_only=True):
+    """A body of an inference endpoint."""
+
+    ignores_unknown: ClassVar[bool] = True
 
 
 class StrictJSON(AbstractDTO[Any]):
@@ -234,7 +249,7 @@ class StrictJSON(AbstractDTO[Any]):
         """Decode the body into its struct. Raises InvalidRequest."""
         field = self.asgi_connection.route_handler.parsed_data_field
         assert field is not None, "only a handler with `data` decodes a body"
-        return decode_body(value, field.annotation)
+        return decode_body(value, field.annotation, partial(note_ignored, self.asgi_connection.scope))
 
     def decode_builtins(self, value: Any) -> Any:
         """Refuse to decode: forms are not supported."""
@@ -260,34 +275,73 @@ class StrictJSON(AbstractDTO[Any]):
         return False
 
 
-def decode_body(data: bytes, body: type[T]) -> T:
-    """Decode a request's body, in one pass. Raises InvalidRequest with the field's path."""
+class UnknownField(InvalidRequest):
+    """An object has a field that its struct does not know."""
+
+
+def decode_body(data: bytes, body: type[T], note: Callable[[str], object] = lambda _: None) -> T:
+    """Decode a request's body, in one pass. Raises InvalidRequest with the field's path.
+
+    `note` takes the name of each part that is ignored; a body with such a field is decoded again without it.
+    """
+    ignored: list[str] = []
     try:
-        decoded: T = _decoder(body).decode(data)
+        decoded = _decoded(data, body)
+    except UnknownField:
+        if not body.ignores_unknown:
+            raise
+        ignored = list(_unknown_names(data, body))
+        if len(ignored) > MAX_UNKNOWN:
+            raise too_many(len(ignored)) from None
+        decoded = _decoded(data, body, ignores_unknown=True)
+    _check_unsupported(decoded)
+    for name in (*ignored, *decoded.without_effect()):
+        note(name)
+    return decoded
+
+
+def _decoded(data: bytes, body: type[T], *, ignores_unknown: bool = False) -> T:
+    try:
+        return _decoder(body, ignores_unknown).decode(data)
     except msgspec.ValidationError as error:
         _refuse(str(error), body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.", code="invalid_json") from None
     except RecursionError:
         raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
-    _check_unsupported(decoded)
-    return decoded
 
 
 @cache
-def _decoder(body: type[T]) -> msgspec.json.Decoder[T]:
+def _decoder(body: type[T], ignores_unknown: bool) -> msgspec.json.Decoder[T]:
     # Numbers beyond any float come in schemas' bounds; the fields that have a type of their own still refuse them.
-    return msgspec.json.Decoder(_closed(body), float_hook=float)
+    return msgspec.json.Decoder(_closed(body, ignores_unknown), float_hook=float)
 
 
-def _closed(body: type[T]) -> type[T]:
-    """Return a subclass that takes the ignored and unsupported fields undecoded, and refuses all others."""
+def _closed(body: type[T], ignores_unknown: bool) -> type[T]:
+    """Return a subclass that takes the ignored and unsupported fields undecoded, and perhaps refuses all others."""
     known = [(name, msgspec.Raw, msgspec.Raw()) for name in sorted({*body.ignored, *body.unsupported})]
-    nested = [(name, _closed(inner) | None, None) for name, inner in body.nested.items()]
+    nested = [(name, _closed(inner, ignores_unknown) | None, None) for name, inner in body.nested.items()]
     closed = msgspec.defstruct(
-        body.__name__, [*known, *nested], bases=(body,), forbid_unknown_fields=True, kw_only=True
+        body.__name__, [*known, *nested], bases=(body,), forbid_unknown_fields=not ignores_unknown, kw_only=True
     )
     return cast(type[T], closed)
+
+
+def _unknown_names(data: bytes | msgspec.Raw, body: type[Body], path: str = "") -> Iterator[str]:
+    """Yield the fields that a body does not know. Raises InvalidRequest for one that must not be ignored."""
+    known = known_fields(body)
+    for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+        if name not in known:
+            raw = bytes(value)
+            ensure_ignorable(path, name, msgspec.json.decode(raw) if len(raw) <= _LONGEST_HARMLESS else raw, known)
+            yield f"{path}{name[:LONGEST_NAME]}"
+        elif name in body.nested and bytes(value).lstrip().startswith(b"{"):
+            yield from _unknown_names(value, body.nested[name], f"{path}{name}.")
+
+
+def known_fields(body: type[Body]) -> frozenset[str]:
+    """Return the fields that are served, ignored or refused by name."""
+    return frozenset({*(one.encode_name for one in msgspec.structs.fields(body)), *body.ignored, *body.unsupported})
 
 
 def _check_unsupported(body: Body, path: str = "") -> None:
@@ -318,7 +372,7 @@ def _refuse(message: str, body: type[Body]) -> NoReturn:
         param = _join(path, unknown["name"][:80])
         closed = not path or path in body.nested
         sentence = f"Unrecognized request argument supplied: {param}" if closed else f"Unknown parameter: '{param}'."
-        raise InvalidRequest(sentence, field=param, code="unknown_parameter")
+        raise UnknownField(sentence, field=param, code="unknown_parameter")
     value = f"'{path}'" if path else "the body"
     raise InvalidRequest(f"Invalid value for {value}: {sentence}.", field=path or None, code="invalid_value")
 

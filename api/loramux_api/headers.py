@@ -6,6 +6,7 @@ import hashlib
 import re
 import uuid
 from typing import Annotated, Any, cast
+from urllib.parse import quote
 
 from litestar import Request
 from litestar.params import HeaderParameter
@@ -19,6 +20,19 @@ from loramux.serving.errors import InvalidRequest
 IDEMPOTENCY_KEY = "Idempotency-Key"
 _sane_key = re.compile(r"[\x21-\x7e]{1,255}")
 _STATE = "loramux.request_ids"
+_IGNORED = "loramux.ignored"
+IGNORED_FIELDS = b"x-loramux-ignored-fields"
+MAX_IGNORED_LENGTH = 2048
+"""Bytes of the header."""
+READABLE = (
+    "x-request-id",
+    "request-id",
+    "openai-processing-ms",
+    "retry-after",
+    "x-loramux-ignored-fields",
+    *(f"x-ratelimit-{of}-{kind}" for of in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
+)
+"""The headers of an answer that scripts of other origins may read."""
 SESSION_COOKIE = "loramux_session"
 SIGN_IN_COOKIE = "loramux_sign_in"
 """The secret of a sign-in that is under way at an issuer."""
@@ -121,6 +135,24 @@ async def send_request_id(message: Message, scope: Scope) -> None:
     """A Litestar `before_send` hook: it also sees the responses of routes that do not exist."""
     if message["type"] == "http.response.start":
         message["headers"] = [*message["headers"], (b"x-request-id", request_id(scope).encode())]
+
+
+def note_ignored(scope: Scope, name: str) -> None:
+    """Remember a part of the request that is ignored: `send_ignored` and the log report it."""
+    ignored_of(scope).append(name)
+
+
+def ignored_of(scope: Scope) -> list[str]:
+    """Return the parts of the request that are ignored."""
+    found: list[str] = cast(dict[str, Any], scope).setdefault(_IGNORED, [])
+    return found
+
+
+async def send_ignored(message: Message, scope: Scope) -> None:
+    """Name the parts of a request that are ignored: a `before_send` hook."""
+    if message["type"] == "http.response.start" and (names := ignored_of(scope)):
+        written = ", ".join(quote(name, safe=" ()[].") for name in names)
+        message["headers"] = [*message["headers"], (IGNORED_FIELDS, written[:MAX_IGNORED_LENGTH].encode())]
 
 
 async def send_console_policy(message: Message, scope: Scope) -> None:

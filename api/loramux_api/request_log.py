@@ -26,7 +26,7 @@ from loramux.common.jobs import JobRun
 from loramux.common.settings.file import SettingsError
 from loramux.common.settings.server import TracingSettings
 from loramux.serving.generation import Generation
-from loramux_api.headers import traceable_id
+from loramux_api.headers import ignored_of, traceable_id
 
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
@@ -218,6 +218,8 @@ class RequestRecord:
         principal = self._scope.get("auth")
         if isinstance(principal, Principal):
             self._fields |= {"tenant": principal.tenant, "key": principal.key_id}
+        if ignored := ignored_of(self._scope):
+            self._fields["ignored"] = ignored
         self._ended = time.monotonic()
         self._fields["seconds"] = _rounded(self._ended - self._began)
         self._level = logging.DEBUG if self._scope["path"].startswith(PROBES) else logging.INFO

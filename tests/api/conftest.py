@@ -15,13 +15,14 @@ from loramux_api.app import create_app
 
 ON_THE_WIRE = {
     "test_adapters",
+    "test_http",
     "test_openai_client",
     "test_operations",
     "test_refusals",
     "test_streams",
     "test_uploads",
 }
-WHAT_DIFFERS = {"test_openai_client", "test_streams"}
+WHAT_DIFFERS = {"test_http", "test_openai_client", "test_streams"}
 """Those of them that run on the other server in every run: how bodies and streams begin and end."""
 
 

@@ -129,27 +129,73 @@ def test_batch_of_chats_has_errors_of_lines_in_the_error_file(site: Site, client
     assert refused["response"]["body"]["error"]["code"] == "context_length_exceeded"
 
 
+BAD_LINES = [
+    ([line(1), b'{"custom_id": "x"'], "invalid_json_line", 2, None),
+    ([line(1), b'{"custom_id": "\xff\xfe", "url": "/v1/completions", "body": {}}'], "invalid_json_line", 2, None),
+    ([line(1), DEEP], "invalid_json_line", 2, None),
+    ([line(1), b'["no object"]'], "invalid_line", 2, None),
+    ([line(1), line(2), line(1)], "duplicate_custom_id", 3, "id-1"),
+    ([line(1), line(2, CHAT)], "invalid_url", 2, "id-2"),
+    ([line(1), line(2) | {"method": "GET"}], "invalid_method", 2, "id-2"),
+    ([line(1), line(2) | {"custom_id": ""}], "invalid_custom_id", 2, ""),
+    ([line(1), line(2) | {"custom_id": "x" * 999}], "invalid_custom_id", 2, "x" * 512),
+    ([line(1), line(2) | {"other": 1}], "invalid_line", 2, "id-2"),
+    ([line(1), b'{"custom_id": "x", "url": "/v1/completions", "body": {"prompt": "' + b"y" * (2 << 20) + b'"}}'],
+     "line_too_large", 2, None),
+]  # fmt: skip
+BAD_BODIES = [
+    (line(2, temperature=3), 400, "invalid_value", "temperature"),
+    (line(2, temprature=1), 400, "unknown_parameter", "temprature"),
+    (line(2, stream=True), 400, "invalid_value", "stream"),
+    (line(2, service_tier="flex"), 400, "invalid_value", "service_tier"),
+    (line(2, model="globex/theirs"), 404, "model_not_found", "model"),
+    (line(2, model="absent"), 404, "model_not_found", "model"),
+]
+
+
+@pytest.mark.parametrize(("lines", "code", "number", "custom_id"), BAD_LINES)
+def test_line_that_cannot_be_read_ends_in_the_error_file_and_the_others_run(
+    client: openai.OpenAI, lines: list[dict[str, Any] | bytes], code: str, number: int, custom_id: str | None
+) -> None:
+    ended = until(client, submit(client, jsonl(*lines)).id, *ENDS)
+    assert (ended.status, ended.errors) == ("completed", None)
+    good = len(lines) - 1
+    assert (ended.request_counts.completed, ended.request_counts.failed) == (good, 1)
+    assert ended.output_file_id
+    assert ended.error_file_id
+    assert sorted(lines_of(client, ended.output_file_id)) == [f"id-{one}" for one in range(1, good + 1)]
+    [bad] = [json.loads(one) for one in client.files.content(ended.error_file_id).text.splitlines()]
+    assert (bad["custom_id"], bad["response"], bad["error"]["code"]) == (custom_id, None, code)
+    assert bad["error"]["message"].startswith(f"Line {number}: ")
+
+
+@pytest.mark.parametrize(("bad", "status", "code", "param"), BAD_BODIES)
+def test_line_whose_body_is_refused_ends_in_the_error_file_and_the_others_run(
+    client: openai.OpenAI, bad: dict[str, Any], status: int, code: str, param: str
+) -> None:
+    ended = until(client, submit(client, jsonl(line(1), bad, line(3))).id, *ENDS)
+    assert (ended.status, ended.request_counts.completed, ended.request_counts.failed) == ("completed", 2, 1)
+    assert ended.error_file_id
+    [refused] = lines_of(client, ended.error_file_id).values()
+    assert (refused["custom_id"], refused["response"]["status_code"]) == ("id-2", status)
+    error = refused["response"]["body"]["error"]
+    assert (error["code"], error["param"]) == (code, param)
+
+
 @pytest.mark.parametrize(
     ("lines", "code", "number", "param"),
     [
-        ([line(1), b'{"custom_id": "x"'], "invalid_json_line", 2, None),
-        ([line(1), b'{"custom_id": "\xff\xfe", "url": "/v1/completions", "body": {}}'], "invalid_json_line", 2, None),
-        ([line(1), DEEP], "invalid_json_line", 2, None),
-        ([line(1), line(2), line(1)], "duplicate_custom_id", 3, "custom_id"),
-        ([line(1), line(2, CHAT)], "invalid_url", 2, "url"),
-        ([line(1), line(2) | {"method": "GET"}], "invalid_method", 2, "method"),
-        ([line(1), line(2) | {"custom_id": ""}], "invalid_custom_id", 2, "custom_id"),
-        ([line(1), line(2) | {"other": 1}], "invalid_line", 2, None),
-        ([line(1, temperature=3)], "invalid_value", 1, "body.temperature"),
-        ([line(1, surprise=1)], "unknown_parameter", 1, "body.surprise"),
-        ([line(1, stream=True)], "invalid_value", 1, "body.stream"),
-        ([line(1, service_tier="flex")], "invalid_value", 1, "body.service_tier"),
-        ([line(1), line(2, model="globex/theirs")], "model_not_found", 2, "body.model"),
-        ([line(1), line(2, model="absent")], "model_not_found", 2, "body.model"),
+        ([b'{"custom_id": "x"', b"{"], "invalid_json_line", 1, None),
+        ([b"\xff\xfe{\x00}\x00"], "invalid_json_line", 1, None),
+        ([b"custom_id,method,url,body", b"a,POST,/v1/completions,{}"], "invalid_json_line", 1, None),
+        ([line(1, CHAT), line(2, CHAT)], "invalid_url", 1, "url"),
+        ([line(1, surprise=1, temperature=3)], "invalid_value", 1, "body.temperature"),
+        ([line(1, model="absent"), line(2, model="globex/theirs")], "model_not_found", 1, "body.model"),
         ([b""], "empty_file", None, None),
+        ([b"\xef\xbb\xbf", b"  \t", b"\r"], "empty_file", None, None),
     ],
 )
-def test_batch_with_an_invalid_line_fails_before_anything_runs(
+def test_batch_without_a_line_that_can_run_fails_before_anything_runs(
     site: Site,
     client: openai.OpenAI,
     lines: list[dict[str, Any] | bytes],
@@ -168,8 +214,27 @@ def test_batch_with_an_invalid_line_fails_before_anything_runs(
     assert not site.engine.requests
 
 
-def test_batch_with_too_many_lines_fails_and_names_the_limit(client: openai.OpenAI) -> None:
-    ended = until(client, submit(client, jsonl(line(1)) * 50_001).id, *ENDS)
+def test_file_with_a_byte_order_mark_and_lines_of_blanks_is_read(client: openai.OpenAI) -> None:
+    data = b"\xef\xbb\xbf" + jsonl(b"", line(1), b"  \t\r", b"", line(2)).replace(b"\n", b"\r\n") + b"\n{"
+    ended = until(client, submit(client, data).id, *ENDS)
+    assert (ended.status, ended.request_counts.total, ended.request_counts.completed) == ("completed", 3, 2)
+    assert ended.error_file_id
+    assert '"Line 7: ' in client.files.content(ended.error_file_id).text
+
+
+def test_output_files_are_kept_as_long_as_the_batch_says(client: openai.OpenAI) -> None:
+    expiry = {"anchor": "created_at", "seconds": 7200}
+    ended = until(client, submit(client, jsonl(line(1), line(1)), output_expires_after=expiry).id, *ENDS)
+    for id in (ended.output_file_id, ended.error_file_id):
+        assert id
+        file = client.files.retrieve(id)
+        assert file.expires_at
+        assert file.expires_at - file.created_at == 7200
+
+
+@pytest.mark.parametrize("one", [jsonl(line(1)), b"\n"])
+def test_batch_with_too_many_lines_fails_and_names_the_limit(client: openai.OpenAI, one: bytes) -> None:
+    ended = until(client, submit(client, one * 50_001).id, *ENDS)
     assert ended.errors
     assert ended.errors.data
     assert [(one.code, one.line) for one in ended.errors.data] == [("too_many_lines", 50_001)]

@@ -203,11 +203,11 @@ def test_logprobs_are_given_for_the_messages_tokens_only(chats: Site) -> None:
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "fuction", "name": "f"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "gone"}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "web_search"}}, "tool_choice"),
-        ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
@@ -219,13 +219,14 @@ def test_logprobs_are_given_for_the_messages_tokens_only(chats: Site) -> None:
         ({"max_output_tokens": 9_999}, "input"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"verbosit": "high"}}, "text.verbosit"),
         (
             {"text": {"format": {"type": "json_schema", "schema": {"not": {}}, "name": "n", "strict": True}}},
             "text.format",
         ),
         ({"extra_body": {"chat_template_kwargs": {"tools": 1}}}, "chat_template_kwargs.tools"),
-        ({"extra_body": {"messages": []}}, "messages"),
+        ({"extra_body": {"messages": [{"role": "user", "content": "x"}]}}, "messages"),
+        ({"extra_body": {"max_tokens": 3}}, "max_tokens"),
         ({"extra_body": {"stream_options": {}}}, "stream_options"),
     ],
 )
@@ -240,12 +241,15 @@ def test_request_that_cannot_be_served_is_refused_by_name(chats: Site, fields: d
     "fields",
     [
         {"store": False, "background": False, "truncation": "disabled", "prompt_cache_key": "k", "max_tool_calls": 3},
-        {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "text": {"verbosity": "medium"}},
+        {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "text": {"verbosity": "high"}},
+        {"reasoning": {"effort": "max"}},
+        {"tools": [{"type": "web_search"}, *TOOLS]},
+        {"input": []},
         {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False},
         {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}, {"role": "user", "content": "x"}]},
     ],
 )
-def test_request_with_harmless_fields_is_answered(chats: Site, fields: dict[str, Any]) -> None:
+def test_hints_and_values_that_ask_for_nothing_are_taken(chats: Site, fields: dict[str, Any]) -> None:
     say(chats, "fine")
     assert create(chats, **fields).output_text == "fine"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,6 +177,29 @@ def test_prompt_that_has_closed_the_thought_leaves_none(tools_site: Site) -> Non
     answer = think(tools_site, logit_bias={str(THINK): 100}, response_format=format)
     assert answer.usage.completion_tokens_details.reasoning_tokens == 0
     jsonschema.validate(json.loads(answer.choices[0].message.content), WEATHER)
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [("lark", 'start: LINE{1,3} "end"\nLINE: /[ab"]{1,3}/ "\\n"'), ("regex", '([ab"]{1,3}\\n){1,3}end')],
+)
+def test_custom_tools_input_follows_its_grammar(tools_site: Site, syntax: str, definition: str) -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": syntax, "definition": definition}}
+    tool = {"type": "custom", "custom": {"name": "write", "format": grammar}}
+    for seed in range(3):
+        answer = ask(tools_site, tools=[tool], tool_choice="required", parallel_tool_calls=False, seed=seed)
+        [call] = answer.choices[0].message.tool_calls
+        assert answer.choices[0].finish_reason == "tool_calls"
+        assert re.fullmatch(r'([ab"]{1,3}\n){1,3}end', call.custom.input), call
+
+
+@pytest.mark.parametrize("definition", ["start: (", 'start: "a"\n%ignore / /', "begin: /a/"])
+def test_grammar_of_a_custom_tool_that_cannot_be_used_is_refused(tools_site: Site, definition: str) -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": definition}}
+    tool = {"type": "custom", "custom": {"name": "write", "format": grammar}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(tools_site, tools=[tool])
+    assert refused.value.param == "tools"
 
 
 def test_template_gets_tools_as_they_were_sent() -> None:

@@ -17,15 +17,17 @@ from loramux_api.app import create_app
 
 
 @contextmanager
-def chat_site(folder: Path, chat_template: str = TOOLS_TEMPLATE, *, thinks: bool = False) -> Iterator[Site]:
+def chat_site(
+    folder: Path, chat_template: str = TOOLS_TEMPLATE, *, thinks: bool = False, context: int = 4096
+) -> Iterator[Site]:
     """`thinks`: the vocabulary has a token each for the ends of a thought."""
-    base = make_base(folder / "base", chat_template, context=4096)
+    base = make_base(folder / "base", chat_template, context=context)
     if thinks:
         tokenizer = byte_tokenizer(chat_template)
         tokenizer.add_tokens(["<think>", "</think>"])
         tokenizer.save_pretrained(base)
     settings = make_settings(base, folder)
-    engine = ScriptedEngine(facts=msgspec.structs.replace(FACTS, max_model_len=4096, pages_total=1024))
+    engine = ScriptedEngine(facts=msgspec.structs.replace(FACTS, max_model_len=context, pages_total=context // 4))
     with running(create_app(settings, engine), "granian") as server:
         yield Site(server, engine, settings, make_keys(settings))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
-import msgspec
 from litestar import delete, get, post
 from litestar.di import NamedDependency
 from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
@@ -49,8 +48,15 @@ class BatchController(ApiController):
     async def create(
         self, data: JSONBody[BatchBody], principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
-        """Run the lines of a file. They are checked first, and none runs where one is wrong."""
-        made = await batches.create(principal, **msgspec.structs.asdict(data))
+        """Run the lines of a file. A line that cannot run ends in the error file; without any that can, it fails."""
+        made = await batches.create(
+            principal,
+            endpoint=data.endpoint,
+            input_file_id=data.input_file_id,
+            completion_window=data.completion_window,
+            metadata=data.metadata,
+            output_seconds=None if data.output_expires_after is None else data.output_expires_after.seconds,
+        )
         return batch_object(made)
 
     @get(summary="List batches")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, cast
 
+import msgspec
 from litestar import Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
@@ -26,6 +27,7 @@ from loramux_api.answering import (
 )
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
+from loramux_api.custom_calls import InputReader, input_of
 from loramux_api.openapi import ApiController, StreamingOperation
 from loramux_api.schemas.chat import (
     AssistantMessage,
@@ -44,15 +46,17 @@ from loramux_api.schemas.chat import (
     UsageObject,
     echoed_text,
     to_request,
+    toolbox,
     usage_object,
 )
 from loramux_api.schemas.conversation import (
+    CalledCustom,
     CalledFunction,
     CalledFunctionDelta,
-    NamedToolChoice,
     ToolCall,
     ToolCallDelta,
 )
+from loramux_api.schemas.tools import chat_choice
 
 
 class ChatController(ApiController):
@@ -92,6 +96,9 @@ class ChatWriter(Writer):
         """Tokens of the answer so far."""
         self._calling: set[int] = set()
         """Choices with a call."""
+        self._tools = toolbox(body)
+        self._inputs: dict[tuple[int, int], InputReader] = {}
+        """Readers of the calls of custom tools, by choice and call."""
         self._collected: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
 
     def opening(self) -> Iterable[ChatChunk]:
@@ -104,7 +111,7 @@ class ChatWriter(Writer):
 
     def chunk(self, delta: Delta) -> Iterable[ChatChunk]:
         """Return the event for a delta; none where it has nothing that the client asked for."""
-        self._note(delta)
+        delta = self._noted(delta)
         logprobs, token_ids = asked_logprobs(delta, self._body), self._token_ids(delta)
         news = delta.text or delta.thought or delta.calls
         if not (news or delta.finish_reason or logprobs or token_ids):
@@ -112,7 +119,7 @@ class ChatWriter(Writer):
         yield self._chunk(
             ChatChunkChoice(
                 index=delta.index,
-                delta=_chat_delta(delta) if news or not delta.finish_reason else ChatDelta(),
+                delta=self._chat_delta(delta) if news or not delta.finish_reason else ChatDelta(),
                 logprobs=ChatLogprobs([self._logprob(one) for one in logprobs]) if logprobs else None,
                 finish_reason=self._finish_reason(delta.index, delta.finish_reason),
                 token_ids=token_ids,
@@ -128,7 +135,7 @@ class ChatWriter(Writer):
 
     def collect(self, delta: Delta) -> None:
         """Take a delta of an answer that is sent in one piece."""
-        self._note(delta)
+        delta = self._noted(delta)
         encode = self._logprob if self._body.logprobs else None
         self._collected[delta.index].add(delta, encode, asked_logprobs(delta, self._body))
 
@@ -156,12 +163,13 @@ class ChatWriter(Writer):
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         return self._answer.prompt_token_ids[0] if self._body.return_token_ids else UNSET
 
-    def _note(self, delta: Delta) -> None:
-        """Count the tokens, and those of thoughts; note which choices call tools."""
+    def _noted(self, delta: Delta) -> Delta:
+        """Count the tokens, and those of thoughts; note which choices call tools. Return what the answer shows."""
         self._thought_tokens += delta.thought_tokens
         self._num_tokens += len(delta.token_ids)
         if delta.calls:
             self._calling.add(delta.index)
+        return delta if self._body.shows_thought or not delta.thought else msgspec.structs.replace(delta, thought="")
 
     def _usage(self, usage: TokenCounts) -> UsageObject:
         written = usage_object(usage)
@@ -169,15 +177,15 @@ class ChatWriter(Writer):
         return written
 
     def _finish_reason(self, index: int, reason: FinishReason | None) -> ChatFinishReason | None:
-        """Return `tool_calls` for an answer that chose to call; one that was told which function to call stops."""
-        chose = index in self._calling and not isinstance(self._body.tool_choice, NamedToolChoice)
+        """Return `tool_calls` for an answer that chose to call; one that was told which tool to call stops."""
+        chose = index in self._calling and not chat_choice(self._body.tool_choice).one
         return "tool_calls" if reason == "stop" and chose else reason
 
     def _choice(self, index: int, choice: CollectedChoice) -> ChatChoice:
         content = cast(list[ChatLogprob], choice.encoded)
         return ChatChoice(
             index=index,
-            message=_message(choice, self._echo),
+            message=self._message(choice),
             logprobs=ChatLogprobs(content) if self._body.logprobs else None,
             finish_reason=self._finish_reason(index, choice.finish_reason),
             token_ids=choice.token_ids if self._body.return_token_ids else UNSET,
@@ -208,34 +216,44 @@ class ChatWriter(Writer):
             ],
         )
 
+    def _chat_delta(self, delta: Delta) -> ChatDelta:
+        made = ChatDelta()
+        if delta.text or not (delta.thought or delta.calls):
+            made.content = delta.text
+        if delta.thought:
+            made.reasoning_content = made.reasoning = delta.thought
+        if delta.calls:  # clients read one entry of a call in a chunk
+            made.tool_calls = [self._call_delta(delta.index, call) for call in join_calls(delta.calls)]
+        return made
 
-def _chat_delta(delta: Delta) -> ChatDelta:
-    made = ChatDelta()
-    if delta.text or not (delta.thought or delta.calls):
-        made.content = delta.text
-    if delta.thought:
-        made.reasoning_content = made.reasoning = delta.thought
-    if delta.calls:
-        made.tool_calls = [_call_delta(call) for call in delta.calls]
-    return made
+    def _call_delta(self, choice: int, call: CallDelta) -> ToolCallDelta:
+        made = ToolCallDelta(index=call.index)
+        if call.id is not None and call.name is not None:
+            made.id, made.type = call.id, "function"
+            if self._is_custom(call.name):
+                made.type, self._inputs[choice, call.index] = "custom", InputReader()
+        if (reader := self._inputs.get((choice, call.index))) is not None:
+            made.custom = CalledCustom(name=call.name or UNSET, input=reader.push(call.arguments))
+        else:
+            made.function = CalledFunctionDelta(name=call.name or UNSET, arguments=call.arguments)
+        return made
 
+    def _message(self, choice: CollectedChoice) -> AssistantMessage:
+        text, thought = self._echo + "".join(choice.texts), "".join(choice.thoughts)
+        calls = [self._call(call) for call in join_calls(choice.calls)]
+        return AssistantMessage(
+            content=(text.rstrip() or None) if calls else text,
+            reasoning_content=thought or UNSET,
+            reasoning=thought or UNSET,
+            tool_calls=calls or UNSET,
+        )
 
-def _call_delta(call: CallDelta) -> ToolCallDelta:
-    if call.id is None or call.name is None:
-        return ToolCallDelta(index=call.index, function=CalledFunctionDelta(arguments=call.arguments))
-    function = CalledFunctionDelta(name=call.name, arguments=call.arguments)
-    return ToolCallDelta(index=call.index, id=call.id, type="function", function=function)
+    def _call(self, call: CallDelta) -> ToolCall:
+        id, name = call.id or "", call.name or ""
+        if self._is_custom(name):
+            return ToolCall(id=id, type="custom", custom=CalledCustom(name=name, input=input_of(call.arguments)))
+        return ToolCall(id=id, function=CalledFunction(name=name, arguments=call.arguments))
 
-
-def _message(choice: CollectedChoice, echo: str) -> AssistantMessage:
-    text, thought = echo + "".join(choice.texts), "".join(choice.thoughts)
-    calls = [
-        ToolCall(id=call.id or "", function=CalledFunction(name=call.name or "", arguments=call.arguments))
-        for call in join_calls(choice.calls)
-    ]
-    return AssistantMessage(
-        content=(text.rstrip() or None) if calls else text,
-        reasoning_content=thought or UNSET,
-        reasoning=thought or UNSET,
-        tool_calls=calls or UNSET,
-    )
+    def _is_custom(self, name: str) -> bool:
+        tool = self._tools.find(name)
+        return tool is not None and tool.kind == "custom"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 from litestar import Response, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from loramux.common.units import TokenCounts
 from loramux.serving.checks import canonical_tags
@@ -55,6 +55,8 @@ class CompletionBody(SamplingBody, kw_only=True):
 
     prompt: Promptlike
     """A text, several texts, token ids, or several lists of token ids."""
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    """0, with `echo`: the prompt alone, with its log probabilities."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     """True: the answer begins with the prompt, and so do its log probabilities."""
@@ -68,6 +70,12 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 def to_request(body: CompletionBody) -> GenerationRequest:
     """Return the request as the gateway takes it. Raises InvalidRequest."""
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest(
+            "'max_tokens' of 0 asks for nothing but the repeated prompt; send 'echo' as true, or a number >= 1.",
+            field="max_tokens",
+            code="invalid_value",
+        )
     prompts, n = read_prompts(body.prompt), body.n or 1
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequest(

@@ -21,6 +21,7 @@ from msgspec import UNSET, UnsetType
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
+from loramux.serving.errors import PromptTooLong
 from loramux.serving.messages import Answer, Delta, FinishReason
 from loramux.serving.service import CompletionService
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, NamedEvent, PartChange, Writer, named_frame
@@ -30,7 +31,7 @@ from loramux_api.headers import request_id
 from loramux_api.openapi import REFUSALS
 from loramux_api.problems import ErrorObject, Problem, error_answer, problem_of
 from loramux_api.schemas.conversation import renamed_fields
-from loramux_api.schemas.messages import CountBody, MessageBody, renamed, to_counted, to_request
+from loramux_api.schemas.messages import CountBody, MessageBody, ThreadNotFound, renamed, to_counted, to_request
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
@@ -163,6 +164,8 @@ class MessageErrorObject(msgspec.Struct, kw_only=True):
     message: str
     param: str | None = None
     code: str | None = None
+    details: dict[str, str] | UnsetType = UNSET
+    """Anthropic's own code of an error, by which its clients recover from it."""
 
 
 class MessageError(msgspec.Struct, kw_only=True):
@@ -199,6 +202,8 @@ ERRORS = {status: ResponseSpec(MessageError, description=spec.description) for s
 def refused(request: AnyRequest, error: Exception) -> Response[Any]:
     """Return the refusal in Anthropic's shape."""
     problem = problem_of(request, error)
+    if isinstance(error, PromptTooLong):  # the words by which Anthropic's clients know that they must compact
+        problem.error.message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
     content = message_error(problem.status, problem.error, request_id(request.scope))
     return Response(content, status_code=problem.status, media_type=MediaType.JSON, headers=_headers(request, problem))
 
@@ -207,6 +212,8 @@ def message_error(status: int, error: ErrorObject, id: str | None = None) -> Mes
     """Return an error in Anthropic's shape."""
     kind = ERROR_TYPES.get(status, "invalid_request_error")
     content = MessageErrorObject(type=kind, message=error.message, param=error.param, code=error.code)
+    if error.code == ThreadNotFound.code:
+        content.details = {"error_code": ThreadNotFound.code}
     return MessageError(error=content, request_id=id)
 
 
@@ -347,7 +354,7 @@ def _block(part: AnswerPart) -> Block:
             return ThinkingBlock(thinking=part.text)
         case "text":
             return TextBlock(text=part.text)
-        case "call":
+        case _:
             return ToolUseBlock(id=part.call_id, name=part.name, input=_arguments(part.text))
 
 
@@ -365,7 +372,7 @@ def _news(part: AnswerPart, piece: str) -> BlockNews:
             return BlockNews(type="thinking_delta", thinking=piece)
         case "text":
             return BlockNews(type="text_delta", text=piece)
-        case "call":
+        case _:
             return BlockNews(type="input_json_delta", partial_json=piece)
 
 

@@ -26,7 +26,8 @@ from loramux_api.bodies import InferenceRequest
 from loramux_api.openapi import ApiController
 from loramux_api.schemas.chat import ChatLogprob, TopLogprob
 from loramux_api.schemas.conversation import renamed_fields
-from loramux_api.schemas.responses import FIELDS, LOGPROBS, ResponseBody, ResponseTool, to_request
+from loramux_api.schemas.responses import FIELDS, LOGPROBS, ResponseBody, ResponseTool, to_request, toolbox
+from loramux_api.schemas.tools import Toolbox
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -75,9 +76,23 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     name: str
     arguments: str
     """JSON."""
+    namespace: str | UnsetType = UNSET
+    """The namespace of the function."""
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """A call of a custom tool."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    name: str
+    input: str
+    namespace: str | UnsetType = UNSET
+    """The namespace of the tool."""
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -205,6 +220,15 @@ class ArgumentsEvent(ResponseEvent, kw_only=True):
     arguments: str | UnsetType = UNSET
 
 
+class InputEvent(ResponseEvent, kw_only=True):
+    """`response.custom_tool_call_input.delta` or `done`."""
+
+    item_id: str
+    output_index: int
+    delta: str | UnsetType = UNSET
+    input: str | UnsetType = UNSET
+
+
 def response_usage(usage: TokenCounts, thought_tokens: int) -> ResponseUsage:
     """Write the charged tokens as clients read them."""
     return ResponseUsage(
@@ -255,7 +279,8 @@ class ResponseWriter(Writer):
     def __init__(self, body: ResponseBody, answer: Answer) -> None:
         self._body = body
         self._answer = answer
-        self._items = OutputItems(answer.id.removeprefix("resp_"), with_logprobs=LOGPROBS in (body.include or []))
+        with_logprobs = LOGPROBS in (body.include or [])
+        self._items = OutputItems(answer.id.removeprefix("resp_"), toolbox(body), with_logprobs=with_logprobs)
         self._thought_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._num_events = 0
@@ -345,10 +370,10 @@ class ResponseWriter(Writer):
 class OutputItems:
     """The items of an answer, made of its deltas: a thought, a text, and calls."""
 
-    def __init__(self, suffix: str, *, with_logprobs: bool) -> None:
+    def __init__(self, suffix: str, tools: Toolbox, *, with_logprobs: bool) -> None:
         """`suffix` makes the items' ids unique; a replayed answer has the same."""
         self.ended: list[OutputItem] = []
-        self._parts = AnswerParts()
+        self._parts = AnswerParts(tools)
         self._suffix = suffix
         self._with_logprobs = with_logprobs
         self._held: list[ChatLogprob] = []
@@ -400,7 +425,7 @@ class OutputItems:
             case "begins":
                 item = self._item(part, "in_progress")
                 yield ItemEvent(type="response.output_item.added", output_index=part.index, item=item)
-                if part.kind != "call":
+                if part.kind not in ("call", "custom"):
                     yield self._part_event("response.content_part.added", part)
             case "grows":
                 yield self._delta(part, change.piece)
@@ -412,6 +437,9 @@ class OutputItems:
         if part.kind == "call":
             type = "response.function_call_arguments.delta"
             return ArgumentsEvent(type=type, item_id=id, output_index=index, delta=piece)
+        if part.kind == "custom":
+            type = "response.custom_tool_call_input.delta"
+            return InputEvent(type=type, item_id=id, output_index=index, delta=piece)
         event = TextEvent(type=f"{_TEXTS[part.kind]}.delta", item_id=id, output_index=index, delta=piece)
         if part.kind == "text":
             event.logprobs = self._take_held()
@@ -422,6 +450,9 @@ class OutputItems:
         if part.kind == "call":
             type = "response.function_call_arguments.done"
             yield ArgumentsEvent(type=type, item_id=id, output_index=index, name=part.name, arguments=part.text)
+        elif part.kind == "custom":
+            type = "response.custom_tool_call_input.done"
+            yield InputEvent(type=type, item_id=id, output_index=index, input=part.text)
         else:
             event = TextEvent(type=f"{_TEXTS[part.kind]}.done", item_id=id, output_index=index, text=part.text)
             if part.kind == "text":
@@ -438,7 +469,13 @@ class OutputItems:
         id, is_ended = self._id(part), status != "in_progress"
         match part.kind:
             case "call":
-                return FunctionCall(id=id, status=status, call_id=part.call_id, name=part.name, arguments=part.text)
+                call = FunctionCall(id=id, status=status, call_id=part.call_id, name=part.name, arguments=part.text)
+                call.namespace = part.namespace or UNSET
+                return call
+            case "custom":
+                custom = CustomToolCall(id=id, status=status, call_id=part.call_id, name=part.name, input=part.text)
+                custom.namespace = part.namespace or UNSET
+                return custom
             case "text":
                 texts = [OutputText(text=part.text, logprobs=self._logprobs)] if is_ended else []
                 return OutputMessage(id=id, status=status, content=texts)
@@ -457,7 +494,7 @@ class OutputItems:
         return taken
 
     def _id(self, part: AnswerPart) -> str:
-        prefix = {"thought": "rs", "text": "msg", "call": "fc"}[part.kind]
+        prefix = {"thought": "rs", "text": "msg", "call": "fc", "custom": "ctc"}[part.kind]
         return f"{prefix}_{self._suffix}{part.index}"
 
 

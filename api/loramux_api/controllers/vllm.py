@@ -30,14 +30,15 @@ from loramux.serving.errors import FolderNotFound, InvalidRequest
 from loramux.serving.messages import GenerationRequest
 from loramux.serving.service import CompletionService
 from loramux_api.auth import requires
-from loramux_api.bodies import AnyRequest, Body, InferenceRequest, Unsupported
+from loramux_api.bodies import AnyRequest, Body, InferenceBody, InferenceRequest, Unsupported
 from loramux_api.openapi import REFUSALS, ApiController
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
-from loramux_api.schemas.conversation import MAX_MESSAGES, MAX_TOOLS, ToolDefinition
+from loramux_api.schemas.conversation import MAX_MESSAGES
+from loramux_api.schemas.tools import MAX_TOOLS, ToolDefinition
 
 
-class TokenizeBody(Body, kw_only=True):
+class TokenizeBody(InferenceBody, kw_only=True):
     """A text, or a conversation for the model's chat template."""
 
     model: str | None = None
@@ -58,7 +59,7 @@ class TokenizeBody(Body, kw_only=True):
     }
 
 
-class DetokenizeBody(Body, kw_only=True):
+class DetokenizeBody(InferenceBody, kw_only=True):
     """Tokens of a model."""
 
     model: str | None = None

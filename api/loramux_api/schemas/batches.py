@@ -15,6 +15,13 @@ from loramux_api.schemas.tenancy import seconds
 T = TypeVar("T")
 
 
+class OutputExpiry(msgspec.Struct, forbid_unknown_fields=True):
+    """How long the output and error files are kept."""
+
+    seconds: Annotated[int, Meta(ge=1, le=2**31 - 1)]
+    anchor: Literal["created_at"] = "created_at"
+
+
 class BatchBody(Body, forbid_unknown_fields=True):
     """A batch to create."""
 
@@ -26,6 +33,8 @@ class BatchBody(Body, forbid_unknown_fields=True):
     """Lines that have not begun after this time are not run. 24h, or 1h to 168h."""
     metadata: dict[str, str] | None = None
     """Up to 16 tags, by which the bill of lines without their own can be divided."""
+    output_expires_after: OutputExpiry | None = None
+    """How long the output and error files are kept: 3600 seconds to what the server keeps files for."""
 
 
 class FileObject(msgspec.Struct, kw_only=True):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -18,21 +18,17 @@ from loramux.serving.messages import ChatEnding, ChatOptions, Conversation, Fini
 from loramux_api.bodies import Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     THOUGHTS,
     ConversationBuilder,
     Part,
     SentCall,
     ToolCall,
     ToolCallDelta,
-    ToolChoice,
-    ToolDefinition,
     caller_variables,
     json_size,
     read_text,
     read_thought,
     required,
-    tool_use,
 )
 from loramux_api.schemas.sampling import (
     MAX_TOP_LOGPROBS,
@@ -42,6 +38,15 @@ from loramux_api.schemas.sampling import (
     asked_format,
     left_out,
     sampling_params,
+)
+from loramux_api.schemas.tools import (
+    MAX_TOOLS,
+    Toolbox,
+    ToolChoice,
+    ToolDefinition,
+    chat_choice,
+    chat_tools,
+    left_out_tools,
 )
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -78,6 +83,30 @@ class ChatMessage(msgspec.Struct):
     """The same as a list of Anthropic's blocks."""
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ChatReasoning(msgspec.Struct):
+    """The thought before the answer. Other fields are ignored."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    """False is the effort `none`."""
+    exclude: bool | None = None
+    """True: the answer is without its thought."""
+    max_tokens: int | None = None
+    """Accepted and without effect: a thought counts in the answer's tokens."""
+
+
+class ChatThinking(msgspec.Struct):
+    """The thought before the answer. Other fields are ignored."""
+
+    type: str | None = None
+    """`disabled` switches it off; `enabled` and anything else: as the model's chat template has it."""
+    budget_tokens: int | None = None
+    """Accepted and without effect: a thought counts in the answer's tokens."""
+
+
 class ChatBody(SamplingBody, kw_only=True):
     """OpenAI's fields, and vLLM's names for what OpenAI does not have."""
 
@@ -88,11 +117,17 @@ class ChatBody(SamplingBody, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    """`auto` (the default), `none`, `required`, or one function."""
+    """`auto` (the default), `none`, `required`, one tool, or the tools that may be called (`allowed_tools`)."""
     parallel_tool_calls: bool | None = None
     """False: at most one call an answer."""
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """How much the model thinks, where its chat template knows a variable for it; `none` switches thinking off."""
+    reasoning_effort: Effort | None = None
+    """How much the model thinks, if its chat template knows a variable for it; `none` switches thinking off."""
+    reasoning: ChatReasoning | None = None
+    """The same as an object, as OpenRouter's clients send it."""
+    thinking: ChatThinking | None = None
+    """The same as a switch, as clients of DeepSeek, GLM and Kimi send it."""
+    include_reasoning: bool | None = None
+    """False: the answer is without its thought, which is billed all the same."""
     enable_thinking: bool | None = None
     """The chat template's variable of this name."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -111,6 +146,7 @@ class ChatBody(SamplingBody, kw_only=True):
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
+            "verbosity",
         }
     )
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -120,14 +156,42 @@ class ChatBody(SamplingBody, kw_only=True):
         "documents": Unsupported("write them into a message.", (None, [])),
         "function_call": Unsupported(_NO_TOOLS, (None, "none")),
         "functions": Unsupported(_NO_TOOLS, (None, [])),
-        "include_reasoning": Unsupported("leave 'reasoning_content' unread.", (None, True)),
         "media_io_kwargs": Unsupported(_TEXT_ONLY, (None, {})),
         "modalities": Unsupported(_TEXT_ONLY, (None, ["text"])),
         "moderation": Unsupported("answers are not moderated."),
         "store": Unsupported("answers are not stored.", (None, False)),
-        "verbosity": Unsupported("the model decides how much it writes.", (None, "medium")),
         "web_search_options": Unsupported("this server does not search the web."),
     }
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield the tools that are left out."""
+        types = ((f"tools[{i}]", tool.type) for i, tool in enumerate(self.tools or []))
+        return left_out_tools(types, (tool.where for tool in chat_tools(self.tools or [])))
+
+    @property
+    def shows_thought(self) -> bool:
+        """Does the answer have its thought?"""
+        return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
+
+
+def toolbox(body: ChatBody) -> Toolbox:
+    """Return the tools that can be offered. Raises InvalidRequest."""
+    return Toolbox(list(chat_tools(body.tools or [])))
+
+
+def asked_effort(body: ChatBody) -> str | None:
+    """Return how much the model thinks; None: as its template has it."""
+    if body.reasoning_effort is not None:
+        return body.reasoning_effort
+    if body.reasoning is not None and (body.reasoning.effort is not None or body.reasoning.enabled is not None):
+        switched = "none" if body.reasoning.enabled is False else "medium"
+        return body.reasoning.effort or switched
+    match body.thinking:
+        case ChatThinking(type="disabled"):
+            return "none"
+        case ChatThinking(type="enabled"):
+            return "medium"
+    return None
 
 
 def to_request(body: ChatBody) -> GenerationRequest:
@@ -168,14 +232,15 @@ def _options(body: ChatBody) -> ChatOptions:
     template = caller_variables(body.chat_template_kwargs)
     if body.enable_thinking is not None:
         template["enable_thinking"] = body.enable_thinking
-    tools = tool_use(body.tools or [], body.tool_choice, parallel=body.parallel_tool_calls is not False)
-    if tools is not None:
-        template["tools"] = msgspec.to_builtins(body.tools)
+    tools = toolbox(body)
+    use = tools.use(chat_choice(body.tool_choice), parallel=body.parallel_tool_calls is not False)
+    if use is not None:
+        template["tools"] = tools.template
     return ChatOptions(
         template=template,
         size=json_size(template),
-        tools=tools,
-        effort=body.reasoning_effort,
+        tools=use,
+        effort=asked_effort(body),
         ending=_ending(body),
         add_special_tokens=bool(body.add_special_tokens),
     )

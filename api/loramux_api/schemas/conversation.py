@@ -1,4 +1,4 @@
-"""Conversations and tools, as all chat endpoints share them.
+"""Conversations, as all chat endpoints share them.
 
 OpenAI's Responses and Anthropic's Messages have a list of items or blocks where a chat template has turns: one turn of
 the assistant holds its thought, its text and its calls, and the result of a call is a turn of its own
@@ -14,58 +14,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from msgspec import Meta
 
 from loramux.common.errors import LoramuxError
-from loramux.constraints.tools import Tool, ToolUse
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Conversation, Message
 
-MAX_TOOLS = 128
 MAX_MESSAGES = 4096
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
 """Variables of chat templates that `chat_template_kwargs` cannot set."""
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
-
-
-class FunctionDefinition(msgspec.Struct, omit_defaults=True):
-    """A function that an answer may call.
-
-    Chat templates get what was sent: a null more would be a prompt that no trainer has written.
-    """
-
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """The JSON schema of its arguments; absent: it takes none."""
-    strict: bool | None = None
-    """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
-
-
-class ToolDefinition(msgspec.Struct):
-    """A tool; only functions are supported."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class FunctionChoice(msgspec.Struct):
-    """The function that must be called."""
-
-    name: FunctionName
-
-
-class NamedToolChoice(msgspec.Struct):
-    """The order to call one function."""
-
-    type: Literal["function"]
-    function: FunctionChoice
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -75,12 +34,21 @@ class CalledFunction(msgspec.Struct, kw_only=True):
     arguments: str
 
 
+class CalledCustom(msgspec.Struct, kw_only=True):
+    """A custom tool, and its input."""
+
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    """Absent in the later parts of a streamed call."""
+    input: str
+
+
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call that an answer makes."""
+    """A call that an answer makes: of a function, or of a custom tool."""
 
     id: str
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | msgspec.UnsetType = msgspec.UNSET
+    custom: CalledCustom | msgspec.UnsetType = msgspec.UNSET
 
 
 class SentFunction(msgspec.Struct):
@@ -120,34 +88,9 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
     index: int
     id: str | msgspec.UnsetType = msgspec.UNSET
-    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
-    function: CalledFunctionDelta
-
-
-def tool_use(tools: list[ToolDefinition], choice: ToolChoice | None, *, parallel: bool) -> ToolUse | None:
-    """Return what an answer may call; None: nothing. Raises InvalidRequest."""
-    names = [tool.function.name for tool in tools]
-    if len(set(names)) < len(names):
-        raise InvalidRequest("Two tools have one name; give each its own.", field="tools", code="invalid_value")
-    if isinstance(choice, NamedToolChoice):
-        wanted = choice.function.name
-        if wanted not in names:
-            message = f"'tool_choice' names '{wanted}', and 'tools' has no function of that name."
-            raise InvalidRequest(message, field="tool_choice", code="invalid_value")
-        tools = [tool for tool in tools if tool.function.name == wanted]
-    elif choice == "required" and not tools:
-        raise InvalidRequest("'tool_choice' is required, and 'tools' is empty.", field="tool_choice")
-    elif choice == "none" or not tools:
-        return None
-    return ToolUse(
-        tools=tuple(_tool(tool.function) for tool in tools),
-        is_required=choice not in (None, "auto"),
-        is_parallel=parallel and not isinstance(choice, NamedToolChoice),
-    )
-
-
-def _tool(function: FunctionDefinition) -> Tool:
-    return Tool(name=function.name, parameters=function.parameters, strict=bool(function.strict))
+    type: Literal["function", "custom"] | msgspec.UnsetType = msgspec.UNSET
+    function: CalledFunctionDelta | msgspec.UnsetType = msgspec.UNSET
+    custom: CalledCustom | msgspec.UnsetType = msgspec.UNSET
 
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
@@ -314,7 +257,7 @@ def call_fields(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
 def required(part: msgspec.Struct, name: str, where: str) -> Any:
     """Return a field that parts of this kind need. Raises InvalidRequest where it is absent."""
     value = getattr(part, name)
-    if value is None:
+    if value is None or value is msgspec.UNSET:
         field = f"{where}.{name}"
         raise InvalidRequest(f"Missing required parameter: '{field}'.", field=field, code="missing_required_parameter")
     return value

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
 from loramux.constraints.formats import JsonSchema
-from loramux.constraints.tools import ToolUse
-from loramux.serving.errors import InvalidRequest
+from loramux.serving.errors import GatewayError, InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
-from loramux_api.bodies import Body, Unsupported
+from loramux_api.bodies import InferenceBody, Unsupported
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     ConversationBuilder,
-    FunctionChoice,
-    FunctionDefinition,
-    FunctionName,
-    NamedToolChoice,
     Part,
-    ToolChoice,
-    ToolDefinition,
     caller_variables,
     json_size,
     read_part,
-    read_text,
     read_thought,
     renamed_fields,
     required,
-    tool_use,
 )
 from loramux_api.schemas.sampling import (
     MAX_USER_LENGTH,
@@ -43,10 +34,25 @@ from loramux_api.schemas.sampling import (
     left_out,
     sampling_params,
 )
+from loramux_api.schemas.tools import (
+    ALL,
+    MAX_TOOLS,
+    Asked,
+    FunctionDefinition,
+    OfferedTool,
+    Toolbox,
+    checked_name,
+    ensure_hosted,
+    left_out_tools,
+    offered_function,
+    one_tool,
+)
 
 FIELDS = {"stop": "stop_sequences", "user": "metadata.user_id", "continue_final_message": "messages"}
 """The names of a chat's fields here."""
 _TEXT_ONLY = "this server reads and writes text."
+_KEEPING = ("clear_thinking_20251015",)
+"""Edits that may keep everything."""
 
 
 class ContentBlock(Part, kw_only=True):
@@ -58,7 +64,22 @@ class ContentBlock(Part, kw_only=True):
     """A call's arguments: an object."""
     tool_use_id: str | None = None
     content: str | list[ContentBlock] | None = None
-    """A call's result."""
+    """A call's result, or the text of a search result."""
+    source: str | DocumentSource | None = None
+    """A document's text, or a search result's address."""
+    title: str | None = None
+    """A document's or a search result's title."""
+    context: str | None = None
+    """What is said about a document."""
+
+
+class DocumentSource(msgspec.Struct):
+    """The text of a document."""
+
+    type: str = ""
+    """`text` or `content`."""
+    data: str | None = None
+    content: str | list[ContentBlock] | None = None
 
 
 class MessageParam(msgspec.Struct):
@@ -72,9 +93,9 @@ class MessageParam(msgspec.Struct):
 class MessageTool(msgspec.Struct):
     """A tool that the answer may call."""
 
-    name: FunctionName
+    name: str | None = None
     type: str | None = None
-    """Absent or `custom`: this server has no tools of its own."""
+    """Absent or `custom`. A tool of another type that has no `input_schema` is one of Anthropic's, and is left out."""
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     """The JSON schema of its arguments."""
@@ -122,7 +143,22 @@ class MessageMetadata(msgspec.Struct):
     """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
 
 
-class PromptBody(Body, kw_only=True):
+class ContextManagement(msgspec.Struct):
+    """Edits of the prompt that Anthropic makes before it is read."""
+
+    edits: list[dict[str, Any]] | None = None
+    """Those that keep everything; here prompts are never cut."""
+
+
+class Thread(msgspec.Struct):
+    """A conversation that Anthropic stores."""
+
+    type: Literal["create", "continue"]
+    """`create`: nothing is stored, and the answer is the same. `continue`: 404 thread_not_found, after which clients
+    send the whole conversation."""
+
+
+class PromptBody(InferenceBody, kw_only=True):
     """What an answer is asked to: a conversation, and the tools of it."""
 
     model: str
@@ -135,16 +171,41 @@ class PromptBody(Body, kw_only=True):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
+    context_management: ContextManagement | None = None
+    """Taken if it cuts nothing from the prompt."""
+    thread: Thread | None = None
 
     ignored: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "diagnostics", "speed", "user_profile_id", "workspace_id", "betas"}
+        {
+            "betas",
+            "billing_policy",
+            "cache_control",
+            "diagnostics",
+            "fallback_credit_token",
+            "fallbacks",
+            "mm_payload",
+            "return_mm_kwargs",
+            "speed",
+            "user_profile_id",
+            "workspace_id",
+        }
     )
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        "cache_salt": SamplingBody.unsupported["cache_salt"],
+        "compaction": Unsupported("prompts are never cut; send fewer messages."),
         "container": Unsupported("this server runs no code."),
-        "context_management": Unsupported("prompts are never cut; send fewer messages."),
-        "inference_geo": Unsupported("requests are served where this server runs."),
+        "ec_transfer_params": SamplingBody.unsupported["ec_transfer_params"],
+        "inference_geo": Unsupported("requests are served where this server runs.", (None, "global")),
+        "kv_transfer_params": SamplingBody.unsupported["kv_transfer_params"],
         "mcp_servers": Unsupported("this server has no tools of its own; send 'tools'.", (None, [])),
+        "vllm_xargs": SamplingBody.unsupported["vllm_xargs"],
+        "watermarking": SamplingBody.unsupported["watermarking"],
     }
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield the tools that are left out."""
+        types = ((f"tools[{i}]", tool.type or "custom") for i, tool in enumerate(self.tools or []))
+        return left_out_tools(types, (tool.where for tool in _offered(self.tools or [])))
 
 
 class MessageBody(PromptBody, kw_only=True):
@@ -172,6 +233,7 @@ class CountBody(PromptBody, kw_only=True):
 def to_request(body: MessageBody) -> GenerationRequest:
     """Return the request as the gateway takes it. Raises InvalidRequest."""
     with renamed_fields(renamed(body)):
+        check_prompt(body)
         shared, turns = _shared(body), conversation(body)
         format = body.output_config.format if body.output_config else None
         return GenerationRequest(
@@ -194,6 +256,7 @@ def to_request(body: MessageBody) -> GenerationRequest:
 def to_counted(body: CountBody) -> GenerationRequest:
     """Return a request whose prompt is counted. Raises InvalidRequest."""
     with renamed_fields(renamed(body)):
+        check_prompt(body)
         turns = conversation(body)
         return GenerationRequest(
             kind="msg_",
@@ -229,10 +292,11 @@ def _shared(body: MessageBody) -> SamplingBody:
 def options(body: PromptBody, turns: Conversation) -> ChatOptions:
     """Return what the chat template and the answer are told besides the messages. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])]
-    use = _tool_use(tools, body.tool_choice)
+    tools = Toolbox(list(_offered(body.tools or [])))
+    choice = body.tool_choice
+    use = tools.use(_asked(choice), parallel=not (choice and choice.disable_parallel_tool_use))
     if use is not None:
-        template["tools"] = msgspec.to_builtins(tools)
+        template["tools"] = tools.template
     return ChatOptions(
         template=template,
         size=json_size(template),
@@ -242,46 +306,73 @@ def options(body: PromptBody, turns: Conversation) -> ChatOptions:
     )
 
 
+def check_prompt(body: PromptBody) -> None:
+    """Refuse what would change the prompt, or has been stored elsewhere. Raises InvalidRequest, ThreadNotFound."""
+    if body.thread is not None and body.thread.type == "continue":
+        raise ThreadNotFound
+    for i, edit in enumerate((body.context_management and body.context_management.edits) or []):
+        if edit.get("type") not in _KEEPING or edit.get("keep") not in ("all", {"type": "all"}):
+            where = f"context_management.edits[{i}]"
+            raise InvalidRequest(
+                f"'{where}' would cut the prompt, and prompts are never cut here: send fewer messages, or leave it "
+                "out. Edits that keep everything are taken.",
+                field=where,
+                code="unsupported_parameter",
+            )
+
+
+class ThreadNotFound(GatewayError):
+    """A thread that is continued: none is stored."""
+
+    code = "thread_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self) -> None:
+        super().__init__("Threads are not stored here; send the whole conversation as 'messages'.", "thread")
+
+
 def _effort(body: PromptBody) -> str | None:
-    """Return how much the model thinks, where it is asked to; None: as its template has it."""
+    """Return how much the model thinks, if it is asked to; None: as its template has it."""
     thinking = body.thinking.type if body.thinking else None
     if thinking == "disabled":
         return "none"
     if body.output_config is not None and body.output_config.effort is not None:
-        return "xhigh" if body.output_config.effort == "max" else body.output_config.effort
+        return body.output_config.effort
     return "medium" if thinking == "enabled" else None
 
 
-def _tool_use(tools: list[ToolDefinition], choice: MessageToolChoice | None) -> ToolUse | None:
-    asked: ToolChoice | None = None
+def _asked(choice: MessageToolChoice | None) -> Asked:
     match choice:
         case MessageToolChoice(type="tool", name=name):
-            asked = NamedToolChoice(type="function", function=FunctionChoice(name=name or ""))
+            return one_tool(name or "")
         case MessageToolChoice(type="any"):
-            asked = "required"
+            return Asked("required")
         case MessageToolChoice(type="none"):
-            asked = "none"
-    return tool_use(tools, asked, parallel=not (choice and choice.disable_parallel_tool_use))
+            return Asked("none")
+    return ALL
 
 
-def _tool(tool: MessageTool, where: str) -> ToolDefinition:
-    if tool.type not in (None, "custom"):
-        raise InvalidRequest(
-            f"'{where}' is of the type '{tool.type[:40]}', and this server has no tools of its own: send custom ones.",
-            field=where,
-            code="unsupported_parameter",
+def _offered(tools: Iterable[MessageTool]) -> Iterator[OfferedTool]:
+    """Yield the tools that can be offered. Raises InvalidRequest."""
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        if tool.type not in (None, "custom") and tool.input_schema is None:
+            ensure_hosted(tool.type, where, ("custom",))
+            continue
+        function = FunctionDefinition(
+            name=checked_name(required(tool, "name", where), f"{where}.name"),
+            description=tool.description,
+            parameters=tool.input_schema,
+            strict=tool.strict,
         )
-    function = FunctionDefinition(
-        name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
-    )
-    return ToolDefinition(type="function", function=function)
+        yield offered_function(function, where)
 
 
 def conversation(body: PromptBody) -> Conversation:
     """Return the turns. Raises InvalidRequest."""
     turns = ConversationBuilder()
     if body.system:
-        turns.add_instructions(read_text(body.system, "system", "\n"))
+        turns.add_instructions(_texts(body.system, "system"))
     for i, message in enumerate(body.messages):
         _add(turns, message, f"messages[{i}]")
     found = turns.conversation()
@@ -299,7 +390,7 @@ def _add(turns: ConversationBuilder, message: MessageParam, where: str) -> None:
         case "assistant":
             _add_assistant(turns, message.content, f"{where}.content")
         case "system":
-            turns.add_instructions(read_text(message.content, f"{where}.content", "\n"))
+            turns.add_instructions(_texts(message.content, f"{where}.content"))
         case role:
             raise InvalidRequest(
                 f"Invalid value for '{where}.role': '{role[:40]}'. This server reads user, assistant and system.",
@@ -317,9 +408,9 @@ def _add_user(turns: ConversationBuilder, content: str | list[ContentBlock], whe
     for i, block in enumerate(content):
         if block.type == "tool_result":
             id = required(block, "tool_use_id", f"{where}[{i}]")
-            turns.add_result(id, read_text(block.content, f"{where}[{i}].content", "\n"))
+            turns.add_result(id, _texts(block.content, f"{where}[{i}].content"))
         else:
-            texts.append(read_part(block, f"{where}[{i}]"))
+            texts.append(_text(block, f"{where}[{i}]"))
     if texts or not content:
         turns.add_turn("user", "\n".join(texts))
 
@@ -340,4 +431,43 @@ def _add_assistant(turns: ConversationBuilder, content: str | list[ContentBlock]
             case "tool_use":
                 turns.add_call(required(block, "id", at), required(block, "name", at), block.input)
             case _:
-                turns.add_text(read_part(block, at))
+                turns.add_text(_text(block, at))
+
+
+def _texts(content: str | list[ContentBlock] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_text(block, f"{where}[{i}]") for i, block in enumerate(content))
+
+
+def _text(block: ContentBlock, where: str) -> str:
+    """Return the text of a block. Raises InvalidRequest."""
+    if block.type == "document":
+        return _written(block, "document", _document(required(block, "source", where), f"{where}.source"))
+    if block.type == "search_result":
+        return _written(block, "search_result", _texts(required(block, "content", where), f"{where}.content"))
+    return read_part(block, where)
+
+
+def _document(source: str | DocumentSource | None, where: str) -> str:
+    """Return the text of a document. Raises InvalidRequest."""
+    match source:
+        case DocumentSource(type="text", data=str(data)):
+            return data
+        case DocumentSource(type="content", content=content) if content is not None:
+            return _texts(content, f"{where}.content")
+    kind = source.type if isinstance(source, DocumentSource) else "address"
+    raise InvalidRequest(
+        f"Invalid value for '{where}': a document of the type '{kind[:40]}' cannot be read here; {_TEXT_ONLY} Send its "
+        "text: {type: text, media_type: text/plain, data}.",
+        field=where,
+        code="invalid_value",
+    )
+
+
+def _written(block: ContentBlock, element: str, text: str) -> str:
+    """Return a text with its title and source around it, as Anthropic's guides write documents into prompts."""
+    source = block.source if isinstance(block.source, str) else None
+    named = (("title", block.title), ("source", source), ("context", block.context))
+    lines = [f"<{name}>{value}</{name}>" for name, value in named if value]
+    return "\n".join([f"<{element}>", *lines, text, f"</{element}>"])

@@ -15,7 +15,7 @@ from loramux.engine.messages import SamplingParams
 from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedPooling, GenerationRequest, Prompt, TextPair, Truncation
-from loramux_api.bodies import Body, Unsupported
+from loramux_api.bodies import InferenceBody, Unsupported
 from loramux_api.schemas.chat import PromptTokensDetails
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, read_prompts
@@ -28,7 +28,7 @@ RERANKED = {"prompt": "documents"}
 """An endpoint's names for a completion's fields, in refusals."""
 
 
-class PooledBody(Body, kw_only=True):
+class PooledBody(InferenceBody, kw_only=True):
     """The fields that all of them share."""
 
     model: str

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
 
-from loramux.constraints.tools import ToolUse
 from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
-from loramux_api.bodies import Body, Unsupported
+from loramux_api.bodies import Body, InferenceBody, Unsupported
+from loramux_api.schemas.chat import Effort
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
-    MAX_TOOLS,
     ConversationBuilder,
-    FunctionChoice,
-    FunctionDefinition,
-    FunctionName,
-    NamedToolChoice,
     Part,
-    ToolDefinition,
     caller_variables,
     json_size,
     read_text,
     renamed_fields,
     required,
-    tool_use,
 )
 from loramux_api.schemas.sampling import (
     MAX_USER_LENGTH,
@@ -40,10 +33,29 @@ from loramux_api.schemas.sampling import (
     ResponseFormat,
     SamplingBody,
     StopString,
+    StructuredOutputs,
     TopLogprobs,
     asked_format,
     left_out,
     sampling_params,
+)
+from loramux_api.schemas.tools import (
+    ALL,
+    INPUT,
+    MAX_TOOLS,
+    Asked,
+    CustomDefinition,
+    CustomFormat,
+    FunctionDefinition,
+    OfferedTool,
+    Toolbox,
+    checked_name,
+    ensure_hosted,
+    flat_name,
+    left_out_tools,
+    offered_custom,
+    offered_function,
+    one_tool,
 )
 
 FIELDS = {
@@ -56,8 +68,22 @@ FIELDS = {
     "logprobs": "top_logprobs",
 }
 """The names of a chat's fields here."""
+_OF_VLLM = (
+    "cache_salt",
+    "ec_transfer_params",
+    "include_stop_str_in_output",
+    "kv_transfer_params",
+    "mm_processor_kwargs",
+    "priority",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "vllm_xargs",
+    "watermarking",
+)
+"""Fields of vLLM's that are refused as in chats."""
 LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "nothing is kept between requests; send the whole conversation as 'input'."
+_CALLED = ("function", "custom")
 
 
 class InputItem(msgspec.Struct):
@@ -75,34 +101,41 @@ class InputItem(msgspec.Struct):
     """A call's arguments: JSON, written as a text."""
     input: str | None = None
     """The input of a custom tool's call."""
+    namespace: str | None = None
+    """The namespace of a called function."""
     output: str | list[Part] | None = None
     """A call's result."""
 
 
-class ResponseTool(msgspec.Struct):
-    """A function that the answer may call."""
+class ResponseTool(msgspec.Struct, omit_defaults=True):
+    """A tool that the answer may call."""
 
     type: str
-    name: FunctionName | None = None
+    """`function`, `custom`, or `namespace` with some of both. Tools of other types are left out."""
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """The JSON schema of its arguments; absent: it takes none."""
+    """The JSON schema of a function's arguments; absent: it takes none."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
+    format: CustomFormat | None = None
+    """The format of a custom tool's input."""
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """The tools of a namespace."""
 
 
-class ChosenTool(msgspec.Struct):
+class ChosenTool(msgspec.Struct, omit_defaults=True):
     """One of the tools."""
 
     type: str
-    name: str
+    name: str | None = None
 
 
-class ResponseToolChoice(msgspec.Struct):
-    """One function that must be called, or the tools that may be."""
+class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
+    """One tool that must be called, or the tools that may be."""
 
     type: str
-    """`function` or `allowed_tools`."""
+    """`function`, `custom` or `allowed_tools`."""
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[ChosenTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -127,21 +160,16 @@ class TextConfig(Body, kw_only=True):
 
     format: TextFormat | None = None
 
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "verbosity": Unsupported("the model decides how much it writes.", (None, "medium")),
-    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"verbosity"})
 
 
 class ReasoningConfig(Body, kw_only=True):
     """The thought before the answer. It is given whole, as the content of a `reasoning` item, and never summarized."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
-    """How much the model thinks, where its chat template knows a variable for it; `none` switches thinking off."""
+    effort: Effort | None = None
+    """How much the model thinks, if its chat template knows a variable for it; `none` switches thinking off."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context"})
-    unsupported: ClassVar[Mapping[str, Unsupported]] = {
-        "mode": Unsupported("models have one mode of thinking.", (None, "standard")),
-    }
+    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -151,12 +179,12 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted and without effect: events are never padded."""
 
 
-class ResponseBody(Body, kw_only=True):
+class ResponseBody(InferenceBody, kw_only=True):
     """OpenAI's fields, and vLLM's names of sampling parameters that OpenAI does not have. Null is as good as absent."""
 
     model: str
-    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    """A text, or the items of a conversation."""
+    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    """A text, or the items of a conversation; without any, an empty turn of the user's."""
     instructions: str | None = None
     """A system turn before the input."""
     max_output_tokens: Positive | None = None
@@ -169,9 +197,15 @@ class ResponseBody(Body, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
+    ignore_eos: bool | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    """By token id, written as a text."""
+    structured_outputs: StructuredOutputs | None = None
+    """The format of the answer's text, in vLLM's words."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
-    """`auto` (the default), `none`, `required`, one function, or the tools that are allowed."""
+    """`auto` (the default), `none`, `required`, one tool, or the tools that are allowed."""
     parallel_tool_calls: bool | None = None
     """False: at most one call an answer."""
     text: TextConfig | None = None
@@ -193,14 +227,26 @@ class ResponseBody(Body, kw_only=True):
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
+            "access_programs",
+            "background_options",
+            "image",
             "max_tool_calls",
+            "mm_payload",
             "prompt_cache_key",
             "prompt_cache_options",
             "prompt_cache_retention",
+            "request_id",
+            "return_mm_kwargs",
             "safety_identifier",
+            "session_id",
         }
     )
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
+        **{name: SamplingBody.unsupported[name] for name in _OF_VLLM},
+        "enable_response_messages": Unsupported("ask POST /tokenize for the prompt.", (None, False)),
+        "include_reasoning": Unsupported("leave the items of the type 'reasoning' unread.", (None, True)),
+        "media_io_kwargs": Unsupported("this server reads and writes text.", (None, {})),
+        "previous_input_messages": Unsupported(_STATELESS, (None, [])),
         "background": Unsupported("send the request to /v1/batches, or wait for its answer.", (None, False)),
         "context_management": Unsupported("prompts are never cut; send a shorter 'input'.", (None, [])),
         "conversation": Unsupported(_STATELESS),
@@ -213,6 +259,11 @@ class ResponseBody(Body, kw_only=True):
         "truncation": Unsupported("prompts are never cut; send a shorter 'input'.", (None, "disabled")),
     }
     nested: ClassVar[Mapping[str, type[Body]]] = {"text": TextConfig, "reasoning": ReasoningConfig}
+
+    def without_effect(self) -> Iterator[str]:
+        """Yield the tools that are left out."""
+        tools = self.tools or []
+        return left_out_tools(_types(tools, "tools"), (tool.where for tool in _offered(tools, "tools")))
 
 
 def to_request(body: ResponseBody) -> GenerationRequest:
@@ -233,11 +284,17 @@ def to_request(body: ResponseBody) -> GenerationRequest:
             max_tokens=body.max_output_tokens,
             stop=shared.stops,
             chat=_options(body),
-            format=AskedFormat(format.format, "text.format") if format else None,
+            format=_renamed_format(format),
             user=body.user or None,
             tags=canonical_tags(body.metadata),
             service_tier=shared.chosen_tier,
         )
+
+
+def _renamed_format(format: AskedFormat | None) -> AskedFormat | None:
+    if format is None or format.field != "response_format":
+        return format
+    return AskedFormat(format.format, "text.format")
 
 
 def _shared(body: ResponseBody) -> SamplingBody:
@@ -253,6 +310,10 @@ def _shared(body: ResponseBody) -> SamplingBody:
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         stop=body.stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        logit_bias=body.logit_bias,
+        structured_outputs=body.structured_outputs,
         response_format=_response_format(body.text.format if body.text else None),
         service_tier=body.service_tier,
     )
@@ -270,50 +331,64 @@ def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
 def _options(body: ResponseBody) -> ChatOptions:
     """Return what the chat template and the answer are told besides the items. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
-    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or [])]
-    use = _tool_use(tools, body)
+    tools = toolbox(body)
+    use = tools.use(_asked(body.tool_choice), parallel=body.parallel_tool_calls is not False)
     if use is not None:
-        template["tools"] = msgspec.to_builtins(tools)
+        template["tools"] = tools.template
     effort = body.reasoning.effort if body.reasoning else None
     return ChatOptions(template=template, size=json_size(template), tools=use, effort=effort)
 
 
-def _tool_use(tools: list[ToolDefinition], body: ResponseBody) -> ToolUse | None:
-    parallel, choice = body.parallel_tool_calls is not False, body.tool_choice
-    if not isinstance(choice, ResponseToolChoice):
-        return tool_use(tools, choice, parallel=parallel)
+def toolbox(body: ResponseBody) -> Toolbox:
+    """Return the tools that can be offered. Raises InvalidRequest."""
+    return Toolbox(list(_offered(body.tools or [], "tools")))
+
+
+def _asked(choice: Literal["none", "auto", "required"] | ResponseToolChoice | None) -> Asked:
     match choice:
-        case ResponseToolChoice(type="function", name=str(name)):
-            named = NamedToolChoice(type="function", function=FunctionChoice(name=name))
-            return tool_use(tools, named, parallel=parallel)
+        case None:
+            return ALL
+        case "none" | "auto" | "required":
+            return Asked(choice)
+        case ResponseToolChoice(type="function" | "custom", name=str(name)):
+            return one_tool(name)
         case ResponseToolChoice(type="allowed_tools", tools=list(allowed)):
-            names = {tool.name for tool in allowed if tool.type == "function"}
-            if unknown := sorted(names - {tool.function.name for tool in tools}):
-                message = f"'tool_choice' names '{unknown[0]}', and 'tools' has no function of that name."
-                raise InvalidRequest(message, field="tool_choice", code="invalid_value")
-            chosen = [tool for tool in tools if tool.function.name in names]
-            return tool_use(chosen, choice.mode, parallel=parallel)
+            return Asked(choice.mode, frozenset(tool.name for tool in allowed if tool.type in _CALLED and tool.name))
     raise InvalidRequest(
-        "'tool_choice' is none, auto, required, a function {type: function, name}, or {type: allowed_tools, tools}.",
+        "'tool_choice' is none, auto, required, a tool {type: function or custom, name}, or {type: allowed_tools, "
+        "tools}; this server has no tools of its own.",
         field="tool_choice",
         code="invalid_value",
     )
 
 
-def _tool(tool: ResponseTool, where: str) -> ToolDefinition:
-    if tool.type != "function":
-        raise InvalidRequest(
-            f"'{where}' is of the type '{tool.type[:40]}', and this server has no tools of its own: send functions.",
-            field=where,
-            code="unsupported_parameter",
-        )
-    function = FunctionDefinition(
-        name=required(tool, "name", where),
-        description=tool.description,
-        parameters=tool.parameters,
-        strict=tool.strict,
-    )
-    return ToolDefinition(type="function", function=function)
+def _offered(tools: Iterable[ResponseTool], where: str, namespace: str | None = None) -> Iterator[OfferedTool]:
+    """Yield the tools that can be offered, those of namespaces among them. Raises InvalidRequest."""
+    for i, tool in enumerate(tools):
+        at = f"{where}[{i}]"
+        match tool.type:
+            case "function":
+                function = FunctionDefinition(_name(tool, at), tool.description, tool.parameters, tool.strict)
+                yield offered_function(function, at, namespace)
+            case "custom":
+                yield offered_custom(CustomDefinition(_name(tool, at), tool.description, tool.format), at, namespace)
+            case "namespace" if namespace is None:
+                yield from _offered(tool.tools or [], f"{at}.tools", _name(tool, at))
+            case other:
+                ensure_hosted(other, at, ("function", "custom", "namespace"))
+
+
+def _types(tools: Iterable[ResponseTool], where: str) -> Iterator[tuple[str, str]]:
+    """Yield the place and the type of each tool; a namespace's own tools in its place."""
+    for i, tool in enumerate(tools):
+        if tool.type == "namespace":
+            yield from _types(tool.tools or [], f"{where}[{i}].tools")
+        else:
+            yield f"{where}[{i}]", tool.type
+
+
+def _name(tool: ResponseTool, where: str) -> str:
+    return checked_name(required(tool, "name", where), f"{where}.name")
 
 
 def _conversation(body: ResponseBody) -> Conversation:
@@ -325,6 +400,8 @@ def _conversation(body: ResponseBody) -> Conversation:
     else:
         for i, item in enumerate(body.input):
             _add(turns, item, f"input[{i}]")
+        if not body.input:
+            turns.add_turn("user", "")
     return turns.conversation()
 
 
@@ -337,10 +414,9 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
             if item.content:  # one that another server has encrypted, or only summarized, says nothing here
                 turns.add_thought(read_text(item.content, f"{where}.content"))
         case "function_call":
-            turns.add_call(required(item, "call_id", where), required(item, "name", where), item.arguments)
+            turns.add_call(required(item, "call_id", where), _called(item, where), item.arguments)
         case "custom_tool_call":
-            given = {"input": item.input or ""}
-            turns.add_call(required(item, "call_id", where), required(item, "name", where), given)
+            turns.add_call(required(item, "call_id", where), _called(item, where), {INPUT: item.input or ""})
         case "function_call_output" | "custom_tool_call_output":
             turns.add_result(required(item, "call_id", where), read_text(item.output, f"{where}.output"))
         case "item_reference":
@@ -357,6 +433,12 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
                 field=f"{where}.type",
                 code="invalid_value",
             )
+
+
+def _called(item: InputItem, where: str) -> str:
+    """Return the name of a called tool as the model sees it. Raises InvalidRequest."""
+    name = required(item, "name", where)
+    return name if item.namespace is None else flat_name(item.namespace, name, where)
 
 
 def _add_message(turns: ConversationBuilder, item: InputItem, where: str) -> None:

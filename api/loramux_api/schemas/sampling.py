@@ -19,7 +19,7 @@ from loramux.data.entities import ServiceTier
 from loramux.engine.messages import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, Prompt, Truncation
-from loramux_api.bodies import Body, Unsupported
+from loramux_api.bodies import InferenceBody, Unsupported
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -163,7 +163,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """With `include_usage`: every chunk brings the usage so far."""
 
 
-class SamplingBody(Body, kw_only=True):
+class SamplingBody(InferenceBody, kw_only=True):
     """Sampling and the end of generation; null is the same as absent."""
 
     model: str
@@ -229,6 +229,7 @@ class SamplingBody(Body, kw_only=True):
             "return_token_offsets",
             "session_id",
             "stream_interval",
+            "thinking_token_budget",
         }
     )
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -236,6 +237,7 @@ class SamplingBody(Body, kw_only=True):
         "best_of": Unsupported("ask for n choices and pick one.", (None, 1)),
         "cache_salt": Unsupported("the prefix cache is never shared between tenants; use a project for each group."),
         "early_stopping": Unsupported(_NO_SEARCH, (None, False)),
+        "ec_transfer_params": Unsupported("the fleet moves requests by itself."),
         "guided_whitespace_pattern": Unsupported("write the whitespace into a 'grammar'."),
         "include_stop_str_in_output": Unsupported("an answer ends before its stop string.", (None, False)),
         "kv_transfer_params": Unsupported("the fleet moves requests by itself."),
@@ -248,7 +250,6 @@ class SamplingBody(Body, kw_only=True):
         "routed_experts_prompt_start": Unsupported("routing is not reported.", (None, 0)),
         "skip_special_tokens": Unsupported("special tokens are never shown.", (None, True)),
         "spaces_between_special_tokens": Unsupported("special tokens are never shown.", (None, True)),
-        "thinking_token_budget": Unsupported("ask for a 'reasoning_effort'."),
         "use_beam_search": Unsupported(_NO_SEARCH, (None, False)),
         "vllm_xargs": Unsupported("this server has no extensions.", (None, {})),
         "watermarking": Unsupported("answers are not marked.", (None, False)),

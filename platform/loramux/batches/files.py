@@ -105,11 +105,7 @@ class Files:
     ) -> StoredFile:
         """Store a file for any purpose. Raises the same."""
         retention = self.retention_seconds
-        if expires_after is not None and not MIN_RETENTION <= expires_after <= retention:
-            raise InvalidFile(
-                f"'expires_after[seconds]' is {MIN_RETENTION} to {retention}, for which this server keeps files.",
-                "expires_after",
-            )
+        self.check_expiry(expires_after, "expires_after")
         if size > self._settings.max_file_bytes:
             raise FileTooLarge(self._settings.max_file_bytes)
         if not size:
@@ -136,6 +132,14 @@ class Files:
             await self.threads.run(self._blobs.objects.delete, [object_name(file.id)])
             raise
         return file
+
+    def check_expiry(self, seconds: int | None, field: str) -> None:
+        """Raise InvalidFile for a time to keep a file that the server does not offer."""
+        if seconds is not None and not MIN_RETENTION <= seconds <= self.retention_seconds:
+            raise InvalidFile(
+                f"'{field}.seconds' is {MIN_RETENTION} to {self.retention_seconds}, for which this server keeps files.",
+                field,
+            )
 
     async def get(self, principal: Principal, id: str) -> StoredFile:
         """Return a file. Raises FileNotFound."""

@@ -3,15 +3,18 @@
 A batch reads and writes the same JSON as its endpoint does, so the API brings both ends along (`BatchEndpoints`: bodies
 in, answers out) and this package knows no wire format.
 
+A line that cannot run ends in the error file, and the others run. A file of which no line can run fails the batch.
+
 The file is on this machine while a batch is checked or runs; memory holds where its lines begin, and the lines that are
 looked at. Checking is pure Python over untrusted text, so it runs on a thread and gives way every few milliseconds.
 """
 
 from __future__ import annotations
 
+import codecs
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,6 +24,7 @@ import msgspec
 from loramux.common.errors import LoramuxError
 from loramux.common.units import TokenCounts
 from loramux.data.entities import LineError
+from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, Delta, GenerationRequest
 
 MAX_ERRORS = 100
@@ -78,22 +82,37 @@ class BadLine(Exception):
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.param = code, param
+        self.custom_id: str | None = None
+        """The line's own, if it has one that can be read."""
+        self.refusal: LoramuxError | None = None
+        """Why the endpoint refuses the body; None: the line cannot be sent to it."""
 
 
 class Input:
-    """An input file on this machine, by line."""
+    """An input file on this machine, by line. Lines of blanks do not count, nor does a byte order mark."""
 
-    def __init__(self, path: Path, starts: Sequence[int]) -> None:
-        """`starts`: where each line begins; the last one is where the file ends."""
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._starts = starts
+        self._starts, self._ends, self._places = array("Q"), array("Q"), array("Q")
+        self.is_cut = False
+        """The file has more lines than were looked at."""
 
     def __len__(self) -> int:
-        return len(self._starts) - 1
+        return len(self._starts)
+
+    def add(self, start: int, end: int, place: int) -> None:
+        """Add a line: its bytes, and its place in the file, counted from 1."""
+        self._starts.append(start)
+        self._ends.append(end)
+        self._places.append(place)
+
+    def place(self, number: int) -> int:
+        """Return the place in the file of a line, counted from 1."""
+        return self._places[number]
 
     def size(self, number: int) -> int:
         """Return the bytes of a line."""
-        return self._starts[number + 1] - self._starts[number]
+        return self._ends[number] - self._starts[number]
 
     def read(self, number: int) -> bytes:
         """Return the line, counted from 0."""
@@ -103,31 +122,64 @@ class Input:
 
 
 def open_input(path: Path, max_lines: int) -> Input:
-    """Find the lines of a file, and stop behind `max_lines`; empty ones at the end do not count."""
-    starts, position, end = array("Q", [0]), 0, 0
+    """Find the lines of a file, and stop after `max_lines`, or as many lines of blanks. Runs on a thread."""
+    source, pauses = Input(path), Pauses()
+    place = position = 0
     with path.open("rb") as file:
-        while (block := file.read(BLOCK)) and len(starts) <= max_lines + 1:
-            found = block.find(b"\n")
-            while found >= 0 and len(starts) <= max_lines + 1:
-                starts.append(position + found + 1)
-                found = block.find(b"\n", found + 1)
-            end = position + len(block.rstrip()) if block.rstrip() else end
-            position += len(block)
-    if len(starts) <= max_lines + 1 and starts[-1] < position:
-        starts.append(position)
-    while len(starts) > 1 and starts[-2] >= end:
-        starts.pop()
-    return Input(path, starts)
+        if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:
+            position = len(codecs.BOM_UTF8)
+        file.seek(position)
+        while piece := file.readline(BLOCK):
+            start, is_blank = position, not piece.strip()
+            while not piece.endswith(b"\n") and (piece := file.readline(BLOCK)):
+                is_blank = is_blank and not piece.strip()
+            place, position = place + 1, file.tell()
+            if not is_blank:
+                source.add(start, position, place)
+            if len(source) > max_lines or place - len(source) > max_lines:
+                source.is_cut = True
+                break
+            pauses.take()
+    return source
 
 
-def read_line(data: bytes, endpoint: str) -> BatchLine:
+def read_line(source: Input, number: int, endpoint: str, endpoints: BatchEndpoints) -> BatchLine:
     """Decode a line, but not its body. Raises BadLine."""
+    if source.size(number) > endpoints.max_line_bytes:
+        most = endpoints.max_line_bytes
+        raise BadLine("line_too_large", f"A line has at most {most} bytes; this one {source.size(number)}.")
+    data = source.read(number)
     try:
-        line = msgspec.json.decode(data, type=BatchLine)
+        return _checked(_decoded(data), endpoint)
+    except BadLine as bad:
+        bad.custom_id = _custom_id(data)
+        raise
+
+
+def _decoded(data: bytes) -> BatchLine:
+    try:
+        return msgspec.json.decode(data, type=BatchLine)
     except msgspec.ValidationError as error:
         raise BadLine("invalid_line", f"{str(error)[:200]}. A line is {{custom_id, method, url, body}}.") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {str(error)[:200]}.") from None
+
+
+def _custom_id(data: bytes) -> str | None:
+    """Return the `custom_id` of a line that is JSON and no line of a batch."""
+    try:
+        found = msgspec.json.decode(data, type=_Named).custom_id
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return found[:MAX_CUSTOM_ID] if found is not None else None
+
+
+class _Named(msgspec.Struct):
+    custom_id: str | None = None
+
+
+def _checked(line: BatchLine, endpoint: str) -> BatchLine:
+    """Return a decoded line. Raises BadLine."""
     if not (0 < len(line.custom_id) <= MAX_CUSTOM_ID and line.custom_id.isprintable()):
         raise BadLine("invalid_custom_id", f"'custom_id' has 1 to {MAX_CUSTOM_ID} printable characters.", "custom_id")
     if line.method != "POST":
@@ -141,57 +193,72 @@ def parse_body(line: BatchLine, endpoints: BatchEndpoints) -> ParsedBody:
     """Parse a line's body as its endpoint does. Raises BadLine."""
     try:
         parsed = endpoints.parsers[line.url](bytes(line.body))
+        if parsed.request.service_tier != "default":
+            message = "Lines of a batch have a service tier of their own."
+            raise InvalidRequest(message, "service_tier", code="invalid_value")
     except LoramuxError as error:
-        raise BadLine(error.code, error.message, "body" if error.field is None else f"body.{error.field}") from None
-    if parsed.request.service_tier != "default":
-        raise BadLine("invalid_value", "Lines of a batch have a service tier of their own.", "body.service_tier")
+        bad = BadLine(error.code, error.message, "body" if error.field is None else f"body.{error.field}")
+        bad.custom_id, bad.refusal = line.custom_id, error
+        raise bad from None
     return parsed
+
+
+def repeated_lines(source: Input, endpoint: str, endpoints: BatchEndpoints) -> dict[int, int]:
+    """Return the lines whose `custom_id` an earlier line has, each with that line. Runs on a thread."""
+    pauses, seen, repeated = Pauses(), dict[str, int](), dict[int, int]()
+    for number in range(len(source)):
+        try:
+            first = seen.setdefault(read_line(source, number, endpoint, endpoints).custom_id, number)
+        except BadLine:
+            continue
+        if first != number:
+            repeated[number] = first
+        pauses.take()
+    return repeated
+
+
+def repeated_id(source: Input, first: int, custom_id: str) -> BadLine:
+    """Return what is wrong with a line whose `custom_id` the line `first` has."""
+    message = f"Line {source.place(first)} has the same 'custom_id'."
+    bad = BadLine("duplicate_custom_id", message, "custom_id")
+    bad.custom_id = custom_id
+    return bad
 
 
 class Findings(msgspec.Struct, kw_only=True):
     """What the check of an input has found."""
 
     errors: list[LineError] = []
+    """Why no line can run; empty if one can."""
     models: dict[str, int] = {}
-    """The models that lines name, each with the first line that does, counted from 1."""
+    """The models that lines name, each with the place of the first line that does."""
 
 
 def check_lines(source: Input, endpoint: str, endpoints: BatchEndpoints, max_lines: int) -> Findings:
-    """Check every line; stop at MAX_ERRORS. Runs on a thread."""
-    found, pauses = Findings(), Pauses()
-    seen: dict[str, int] = {}
-    if len(source) > max_lines:
-        found.errors.append(_too_many(max_lines))
-        return found
+    """Check every line. Runs on a thread."""
+    if source.is_cut:
+        return Findings(errors=[_too_many(max_lines)])
     if not len(source):
-        found.errors.append(LineError(code="empty_file", message="The file has no line."))
+        return Findings(errors=[LineError(code="empty_file", message="The file has no line.")])
+    found, pauses, seen, can_run = Findings(), Pauses(), dict[str, int](), False
     for number in range(len(source)):
         try:
-            _check_line(source, number, endpoint, endpoints, seen, found.models)
+            line = read_line(source, number, endpoint, endpoints)
+            first = seen.setdefault(line.custom_id, number)
+            if first != number:
+                raise repeated_id(source, first, line.custom_id)
+            found.models.setdefault(parse_body(line, endpoints).request.model, source.place(number))
+            can_run = True
         except BadLine as bad:
-            error = LineError(code=bad.code, message=str(bad), param=bad.param, line=number + 1)
-            found.errors.append(error)
-            if len(found.errors) == MAX_ERRORS:
-                break
+            if len(found.errors) < MAX_ERRORS:
+                error = LineError(code=bad.code, message=str(bad), param=bad.param, line=source.place(number))
+                found.errors.append(error)
+        if len(found.models) > MAX_MODELS:
+            message = f"An input names at most {MAX_MODELS} models; divide it."
+            place = source.place(number)
+            return Findings(errors=[LineError(code="too_many_models", message=message, param="body.model", line=place)])
         pauses.take()
-    return found
-
-
-def _check_line(
-    source: Input, number: int, endpoint: str, endpoints: BatchEndpoints, seen: dict[str, int], models: dict[str, int]
-) -> None:
-    if source.size(number) > endpoints.max_line_bytes:
-        raise BadLine(
-            "line_too_large", f"A line has at most {endpoints.max_line_bytes} bytes; this one {source.size(number)}."
-        )
-    line = read_line(source.read(number), endpoint)
-    first = seen.setdefault(line.custom_id, number + 1)
-    if first != number + 1:
-        raise BadLine("duplicate_custom_id", f"Line {first} has the same 'custom_id'.", "custom_id")
-    model = parse_body(line, endpoints).request.model
-    models.setdefault(model, number + 1)
-    if len(models) > MAX_MODELS:
-        raise BadLine("too_many_models", f"An input names at most {MAX_MODELS} models; divide it.", "body.model")
+    return Findings(models=found.models) if can_run else found
 
 
 def _too_many(max_lines: int) -> LineError:

@@ -52,6 +52,8 @@ from loramux.batches.lines import (
     open_input,
     parse_body,
     read_line,
+    repeated_id,
+    repeated_lines,
 )
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
@@ -77,7 +79,6 @@ from loramux.data.records.requests import ClaimRepository
 from loramux.data.records.tenants import TenantRepository
 from loramux.data.records.webhooks import EventRepository
 from loramux.data.storage.blobs import BlobStore
-from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, Timing
 from loramux.serving.service import CompletionService
 
@@ -125,7 +126,8 @@ class OutputLine(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A line of the output or error file, as OpenAI writes it, and how long the answer took."""
 
     id: str
-    custom_id: str
+    custom_id: str | None
+    """Null for a line that has none, or is no JSON."""
     response: OutputResponse | None
     error: OutputError | None
     timing: Timing | None = None
@@ -226,6 +228,8 @@ class BatchRun:
         """Set when `_stopped` is: lines that wait for another attempt give up."""
         self._next_look = 0.0
         self._principal: Principal | None = None
+        self._repeated: dict[int, int] = {}
+        """Lines whose `custom_id` an earlier line has, each with that line."""
 
     async def run(self) -> None:
         """Bring the batch to its end. Raises LeaseLost, and whatever may pass: then it is run again."""
@@ -284,13 +288,16 @@ class BatchRun:
                 if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                     raise
                 errors.append(model_error(error, line))
-        return errors
+        return errors if len(errors) == len(models) else []
 
     async def _answer_lines(self, source: Input) -> None:
         """Run the lines that are in no chunk, and write their outcomes in order."""
         first, total = self._batch.flushed, self._batch.lines
         begun, ready = first, dict[int, LineOutcome]()
         running: dict[asyncio.Task[LineOutcome], int] = {}
+        self._repeated = await self._server.files.threads.run(
+            repeated_lines, source, self._batch.endpoint, self._server.endpoints
+        )
         flush_at = time.monotonic() + CHUNK_SECONDS
         try:
             while first < total:
@@ -321,9 +328,10 @@ class BatchRun:
 
     async def _line(self, source: Input, number: int) -> LineOutcome:
         """Run a line until it has an answer or an error that stays."""
-        line, parsed = await self._server.files.threads.run(self._read, source, number)
-        if isinstance(parsed, BadLine):
-            return self._refused(number, line, InvalidRequest(str(parsed), parsed.param))
+        try:
+            line, parsed = await self._server.files.threads.run(self._read, source, number)
+        except BadLine as bad:
+            return self._unsent(source, number, bad)
         pause, failures = FIRST_PAUSE, 0
         while self._stopped is None:
             try:
@@ -334,20 +342,26 @@ class BatchRun:
             except LoramuxError as error:
                 failures += error.status == HTTPStatus.INTERNAL_SERVER_ERROR
                 if not _may_pass(error) or failures == MAX_FAILURES:
-                    return self._refused(number, line, error)
+                    return self._refused(number, line.custom_id, error)
                 pause = min(max(pause, error.retry_after or 0), MAX_PAUSE)
             try:
                 await asyncio.wait_for(self._wake.wait(), pause)
             except TimeoutError:
                 pause = min(2 * pause, MAX_PAUSE)
-        return self._written(number, line, False, error=OutputError(self._stopped, REASONS[self._stopped]))
+        return self._written(number, line.custom_id, False, error=OutputError(self._stopped, REASONS[self._stopped]))
 
-    def _read(self, source: Input, number: int) -> tuple[BatchLine, ParsedBody | BadLine]:
-        line = read_line(source.read(number), self._batch.endpoint)
-        try:
-            return line, parse_body(line, self._server.endpoints)
-        except BadLine as bad:  # it was valid under the release that checked it
-            return line, bad
+    def _read(self, source: Input, number: int) -> tuple[BatchLine, ParsedBody]:
+        line = read_line(source, number, self._batch.endpoint, self._server.endpoints)
+        if (first := self._repeated.get(number)) is not None:
+            raise repeated_id(source, first, line.custom_id)
+        return line, parse_body(line, self._server.endpoints)
+
+    def _unsent(self, source: Input, number: int, bad: BadLine) -> LineOutcome:
+        """Return the outcome of a line that no endpoint gets, or whose body it refuses."""
+        if bad.refusal is not None:
+            return self._refused(number, bad.custom_id, bad.refusal)
+        error = OutputError(bad.code, f"Line {source.place(number)}: {bad}")
+        return self._written(number, bad.custom_id, False, error=error)
 
     async def _answered(
         self, principal: Principal, number: int, line: BatchLine, parsed: ParsedBody, place: Place
@@ -367,18 +381,18 @@ class BatchRun:
             raise
         body = writer.whole(answer.usage)
         response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
-        return self._written(number, line, True, response=response, timing=answer.timing)
+        return self._written(number, line.custom_id, True, response=response, timing=answer.timing)
 
-    def _refused(self, number: int, line: BatchLine, error: LoramuxError) -> LineOutcome:
+    def _refused(self, number: int, custom_id: str | None, error: LoramuxError) -> LineOutcome:
         body = self._server.endpoints.error_body(error)
         return self._written(
-            number, line, False, response=OutputResponse(status_code=error.status, request_id="", body=body)
+            number, custom_id, False, response=OutputResponse(status_code=error.status, request_id="", body=body)
         )
 
     def _written(
         self,
         number: int,
-        line: BatchLine,
+        custom_id: str | None,
         answered: bool,
         *,
         response: OutputResponse | None = None,
@@ -388,7 +402,7 @@ class BatchRun:
         id = f"batch_req_{self._batch.id.removeprefix('batch_')}_{number + 1}"
         if response is not None and not response.request_id:
             response.request_id = id
-        made = OutputLine(id=id, custom_id=line.custom_id, response=response, error=error, timing=timing)
+        made = OutputLine(id=id, custom_id=custom_id, response=response, error=error, timing=timing)
         return LineOutcome(answered, _encode(made) + b"\n")
 
     async def _flush(self, first: int, outcomes: Sequence[LineOutcome]) -> None:
@@ -461,7 +475,7 @@ class BatchRun:
             filename=f"{self._batch.id}_{kind}.jsonl",
             size=size,
             created_at=now,
-            expires_at=now + self._server.files.retention_seconds * SECOND,
+            expires_at=now + (self._batch.output_seconds or self._server.files.retention_seconds) * SECOND,
         )
         await self._server.files.threads.run(self._server.blobs.objects.put_file, f"{FOLDER}/{file.id}", path)
         return file

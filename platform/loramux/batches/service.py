@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from loramux.batches.errors import BatchNotFound, FileNotFound, InvalidBatch, TooManyBatches
-from loramux.batches.files import owner_of, viewpoint
+from loramux.batches.files import Files, owner_of, viewpoint
 from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
 from loramux.common.errors import LoramuxError
@@ -42,9 +42,15 @@ class Batches:
     """Batches of every tenant; each caller sees those of its project."""
 
     def __init__(
-        self, database: Database, worker: BatchWorker, endpoints: BatchEndpoints, settings: BatchSettings
+        self,
+        database: Database,
+        worker: BatchWorker,
+        files: Files,
+        endpoints: BatchEndpoints,
+        settings: BatchSettings,
     ) -> None:
         self.worker = worker
+        self._files = files
         self._database = database
         self._endpoints = endpoints
         self._settings = settings
@@ -57,12 +63,15 @@ class Batches:
         input_file_id: str,
         completion_window: str,
         metadata: Mapping[str, str] | None,
+        output_seconds: int | None = None,
     ) -> Batch:
         """Create a batch; its lines are checked at once, in the background.
 
-        Raises InvalidBatch, FileNotFound, TooManyBatches, NotAllowed, InvalidRequest.
+        `output_seconds`: the time for which its output and error files are kept.
+        Raises InvalidBatch, InvalidFile, FileNotFound, TooManyBatches, NotAllowed, InvalidRequest.
         """
         ensure_storage_allowed(principal, "input_file_id")
+        self._files.check_expiry(output_seconds, "output_expires_after")
         service_class_of(principal, "batch")
         if endpoint not in self._endpoints.parsers:
             raise InvalidBatch(f"'endpoint' is one of {', '.join(self._endpoints.parsers)}.", "endpoint")
@@ -84,6 +93,7 @@ class Batches:
             attempts=1,
             created_at=now,
             expires_at=now + int(window[1]) * 3600 * SECOND,
+            output_seconds=output_seconds,
         )
         async with self._database.begin() as session:
             batches = BatchRepository(session, principal.tenant)

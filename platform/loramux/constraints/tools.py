@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from loramux.constraints.escaped import escape_grammar
 from loramux.constraints.notations import (
     ArgumentsWriter,
     GemmaWriter,
@@ -137,6 +138,8 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
     """The JSON schema of its arguments; None: it has none."""
     strict: bool = False
     """Refuse a schema with a keyword that cannot be enforced, instead of leaving that out."""
+    grammar: str | None = None
+    """A Lark grammar of its only argument, a text."""
 
     def loosened(self) -> Tool:
         """Return the tool with any JSON object as arguments, in which texts are written as they were."""
@@ -208,6 +211,8 @@ def _beside_text(style: ToolStyle, special: dict[str, int], rules: list[str]) ->
 def _write_call(rule: str, tool: Tool, style: ToolStyle, special: dict[str, int], spelling: Spelling) -> list[str]:
     """Write the rules of one tool's calls. Raises SchemaFault."""
     parameters = object_of(tool.parameters)
+    if tool.grammar is not None:
+        return _write_custom_call(rule, tool, tool.grammar, style, special)
     if style.notation in ("json", "bare"):
         expression, rules = write_value(parameters, spelling, strict=tool.strict, prefix=rule)
         rules.append(f"arguments_{rule}: {expression}")
@@ -223,6 +228,22 @@ def _write_call(rule: str, tool: Tool, style: ToolStyle, special: dict[str, int]
     arguments = writer.arguments()
     begin, end = map(quote, writer.around(tool.name))
     return [*writer.finish(), f"{rule}: WS? {begin} WS? {arguments} WS? {end} WS?"]
+
+
+def _write_custom_call(rule: str, tool: Tool, grammar: str, style: ToolStyle, special: dict[str, int]) -> list[str]:
+    """Write the rules of a call whose only argument is a text of a grammar. Raises ValueError."""
+    if style.notation not in ("json", "bare"):
+        raise ValueError("a grammar of a tool's input cannot be enforced in the way that this model writes calls")
+    start, rules = escape_grammar(grammar, f"{rule}_in")
+    argument = quote(quote(next(iter(object_of(tool.parameters)["properties"]))))
+    arguments = f'"{{" WS? {argument} WS? ":" WS? "\\"" {start} "\\"" WS? "}}"'
+    if style.notation == "bare":
+        return [*rules, f"{rule}: {quote(tool.name)} {_marked(style.middle, special)} WS? {arguments} WS?"]
+    key, name = quote(quote(style.arguments)), quote(quote(tool.name))
+    call = (
+        f'{rule}: WS? "{{" WS? "\\"name\\"" WS? ":" WS? {name} WS? "," WS? {key} WS? ":" WS? {arguments} WS? "}}" WS?'
+    )
+    return [*rules, call]
 
 
 def _arguments_writer(

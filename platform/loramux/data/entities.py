@@ -104,6 +104,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     finalizing_at: int | None = None
     cancelling_at: int | None = None
     finished_at: int | None = None
+    output_seconds: int | None = None
+    """Seconds for which the output and error files are kept; None: as the server keeps files."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):

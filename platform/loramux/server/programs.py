@@ -56,7 +56,7 @@ async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncI
         stack.callback(files.threads.close)
         worker = _batch_worker(platform, files, endpoints)
         stack.push_async_callback(worker.jobs.stop)
-        batches = Batches(database, worker, endpoints, platform.settings.batches)
+        batches = Batches(database, worker, files, endpoints, platform.settings.batches)
         await stack.enter_async_context(run_periodically(BATCH_SECONDS, worker.tend))
         await stack.enter_async_context(run_periodically(SWEEP_SECONDS, worker.sweep))
         evaluations = Evaluations(

@@ -21,7 +21,7 @@ import msgspec
 from loramux.common.bundle import Bundle
 from loramux.common.identity import Principal
 from loramux.engine.messages import Constraint
-from loramux.serving.errors import InvalidRequest, NotAllowed
+from loramux.serving.errors import InvalidRequest, NotAllowed, PromptTooLong
 from loramux.serving.messages import GenerationRequest, Prompt, TextPair
 
 MAX_TAGS = 16
@@ -42,7 +42,6 @@ MAX_NUMBERS = 2_000_000
 """The most numbers in the vectors of an answer; each takes up to 22 bytes."""
 MAX_KEPT_NUMBERS = 1_000_000
 """The most in those of an answer that is kept for an idempotency key, four bytes each."""
-TOO_LONG = "context_length_exceeded"
 UNSUPPORTED_TASK = "unsupported_task"
 _encode = msgspec.json.Encoder(order="sorted").encode
 
@@ -133,7 +132,7 @@ def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:
     length = len(prompt) if isinstance(prompt, str | TextPair) else sum(len(m.content) + m.size for m in prompt)
     if length > longest_token * context:
         why = f"your prompt has {length} characters and no token has more than {longest_token}. Please shorten it."
-        raise _too_long(prompt, context, why)
+        raise _too_long(prompt, context, why, -(-length // longest_token))
 
 
 def resolve_max_tokens(
@@ -149,14 +148,19 @@ def resolve_max_tokens(
     if asked.pooling is not None and left >= 0:
         return 1  # the engine asks for a number, and generates nothing
     if left < 1:
-        raise _too_long(prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.")
+        raise _too_long(
+            prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.", num_prompt_tokens
+        )
     if asked.max_tokens is not None and asked.max_tokens > left and not asked.lowers_max_tokens:
         raise _too_long(
             prompt,
             context,
             f"you requested {num_prompt_tokens + asked.max_tokens} tokens ({num_prompt_tokens} in the prompt, "
             f"{asked.max_tokens} for the completion). Please shorten the prompt or lower 'max_tokens'.",
+            num_prompt_tokens,
         )
+    if asked.max_tokens == 0:
+        return 1  # the engine generates it, and it is not shown
     default = min(of_revision or (left if isinstance(prompt, tuple) else DEFAULT_MAX_TOKENS), left)
     max_tokens = min(asked.max_tokens or default, left)
     if asked.sampling.min_tokens > max_tokens:
@@ -168,9 +172,9 @@ def resolve_max_tokens(
     return max_tokens
 
 
-def _too_long(prompt: Prompt, context: int, why: str) -> InvalidRequest:
+def _too_long(prompt: Prompt, context: int, why: str, tokens: int) -> PromptTooLong:
     message = f"This model's maximum context length is {context} tokens. However, {why}"
-    return InvalidRequest(message, field=_field(prompt), code=TOO_LONG)
+    return PromptTooLong(message, _field(prompt), tokens=tokens, most=context - 1)
 
 
 def _field(prompt: Prompt) -> str:

@@ -2,6 +2,7 @@
 
 GatewayError(message, field, code)
 ├── InvalidRequest       the caller can correct it: `field` names what is wrong: 400
+│   └── PromptTooLong    the prompt and its answer do not fit in the context
 ├── FolderNotFound       a folder of the server's machine is absent, or not below its root: 404
 ├── NotAllowed           the credential is valid and does not allow this: 403
 ├── Unavailable          not now: try again after `retry_after` seconds: 503
@@ -33,6 +34,16 @@ class GatewayError(LoramuxError):
 
 class InvalidRequest(GatewayError):
     """The request can never be served as it stands."""
+
+
+class PromptTooLong(InvalidRequest):
+    """The message says the limit; `tokens` and `most` are the prompt's tokens, at least, and those that it may have."""
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, field: str, *, tokens: int, most: int) -> None:
+        super().__init__(message, field)
+        self.tokens, self.most = tokens, most
 
 
 class InvalidBase(GatewayError):

@@ -69,12 +69,8 @@ class Format:
         return dialect_of(template, self.bundle.tool_parser or self.tool_parser)
 
     def chat_options(self, asked: GenerationRequest) -> ChatOptions:
-        """Return a conversation's options with what the template knows of effort. Raises InvalidRequest."""
-        try:
-            effort = self.dialect.effort_fields(asked.chat.effort)
-        except ValueError as error:
-            message = f"'reasoning_effort' is not supported: {error}; leave it out."
-            raise InvalidRequest(message, field="reasoning_effort", code="unsupported_parameter") from None
+        """Return a conversation's options with what the template knows of effort."""
+        effort = self.dialect.effort_fields(asked.chat.effort)
         return replace(asked.chat, template={**effort, **asked.chat.template})
 
     def tool_grammar(self, use: ToolUse) -> ToolGrammar:

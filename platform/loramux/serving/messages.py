@@ -97,7 +97,7 @@ class ChatOptions:
     tools: ToolUse | None = None
     """The tools that the answer may call; None: none, whatever the template was told."""
     effort: str | None = None
-    """How much the model should think: none, minimal, low, medium, high or xhigh."""
+    """How much the model should think: none, minimal, low, medium, high, xhigh or max."""
     ending: ChatEnding = "generation_prompt"
     add_special_tokens: bool = False
     """Put the tokenizer's special tokens around what the template gives."""
@@ -122,7 +122,8 @@ class GenerationRequest:
     left_out: frozenset[str] = frozenset()
     """Sampling parameters that the caller left out; the model's recommendation for them applies, where it has one."""
     max_tokens: int | None = None
-    """None: all that the context still holds after a conversation, DEFAULT_MAX_TOKENS after a text."""
+    """None: all that the context still holds after a conversation, DEFAULT_MAX_TOKENS after a text. 0: none, and the
+    answer is the repeated prompt."""
     lowers_max_tokens: bool = False
     """More `max_tokens` than the context holds are lowered to what it holds; else such a request is refused."""
     pooling: AskedPooling | None = None

@@ -54,15 +54,13 @@ class Dialect:
         return (*(self.tools.markers if self.tools else ()), *(self.thought or ()))
 
     def effort_fields(self, effort: str | None) -> dict[str, object]:
-        """Return the template's variables for `effort`. Raises ValueError where it knows none."""
+        """Return the template's variables for `effort`, a hint: none if the template knows no variable for it."""
         if effort is None:
             return {}
         switches = [name for name in ("enable_thinking", "thinking") if name in self.variables]
         fields: dict[str, object] = {name: effort != "none" for name in switches}
         if "reasoning_effort" in self.variables:
             fields["reasoning_effort"] = effort
-        if not fields and effort != "none":
-            raise ValueError("the model's chat template knows no effort")
         return fields
 
     def begins_in_thought(self, prompt_tail: str) -> bool:
@@ -534,6 +532,22 @@ class OutputProcessor:
             and (reader.text_end is None or offset < reader.text_end)
         )
         return held.logprob if is_text else msgspec.structs.replace(held.logprob, is_text=False)
+
+
+class RepeatedPrompt(OutputProcessor):
+    """The output of a choice that repeats its prompt and says nothing: the engine's token is not shown or billed."""
+
+    def push(self, event: TokenEvent) -> Delta:
+        """Return the log probabilities of the prompt, at the end. Raises the engine's fault as a GatewayError."""
+        delta = super().push(msgspec.structs.replace(event, token_id=None, logprob=None, top_logprobs=None))
+        if self.finish_reason is not None:
+            self.finish_reason = "length"
+        return delta
+
+    @property
+    def is_answered(self) -> bool:
+        """Is the prompt billed?"""
+        return self.finish_reason == "length"
 
 
 class PooledOutput:

@@ -49,7 +49,7 @@ from loramux.serving.errors import Draining, EngineDown, NotAllowed
 from loramux.serving.formats import Format, Formats
 from loramux.serving.generation import Generation
 from loramux.serving.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
-from loramux.serving.output import Choice, OutputProcessor, PooledOutput
+from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 
 TOKENS_A_TURN = 512
@@ -512,7 +512,8 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
         output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
         if asked.pooling is None:
             reader = format.reader(asked, tail)
-            output = OutputProcessor(index, format.tokenizer, token_ids, read.stop, min_tokens, reader)
+            kind = RepeatedPrompt if asked.max_tokens == 0 else OutputProcessor
+            output = kind(index, format.tokenizer, token_ids, read.stop, min_tokens, reader)
         choices.append(Choice(number, request, output))
     return choices
 

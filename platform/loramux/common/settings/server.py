@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal
 from typing import Annotated, Literal
 
@@ -15,6 +16,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 HttpUrl = Annotated[str, Meta(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 ORIGIN = r"^(https://[^/\s]+|http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?)/?$"
 """A server's address without a path; without TLS only on this machine."""
+_origin = re.compile(r"https?://[A-Za-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1_000_000)]
 
@@ -42,6 +44,8 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The listen address of internal_port. Unset: `host`."""
     root_path: str = ""
     """A path below which the API is answered too, such as /llm, for a proxy that sends it along. The console is not."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose pages may call the API from a browser, with a key: https://app.example, or * for all."""
     max_upload_bytes: Positive = 2 << 30
     """The largest upload."""
     lame_duck_seconds: Seconds = 1.0
@@ -55,6 +59,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
             raise ValueError("server.root_path begins with a slash and does not end with one, such as /llm")
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ValueError("server.tls_certificate and server.tls_key are set together, or neither")
+        for origin in self.cors_origins:
+            if origin != "*" and not _origin.fullmatch(origin):
+                raise ValueError(f"server.cors_origins: '{origin}' is no origin; write https://app.example, or *")
         if self.internal_port == self.port and (self.internal_host or self.host) == self.host:
             raise ValueError("server.internal_port is another port than server.port")
 

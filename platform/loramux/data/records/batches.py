@@ -172,6 +172,8 @@ class BatchRow(LeasedRow, Base):
     finalizing_at: Mapped[int | None]
     cancelling_at: Mapped[int | None]
     finished_at: Mapped[int | None]
+    output_seconds: Mapped[int | None]
+    """Seconds for which the output and error files are kept; None: as the server keeps files."""
 
 
 class BatchChunkRow(Base):

@@ -1,0 +1,169 @@
+"""HTTP as clients speak it, between the ASGI server and the application.
+
+    framing      a request whose length or whose host could be read in two ways is refused
+    HEAD         is answered as GET is, without the body
+    gzip         a body is decoded as it comes, so that every bound counts decoded bytes; other encodings are refused
+    timing       `openai-processing-ms`, which clients log
+
+granian forwards no Content-Length next to a Transfer-Encoding: it reads the chunks and closes the connection (RFC 9112,
+6.1). Other servers forward both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections import Counter
+from http import HTTPStatus
+from typing import Any, cast
+
+import msgspec
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, Send
+
+from loramux.serving.errors import GatewayError, InvalidRequest
+from loramux_api.headers import request_id
+
+PIECE = 64 << 10
+"""Decoded bytes of one message."""
+GZIP = zlib.MAX_WBITS | 16
+_TIMED = "/v1/"
+
+
+class UnsupportedEncoding(GatewayError):
+    """The body is encoded in a way that this server does not read."""
+
+    code = "unsupported_content_encoding"
+    status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
+
+
+async def serve(app: ASGIApp, scope: HTTPScope, receive: Receive, send: Send) -> None:
+    """Have `app` answer a request."""
+    if "method" not in scope:  # a WebSocket: the application has none, and refuses it
+        await app(scope, receive, send)
+        return
+    began = time.monotonic()
+    is_head = scope["method"] == "HEAD"
+
+    async def send_shaped(message: Message) -> None:
+        if message["type"] == "http.response.start" and scope["path"].startswith(_TIMED):
+            spent = str(round(1000 * (time.monotonic() - began))).encode()
+            message["headers"] = [*message["headers"], (b"openai-processing-ms", spent)]
+        if is_head and message["type"] == "http.response.body":
+            message = cast(Message, {**message, "body": b""})
+        await send(message)
+
+    headers = Counter(name.lower() for name, _ in scope["headers"])
+    if (fault := _framing_fault(scope, headers)) is not None:
+        await _refuse(scope, send, fault)
+        return
+    if is_head:
+        scope = cast(HTTPScope, {**scope, "method": "GET"})
+    if b"content-encoding" in headers:
+        scope, receive = _decoded(scope, receive)
+    await app(scope, receive, send_shaped)
+
+
+def _framing_fault(scope: HTTPScope, headers: Counter[bytes]) -> str | None:
+    """Return what is wrong with the framing of an HTTP/1.1 request."""
+    if scope["http_version"] != "1.1":
+        return None
+    if headers[b"content-length"] and headers[b"transfer-encoding"]:
+        return "A request has a Content-Length or a Transfer-Encoding, not both."
+    hosts = [value for name, value in scope["headers"] if name.lower() == b"host"]
+    if len(hosts) != 1 or not hosts[0].strip():
+        return f"A request has one Host header, and this one has {len([one for one in hosts if one.strip()])}."
+    return None
+
+
+async def _refuse(scope: HTTPScope, send: Send, message: str) -> None:
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "invalid_http_request"}
+    body = msgspec.json.encode({"error": error})
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+        (b"x-request-id", request_id(scope).encode()),
+    ]
+    await send({"type": "http.response.start", "status": HTTPStatus.BAD_REQUEST, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _decoded(scope: HTTPScope, receive: Receive) -> tuple[HTTPScope, Receive]:
+    """Return the request as if its body had been sent without an encoding."""
+    encodings = [
+        one.strip().lower()
+        for name, value in scope["headers"]
+        if name.lower() == b"content-encoding"
+        for one in value.decode("latin-1").split(",")
+    ]
+    encodings = [one for one in encodings if one not in ("", "identity")]
+    left = [one for one in scope["headers"] if one[0].lower() not in (b"content-encoding", b"content-length")]
+    if not encodings:
+        return scope, receive
+    if encodings in (["gzip"], ["x-gzip"]):
+        return cast(HTTPScope, {**scope, "headers": left}), GzipBody(receive)
+    shown = ", ".join(encodings)[:80]
+
+    async def refuse() -> Any:
+        raise UnsupportedEncoding(
+            f"The body has the Content-Encoding '{shown}'; this server reads gzip, and bodies without an encoding.",
+            "Content-Encoding",
+        )
+
+    return scope, refuse
+
+
+class GzipBody:
+    """Receives a body, decoded piece by piece: it never holds more than a piece of what a small body may become."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._decoder = zlib.decompressobj(GZIP)
+        self._pending = b""
+        self._has_more_output = False
+        self._is_whole = False
+        """All encoded bytes have come."""
+        self._is_done = False
+
+    async def __call__(self) -> Any:
+        """Return the next message. Raises InvalidRequest for a body that is not gzip."""
+        if self._is_done:
+            return await self._receive()
+        while True:
+            if self._pending or self._has_more_output:
+                if piece := self._decode():
+                    await asyncio.sleep(0)
+                    return {"type": "http.request", "body": piece, "more_body": True}
+            elif self._is_whole:
+                if not self._decoder.eof:
+                    raise _not_gzip("it ends too early")
+                self._is_done = True
+                return {"type": "http.request", "body": b"", "more_body": False}
+            else:
+                message = await self._receive()
+                if message["type"] != "http.request":
+                    return message
+                self._pending = message.get("body", b"")
+                self._is_whole = not message.get("more_body", False)
+
+    def _decode(self) -> bytes:
+        if self._decoder.eof:
+            raise _not_gzip("bytes follow its end")
+        try:
+            piece = self._decoder.decompress(self._pending, PIECE)
+        except zlib.error:
+            raise _not_gzip("it cannot be decoded") from None
+        if self._decoder.unused_data:
+            raise _not_gzip("bytes follow its end")
+        self._pending = self._decoder.unconsumed_tail
+        self._has_more_output = len(piece) == PIECE and not self._decoder.eof
+        return piece
+
+
+def _not_gzip(why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"The body has the Content-Encoding gzip, and is no whole gzip stream: {why}.",
+        "Content-Encoding",
+        code="invalid_encoding",
+    )

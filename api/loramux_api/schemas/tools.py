@@ -1,0 +1,333 @@
+"""Tools of a request, as the three chat endpoints share them: what the model sees, and what the caller calls it.
+
+A model calls functions: a name, and arguments as an object. Three kinds of tools become functions on the way in, and
+calls of them become what the caller expects on the way out (`OfferedTool`):
+
+    function     as it is
+    custom       a function with one text, `input`, which a grammar may bound
+    namespace    its functions, each under the name `namespace__function`
+
+A tool of any other type is one that OpenAI's or Anthropic's servers run themselves (a search of the web, a sandbox).
+This server runs none, so it is left out of the request and reported, and the others are offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from loramux.constraints.tools import Tool, ToolUse
+from loramux.serving.errors import InvalidRequest
+from loramux_api.unknown_fields import misspelling_of
+
+MAX_TOOLS = 4096
+MAX_TOOLS_BYTES = 512 << 10
+"""The tools of a request as JSON: many small ones, or few with large schemas."""
+MAX_GRAMMAR = 64 << 10
+"""Characters of the grammar of a custom tool."""
+MAX_LEFT_OUT = 16
+"""Tools that are left out, as they are reported one by one."""
+INPUT = "input"
+"""The argument of a custom tool's function."""
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class FunctionDefinition(msgspec.Struct, omit_defaults=True):
+    """A function that an answer may call.
+
+    Chat templates get what was sent: a null more would be a prompt that no trainer has written.
+    """
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """The JSON schema of its arguments; absent: it takes none."""
+    strict: bool | None = None
+    """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
+
+
+class GrammarDefinition(msgspec.Struct):
+    """A grammar of a custom tool's input."""
+
+    syntax: Literal["lark", "regex"]
+    definition: Annotated[str, Meta(max_length=MAX_GRAMMAR)]
+
+
+class CustomFormat(msgspec.Struct):
+    """The input of a custom tool: any text, or one of a grammar."""
+
+    type: Literal["text", "grammar"]
+    grammar: GrammarDefinition | None = None
+    """The grammar, in chats."""
+    syntax: Literal["lark", "regex"] | None = None
+    """The notation of the grammar, in Responses."""
+    definition: Annotated[str, Meta(max_length=MAX_GRAMMAR)] | None = None
+    """The grammar, in Responses."""
+
+
+class CustomDefinition(msgspec.Struct):
+    """A tool whose input is a text."""
+
+    name: FunctionName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class ToolDefinition(msgspec.Struct):
+    """A tool of a chat."""
+
+    type: str
+    """`function` or `custom`. Tools of other types are left out."""
+    function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
+
+
+class FunctionChoice(msgspec.Struct):
+    """The tool that must be called."""
+
+    name: FunctionName
+
+
+class AllowedTool(msgspec.Struct):
+    """One of the tools, by its name."""
+
+    type: str
+    function: FunctionChoice | None = None
+    custom: FunctionChoice | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The name; None for a tool that the server would have to run."""
+        named = self.function or self.custom
+        return named.name if named else None
+
+
+class AllowedTools(msgspec.Struct):
+    """The tools that may be called."""
+
+    tools: Annotated[list[AllowedTool], Meta(max_length=MAX_TOOLS)]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class NamedToolChoice(msgspec.Struct, omit_defaults=True):
+    """The order to call one tool, or the tools that may be called."""
+
+    type: Literal["function", "custom", "allowed_tools"]
+    function: FunctionChoice | None = None
+    custom: FunctionChoice | None = None
+    allowed_tools: AllowedTools | None = None
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool as the model sees it, and as the caller knows it."""
+
+    function: FunctionDefinition
+    """What the chat template is told."""
+    name: str
+    """The caller's name."""
+    kind: Literal["function", "custom"] = "function"
+    namespace: str | None = None
+    format: CustomFormat | None = None
+    """The format of a custom tool's input."""
+    where: str = "tools"
+    """Its place in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The tools that an answer may call, of those that are offered."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: frozenset[str] | None = None
+    """The caller's names; None: all."""
+    one: bool = False
+    """Exactly one call."""
+
+
+ALL = Asked()
+
+
+class Toolbox:
+    """The offered tools of one request."""
+
+    def __init__(self, tools: Sequence[OfferedTool]) -> None:
+        """Raise InvalidRequest for two tools of one name, or for more than MAX_TOOLS_BYTES."""
+        self._by_name = {tool.function.name: tool for tool in tools}
+        if len(self._by_name) < len(tools):
+            raise InvalidRequest("Two tools have one name; give each its own.", field="tools", code="invalid_value")
+        self.template = [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools]
+        """The tools as chat templates read them."""
+        size = len(msgspec.json.encode(self.template))
+        if size > MAX_TOOLS_BYTES:
+            raise InvalidRequest(
+                f"'tools' has {size} bytes of JSON, and the most is {MAX_TOOLS_BYTES}; send fewer tools, or shorter "
+                "descriptions and schemas.",
+                field="tools",
+            )
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def find(self, called: str) -> OfferedTool | None:
+        """Return the tool of a function that the model has called."""
+        return self._by_name.get(called)
+
+    def use(self, asked: Asked, *, parallel: bool) -> ToolUse | None:
+        """Return what an answer may call; None: nothing. Raises InvalidRequest."""
+        if asked.mode == "none":
+            return None
+        chosen = list(self._by_name.values())
+        if asked.names is not None:
+            known = {tool.name for tool in chosen}
+            if unknown := sorted(asked.names - known):
+                raise InvalidRequest(
+                    f"'tool_choice' names '{unknown[0][:128]}', and 'tools' has no tool of that name that this server "
+                    "can offer.",
+                    field="tool_choice",
+                    code="invalid_value",
+                )
+            chosen = [tool for tool in chosen if tool.name in asked.names]
+        if not chosen:
+            if asked.mode == "required":
+                raise InvalidRequest(
+                    "'tool_choice' is required, and 'tools' is empty, or has only tools that this server does not run.",
+                    field="tool_choice",
+                )
+            return None
+        return ToolUse(
+            tools=tuple(_engine_tool(tool) for tool in chosen),
+            is_required=asked.mode == "required",
+            is_parallel=parallel and not asked.one,
+        )
+
+
+def chat_tools(tools: Iterable[ToolDefinition]) -> Iterator[OfferedTool]:
+    """Yield the tools of a chat that can be offered. Raises InvalidRequest."""
+    for i, tool in enumerate(tools):
+        where = f"tools[{i}]"
+        match tool.type:
+            case "function":
+                yield offered_function(_given(tool.function, f"{where}.function"), where)
+            case "custom":
+                yield offered_custom(_given(tool.custom, f"{where}.custom"), where)
+            case other:
+                ensure_hosted(other, where)
+
+
+def offered_function(function: FunctionDefinition, where: str, namespace: str | None = None) -> OfferedTool:
+    """Return a function, of a namespace perhaps, as it is offered. Raises InvalidRequest."""
+    name = function.name if namespace is None else flat_name(namespace, function.name, where)
+    seen = function if name == function.name else msgspec.structs.replace(function, name=name)
+    return OfferedTool(seen, function.name, namespace=namespace, where=where)
+
+
+def offered_custom(custom: CustomDefinition, where: str, namespace: str | None = None) -> OfferedTool:
+    """Return a custom tool as it is offered: a function with one text. Raises InvalidRequest."""
+    schema = {"type": "string"}
+    function = FunctionDefinition(
+        custom.name,
+        custom.description,
+        {"type": "object", "properties": {INPUT: schema}, "required": [INPUT], "additionalProperties": False},
+    )
+    offered = offered_function(function, where, namespace)
+    return replace(offered, kind="custom", format=custom.format)
+
+
+def flat_name(namespace: str, name: str, where: str = "tools") -> str:
+    """Return the name of a namespace's function as the model sees it. Raises InvalidRequest."""
+    return checked_name(f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}", f"{where}.name")
+
+
+def checked_name(name: str, where: str) -> str:
+    """Return the name of a function. Raises InvalidRequest."""
+    try:
+        return msgspec.convert(name, FunctionName)
+    except msgspec.ValidationError:
+        raise InvalidRequest(
+            f"Invalid value for '{where}': '{name[:160]}'. A tool's name, with that of its namespace, has 1 to 128 "
+            "letters, digits, '_', '.' and '-'.",
+            field=where,
+            code="invalid_value",
+        ) from None
+
+
+def ensure_hosted(type: str, where: str, known: Sequence[str] = ("function", "custom")) -> None:
+    """Raise InvalidRequest for a type that is a misspelling of one that can be offered."""
+    if (meant := misspelling_of(type, known)) is not None:
+        raise InvalidRequest(
+            f"Invalid value for '{where}.type': '{type[:40]}'. Did you mean '{meant}'?",
+            field=f"{where}.type",
+            code="invalid_value",
+        )
+
+
+def left_out_tools(types: Iterable[tuple[str, str]], offered: Iterable[str]) -> Iterator[str]:
+    """Yield the tools that are not offered, as they are reported: `(where, type)` of all, and where of the others."""
+    known = set(offered)
+    out = [f"{where} ({type[:40]})" for where, type in types if where not in known]
+    yield from out[:MAX_LEFT_OUT]
+    if len(out) > MAX_LEFT_OUT:
+        yield f"{len(out) - MAX_LEFT_OUT} more tools"
+
+
+def chat_choice(choice: ToolChoice | None) -> Asked:
+    """Return what a chat's `tool_choice` asks for. Raises InvalidRequest."""
+    match choice:
+        case None:
+            return ALL
+        case "none" | "auto" | "required":
+            return Asked(choice)
+        case NamedToolChoice(type="allowed_tools"):
+            allowed = _given(choice.allowed_tools, "tool_choice.allowed_tools")
+            return Asked(allowed.mode, frozenset(tool.name for tool in allowed.tools if tool.name is not None))
+        case NamedToolChoice(type="custom"):
+            return one_tool(_given(choice.custom, "tool_choice.custom").name)
+        case NamedToolChoice():
+            return one_tool(_given(choice.function, "tool_choice.function").name)
+    raise AssertionError("msgspec has checked the type")
+
+
+def one_tool(name: str) -> Asked:
+    """Return the order to call one tool."""
+    return Asked("required", frozenset({name}), one=True)
+
+
+def _engine_tool(tool: OfferedTool) -> Tool:
+    function = tool.function
+    if tool.kind == "function" or function.parameters is None:
+        return Tool(name=function.name, parameters=function.parameters, strict=bool(function.strict))
+    grammar = _grammar(tool)
+    if grammar is None or grammar.syntax == "lark":
+        return Tool(
+            name=function.name,
+            parameters=function.parameters,
+            strict=True,
+            grammar=None if grammar is None else grammar.definition,
+        )
+    text = {"type": "string", "pattern": f"^(?:{grammar.definition})$"}
+    return Tool(name=function.name, parameters=function.parameters | {"properties": {INPUT: text}}, strict=True)
+
+
+def _grammar(tool: OfferedTool) -> GrammarDefinition | None:
+    format = tool.format
+    if format is None or format.type == "text":
+        return None
+    if format.grammar is not None:
+        return format.grammar
+    syntax = _given(format.syntax, f"{tool.where}.format.syntax")
+    return GrammarDefinition(syntax, _given(format.definition, f"{tool.where}.format.definition"))
+
+
+def _given(value: Any, where: str) -> Any:
+    """Return a field that this kind of tool needs. Raises InvalidRequest where it is absent."""
+    if value is None:
+        raise InvalidRequest(f"Missing required parameter: '{where}'.", field=where, code="missing_required_parameter")
+    return value
