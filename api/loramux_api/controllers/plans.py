@@ -26,7 +26,7 @@ from loramux.common.errors import LoramuxError
 from loramux.serving.errors import InvalidRequest
 from loramux.simulator.hardware import DEVICES, MODELS
 from loramux.simulator.plan_report import PlanReason, reason_of, settings_of
-from loramux.simulator.planner import Goals, Plan, Trial
+from loramux.simulator.planner import Plan, Trial
 from loramux_api.answering import run_while_connected
 from loramux_api.bodies import AnyRequest, Body
 from loramux_api.openapi import OperatorController
@@ -62,7 +62,7 @@ class TrialObject(msgspec.Struct, kw_only=True):
     max_num_batched_tokens: int
     max_num_seqs: int
     block_size: int
-    class_shares: tuple[float, float, float]
+    class_shares: list[float]
     """interactive : standard : batch."""
     ttft_ms_p50: float
     ttft_ms_p99: float
@@ -79,11 +79,18 @@ class TrialObject(msgspec.Struct, kw_only=True):
     dollars_per_million_tokens: float
 
 
+class GoalsObject(msgspec.Struct, kw_only=True):
+    """Latencies that the plan must keep; P99, in milliseconds."""
+
+    ttft_ms: float
+    itl_ms: float
+
+
 class PlanObject(msgspec.Struct, kw_only=True):
     """The recommendation, the reason for it, and all that was tried for it."""
 
     object: Literal["plan"] = "plan"
-    goals: Goals
+    goals: GoalsObject
     goals_met: bool
     reason: PlanReason
     settings: str
@@ -142,7 +149,7 @@ class AdminPlanController(OperatorController):
 
 def _plan_object(plan: Plan, gpu: str) -> PlanObject:
     return PlanObject(
-        goals=plan.goals,
+        goals=GoalsObject(ttft_ms=plan.goals.ttft_ms, itl_ms=plan.goals.itl_ms),
         goals_met=plan.goals_met,
         reason=reason_of(plan),
         settings=settings_of(plan, gpu),
@@ -158,7 +165,7 @@ def _trial_object(trial: Trial) -> TrialObject:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,
-        class_shares=settings.class_shares,
+        class_shares=list(settings.class_shares),
         ttft_ms_p50=trial.ttft_ms_p50,
         ttft_ms_p99=trial.ttft_ms_p99,
         itl_ms_p50=trial.itl_ms_p50,
