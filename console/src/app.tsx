@@ -251,6 +251,7 @@ function Entry({ place }: { place: Place }) {
       active={isHere}
       aria-current={isHere ? "page" : undefined}
       leftSection={<place.icon size={18} stroke={1.7} aria-hidden />}
+      py={6}
       fw={isHere ? 600 : 450}
       style={{ borderRadius: "var(--mantine-radius-md)" }}
     />

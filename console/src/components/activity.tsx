@@ -32,7 +32,7 @@ export function Timeline({ steps }: { steps: StepObject[] }) {
         </Text>
         <SegmentedControl size="xs" data={KINDS} value={kind} onChange={setKind} aria-label="Divide the steps by" />
       </Group>
-      <Suspense fallback={<Skeleton height={180} aria-label="Loading" />}>
+      <Suspense fallback={<Skeleton height={180} role="img" aria-label="Loading" />}>
         <TimeBars label="Timeline of steps" hourly height={180} points={points} />
       </Suspense>
     </div>

@@ -226,7 +226,7 @@ function Candidate({ candidate, choices, choose, rest, now, apply, promote }: Ca
         allowDeselect={false}
         searchable={choices.length > 10}
       />
-      <div style={{ flex: "1 1 260px", paddingBottom: 20 }}>
+      <div style={{ flex: "1 1 320px", paddingBottom: 20 }}>
         <Text size="sm" mb={6}>
           Share of requests for <b>@{candidate}</b>, the rest for <b>{rest.map((one) => `@${one.revision}`).join(", ")}</b>. One user always gets the same revision.
         </Text>

@@ -153,6 +153,7 @@ const MEASURES: Record<string, string> = {
   exact: "The same answer",
   prefix: "The same beginning, part of the answer",
   similarity: "Likeness of the texts",
+  length_ratio: "Length, against the current answer",
   same_finish_reason: "Ended for the same reason",
   valid_current: "Valid JSON, current revision",
   valid_candidate: "Valid JSON, candidate",

@@ -113,7 +113,7 @@ export function Loaded<T>(properties: { query: UseQueryResult<T, Error>; height?
   const { query, height = 220, children } = properties;
   if (query.data !== undefined) return <>{children(query.data)}</>;
   if (query.error) return <Failure error={query.error} retry={() => void query.refetch()} />;
-  return <Skeleton height={height} aria-label="Loading" />;
+  return <Skeleton height={height} role="img" aria-label="Loading" />;
 }
 
 export interface Column<T> {

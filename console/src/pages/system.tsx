@@ -49,7 +49,7 @@ export default function System() {
                   </Text>
                 </Center>
               ) : (
-                <Suspense fallback={<Skeleton height={200} aria-label="Loading" />}>
+                <Suspense fallback={<Skeleton height={200} role="img" aria-label="Loading" />}>
                   <TimeBars
                     label="Tokens per second"
                     hourly

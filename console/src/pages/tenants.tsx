@@ -1,4 +1,4 @@
-import { Button, Group, Select, Text, TextInput } from "@mantine/core";
+import { Button, Select, Text, TextInput } from "@mantine/core";
 import { useDisclosure } from "@mantine/hooks";
 import { IconBuilding, IconEye, IconPlus, IconSearch } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
@@ -18,14 +18,9 @@ export default function Tenants() {
   const [search, setSearch] = useState("");
   const tenants = useQuery({ queryKey: ["operator", "tenants"], queryFn: () => unwrap(api.GET("/admin/tenants")), refetchInterval: 20_000 });
   const action = (
-    <Group gap="sm">
-      <Button variant="default" component={Link} href="/operator/tiers">
-        Tiers
-      </Button>
-      <Button leftSection={<IconPlus size={16} />} onClick={make.open}>
-        New tenant
-      </Button>
-    </Group>
+    <Button leftSection={<IconPlus size={16} />} onClick={make.open}>
+      New tenant
+    </Button>
   );
   return (
     <Page title="Tenants" about="Customers: the boundary of isolation, fairness and billing." actions={action}>
