@@ -394,6 +394,7 @@ def test_actions_of_tables_are_on_the_screen_at_every_width(visit: Visit, site: 
       .map(one => one.innerText)"""
     scrolled = """() => [...document.querySelectorAll('.listing')]
       .filter(one => one.scrollWidth > one.clientWidth + 1).map(one => one.ariaLabel)"""
+    visit.load("/keys", "Keys")
     for width in (390, 768, 1366, 1920):
         visit.page.set_viewport_size({"width": width, "height": 900})
         for path, heading in TABLES.items():

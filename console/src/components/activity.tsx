@@ -93,7 +93,6 @@ export function Next({ evictable }: { evictable: ActivityObject["evictable"] }) 
           label="What leaves the pool next"
           rows={evictable.map((one, place) => ({ ...one, place }))}
           keyOf={(one) => `${one.place}`}
-          minWidth={620}
           columns={[
             { title: "", width: 40, number: true, cell: (one) => one.place + 1 },
             { title: "What", width: 260, cell: (one) => <Held kind={one.kind} model={one.model} /> },

@@ -32,7 +32,6 @@ export function KeyRows({ rows, actions }: { rows: KeyObject[]; actions: (key: K
       label="Keys"
       rows={rows}
       keyOf={(key) => key.id}
-      minWidth={900}
       columns={[
         {
           title: "Name",

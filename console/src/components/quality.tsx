@@ -231,7 +231,6 @@ function Listing({ rows }: { rows: EvaluationObject[] }) {
       label="Evaluations"
       rows={rows}
       keyOf={(one) => one.id}
-      minWidth={720}
       columns={[
         { title: "Candidate", width: 100, cell: (one) => <b>@{one.models[0]?.split("@")[1]}</b> },
         { title: "Against", width: 90, cell: (one) => `@${one.models[1]?.split("@")[1]}` },

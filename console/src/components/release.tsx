@@ -139,7 +139,6 @@ function History({ name, versions, ready, now, mayChange, restore }: HistoryProp
       label={`History of ${name}`}
       rows={versions}
       keyOf={(version) => `${version.version}`}
-      minWidth={620}
       columns={[
         { title: "Change", width: 80, cell: (version) => `#${version.version}` },
         {

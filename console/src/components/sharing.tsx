@@ -40,7 +40,6 @@ export function Grants({ name, mayChange }: { name: string; mayChange: boolean }
               label="Grants"
               rows={found.data}
               keyOf={(grant) => grant.tenant}
-              minWidth={520}
               columns={[
                 { title: "Tenant", cell: (grant) => <b>{grant.tenant}</b> },
                 { title: "By", cell: (grant) => actorOf(grant.granted_by) },
@@ -137,7 +136,7 @@ export function Shadow({ name, revisions, mayChange }: { name: string; revisions
         {(found) =>
           found === null ? (
             <Text size="sm" c="dimmed">
-              No shadow yet. It needs a second revision.
+              No shadow yet. Its candidate is a revision that does not have all requests.
             </Text>
           ) : (
             <Figures shadow={found} />
@@ -188,7 +187,6 @@ function Figures({ shadow }: { shadow: ShadowReport }) {
           label="How alike the answers are"
           rows={measures}
           keyOf={([measure]) => measure}
-          minWidth={480}
           columns={[
             { title: "Measure", cell: ([measure]) => MEASURES[measure] ?? measure.replaceAll("_", " ") },
             { title: "Mean", number: true, cell: ([, found]) => format.significant(found.mean) },

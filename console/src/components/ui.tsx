@@ -127,35 +127,40 @@ export interface Column<T> {
 }
 
 const COLUMN = { text: 150, number: 90 };
+const CARDS = "cards";
 
-/** Return whether an element is narrower than so many pixels, measured before it is painted. */
-function useIsNarrow(element: RefObject<HTMLElement | null>, width: number): boolean {
-  const [isNarrow, setNarrow] = useState(false);
+/** Return whether a table is wider than its place, measured before it is painted, and until there is room for it again. */
+function useIsTooWide(place: RefObject<HTMLElement | null>): boolean {
+  const needed = useRef(0);
+  const [isTooWide, set] = useState(false);
   useLayoutEffect(() => {
-    const measured = element.current!;
-    const measure = () => setNarrow(measured.clientWidth < width);
+    const measured = place.current!;
+    const measure = () => {
+      const { clientWidth, scrollWidth } = measured;
+      if (!measured.classList.contains(CARDS)) needed.current = scrollWidth > clientWidth ? scrollWidth : 0;
+      set(clientWidth < needed.current);
+    };
     measure();
     const observer = new ResizeObserver(measure);
     observer.observe(measured);
     return () => observer.disconnect();
-  }, [element, width]);
-  return isNarrow;
+  });
+  return isTooWide;
 }
 
-/** A table; if its place is narrower than `minWidth`, each row is a card, so that nothing is off the edge. */
+/** A table; if its place is too narrow for it, each row is a card, so that nothing is off the edge. */
 export function DataTable<T>(properties: {
   label: string;
   columns: Column<T>[];
   rows: T[];
   keyOf: (row: T) => string;
-  minWidth?: number;
 }) {
-  const { label, columns, rows, keyOf, minWidth = 640 } = properties;
+  const { label, columns, rows, keyOf } = properties;
   const place = useRef<HTMLDivElement>(null);
-  const isNarrow = useIsNarrow(place, minWidth);
+  const isTooWide = useIsTooWide(place);
   // The roles are written out: on cards `display` is not a table's, and the browser would drop them.
   return (
-    <div ref={place} className={isNarrow ? "listing cards" : "listing"} role="region" tabIndex={0} aria-label={label}>
+    <div ref={place} className={isTooWide ? `listing ${CARDS}` : "listing"} role="region" tabIndex={0} aria-label={label}>
       <Table role="table" highlightOnHover aria-label={label}>
         <Table.Thead role="rowgroup">
           <Table.Tr role="row">

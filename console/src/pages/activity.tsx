@@ -93,7 +93,6 @@ function Audit() {
         label="Audit log"
         rows={rows}
         keyOf={(entry) => `${entry.sequence}`}
-        minWidth={820}
         columns={[
           { title: "Change", width: 150, cell: (entry) => <b>{entry.action}</b> },
           {

@@ -145,7 +145,6 @@ function Revisions({ name, aliases, rows }: { name: string; aliases: string[]; r
       label="Revisions"
       rows={rows}
       keyOf={(row) => row.id}
-      minWidth={900}
       columns={[
         { title: "Revision", width: 80, cell: (row) => <b>@{row.revision}</b> },
         { title: "State", width: 90, cell: (row) => <State value={row.state} /> },
@@ -286,7 +285,6 @@ function Metrics({ name }: { name: string }) {
               label="Metrics of revisions"
               rows={found.data}
               keyOf={(row) => row.model}
-              minWidth={860}
               columns={[
                 { title: "Revision", cell: (row) => <b>@{row.model.split("@")[1]}</b> },
                 { title: "Requests", number: true, cell: (row) => format.count(row.requests) },

@@ -115,7 +115,6 @@ function Deleted({ mayRestore }: { mayRestore: boolean }) {
         label="Deleted adapters"
         rows={rows}
         keyOf={(one) => one.name}
-        minWidth={600}
         columns={[
           { title: "Name", cell: (one) => format.localName(one.name) },
           { title: "Revisions", width: 90, number: true, cell: (one) => format.count(one.revisions) },

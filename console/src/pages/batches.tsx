@@ -72,7 +72,6 @@ function Listing({ rows }: { rows: BatchObject[] }) {
       label="Batches"
       rows={rows}
       keyOf={(batch) => batch.id}
-      minWidth={820}
       columns={[
         { title: "Batch", cell: (batch) => <><Text size="xs" ff="monospace">{batch.id}</Text>{batch.metadata && <Text size="xs" c="dimmed">{Object.entries(batch.metadata).map(([name, value]) => `${name}: ${value}`).join(", ")}</Text>}</> },
         { title: "State", width: 120, cell: (batch) => <State value={batch.status} /> },

@@ -77,7 +77,6 @@ function Shown({ invoice, month }: { invoice: PrintedInvoice; month: string }) {
           label="Lines"
           rows={invoice.lines.map((line, place) => ({ ...line, place }))}
           keyOf={(line) => `${line.place}`}
-          minWidth={680}
           columns={[
             { title: "Description", cell: (line) => line.description },
             { title: "Quantity", number: true, width: 140, cell: (line) => line.quantity },

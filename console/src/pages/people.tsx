@@ -54,7 +54,6 @@ function Projects({ mayChange }: { mayChange: boolean }) {
             label="Projects"
             rows={found.data}
             keyOf={(project) => project.id}
-            minWidth={520}
             columns={[
               { title: "Name", cell: (project) => <b>{project.name}</b> },
               { title: "State", width: 100, cell: (project) => <State value={project.archived_at ? "archived" : "active"} /> },
@@ -122,7 +121,6 @@ function Members({ mayChange }: { mayChange: boolean }) {
               label="Members"
               rows={found.data}
               keyOf={(member) => member.id}
-              minWidth={760}
               columns={[
                 { title: "Person", cell: (member) => <b>{member.subject}</b> },
                 { title: "Identity provider", cell: (member) => member.issuer },

@@ -208,7 +208,6 @@ function Trials({ plan }: { plan: PlanObject }) {
       label="Simulations"
       rows={rows}
       keyOf={(row) => `${row.place}`}
-      minWidth={760}
       columns={[
         { title: "GPUs", width: 70, number: true, cell: (row) => format.count(row.gpus) },
         { title: "With", width: 190, cell: (row) => change(row.trial) },

@@ -185,7 +185,6 @@ function PricePlans({ name }: { name: string }) {
               label="Price plans"
               rows={[...found.data].reverse()}
               keyOf={(one) => one.month}
-              minWidth={480}
               columns={[
                 { title: "From", width: 110, cell: (one) => one.month },
                 { title: "Plan", cell: (one) => <b>{one.plan}</b> },
@@ -302,7 +301,6 @@ export function LimitRows({ rows, mayRemove, remove }: LimitRowsProperties) {
       label="Limits"
       rows={rows}
       keyOf={(limit) => limit.subject + limit.name}
-      minWidth={560}
       columns={[
         { title: "Limit", cell: (limit) => labelOf(limit.name) },
         { title: "Value", number: true, cell: valueOf },

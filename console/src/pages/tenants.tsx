@@ -67,7 +67,6 @@ function Listing({ rows }: { rows: TenantObject[] }) {
       label="Tenants"
       rows={rows}
       keyOf={(tenant) => tenant.id}
-      minWidth={700}
       columns={[
         {
           title: "Name",
