@@ -1,7 +1,8 @@
-"""Routes that the console's buttons need: price plans of tenants, deleted adapters, invoices as texts, cancelled plans."""
+"""Routes of the console's buttons: price plans of tenants, deleted adapters, invoices as texts, cancelled plans."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,18 +28,21 @@ def operator(site: Site) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-async def priced(site: Site) -> None:
+def priced(site: Site) -> None:
     """Two plans in dollars, one in yen."""
     prices = (PriceSpec(meter="output", price="0.60", per=1_000_000, valid_from=date(2023, 1, 1)),)
-    database = Database(site.settings.records.url)
-    await Catalog(database).apply(
-        [
-            PlanSpec(name="console-usd", currency="USD", minimum="12.50", prices=prices),
-            PlanSpec(name="console-usd-2", currency="USD", prices=prices),
-            PlanSpec(name="console-jpy", currency="JPY", prices=prices),
-        ]
-    )
-    await database.close()
+    specs = [
+        PlanSpec(name="console-usd", currency="USD", minimum="12.50", prices=prices),
+        PlanSpec(name="console-usd-2", currency="USD", prices=prices),
+        PlanSpec(name="console-jpy", currency="JPY", prices=prices),
+    ]
+
+    async def add() -> None:
+        database = Database(site.settings.records.url)
+        await Catalog(database).apply(specs)
+        await database.close()
+
+    asyncio.run(add())
 
 
 def make_tenant(http: httpx.Client, name: str) -> str:
@@ -46,18 +50,14 @@ def make_tenant(http: httpx.Client, name: str) -> str:
     return f"/admin/tenants/{name}/price-plans"
 
 
-@pytest.mark.anyio
-async def test_price_plans_are_listed_with_currency_minimum_and_meters(operator: httpx.Client, priced: None) -> None:
+def test_price_plans_are_listed_with_currency_minimum_and_meters(operator: httpx.Client, priced: None) -> None:
     found = {one["name"]: one for one in operator.get("/admin/price-plans").json()["data"]}
     assert (found["console-usd"]["currency"], found["console-usd"]["minimum"]) == ("USD", "12.50")
     assert found["console-usd"]["meters"] == ["output"]
     assert (found["console-jpy"]["currency"], found["console-jpy"]["minimum"]) == ("JPY", "0")
 
 
-@pytest.mark.anyio
-async def test_price_plan_is_assigned_replaced_and_taken_back_by_the_operator(
-    operator: httpx.Client, priced: None
-) -> None:
+def test_price_plan_is_assigned_replaced_and_taken_back_by_the_operator(operator: httpx.Client, priced: None) -> None:
     path = make_tenant(operator, "billed-1")
     assigned = operator.put(f"{path}/2999-01", json={"plan": "console-usd"}).json()["data"]
     assert [(one["plan"], one["currency"], one["month"]) for one in assigned] == [("console-usd", "USD", "2999-01")]
@@ -71,7 +71,6 @@ async def test_price_plan_is_assigned_replaced_and_taken_back_by_the_operator(
     assert operator.get(path).json()["data"] == []
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("month", "body", "param"),
     [
@@ -81,7 +80,7 @@ async def test_price_plan_is_assigned_replaced_and_taken_back_by_the_operator(
         ("2999-02", {"plan": "x" * 64}, "plan"),
     ],
 )
-async def test_price_plan_that_cannot_be_assigned_names_the_field(
+def test_price_plan_that_cannot_be_assigned_names_the_field(
     operator: httpx.Client, priced: None, month: str, body: dict[str, str], param: str
 ) -> None:
     path = make_tenant(operator, f"billed-{abs(hash((month, body['plan']))):x}"[:40])

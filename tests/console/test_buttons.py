@@ -115,9 +115,7 @@ def test_chosen_revision_becomes_a_canary_and_rollback_says_to_what(
     assert list(targets(site, "chosen")) == [1]
 
 
-def test_one_revision_is_promoted_deleted_and_restored(
-    visit: Visit, site: Site, three: list[dict[str, bytes]]
-) -> None:
+def test_one_revision_is_promoted_deleted_and_restored(visit: Visit, site: Site, three: list[dict[str, bytes]]) -> None:
     add_revisions(site, "single", three)
     page = visit.load("/adapters/single", "single")
     page.get_by_role("tab", name="Revisions").click()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
-from loramux.simulator.plan_report import settings_of
+from loramux.simulator.plan_report import figures_of, settings_of
 from loramux.simulator.planner import Goals, Plan, Planner, Trial
 from loramux.simulator.report import SimulationReport, plot_report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, model_of, scenario_names
@@ -157,7 +157,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
             raise ScenarioError(f"--tensor-parallel-size: {error}") from error
         device = device.of_rank(tensor_parallel_size)
     found = _search(Planner(device, shape, read_workload(workload), goals))
-    put(as_json, found, settings_of(found, gpu, kv_cache_dtype))
+    put(as_json, found, f"{figures_of(found, gpu)}\n{settings_of(found, kv_cache_dtype)}")
 
 
 def _search(planner: Planner) -> Plan:

@@ -138,7 +138,7 @@ class AdminPlanController(OperatorController):
             if value not in known:
                 raise InvalidRequest(f"'{field}' is one of {', '.join(known)}.", field=field)
         what_if: WhatIf = state.what_if
-        return _plan_object(await run_while_connected(request, what_if.plan(data)), data.gpu)
+        return _plan_object(await run_while_connected(request, what_if.plan(data)))
 
     @delete(status_code=200, summary="Cancel a plan")
     async def cancel(self, state: State) -> PlanCancelled:
@@ -147,12 +147,12 @@ class AdminPlanController(OperatorController):
         return PlanCancelled(cancelled=what_if.cancel())
 
 
-def _plan_object(plan: Plan, gpu: str) -> PlanObject:
+def _plan_object(plan: Plan) -> PlanObject:
     return PlanObject(
         goals=GoalsObject(ttft_ms=plan.goals.ttft_ms, itl_ms=plan.goals.itl_ms),
         goals_met=plan.goals_met,
         reason=reason_of(plan),
-        settings=settings_of(plan, gpu),
+        settings=settings_of(plan),
         recommended=_trial_object(plan.recommended),
         tried=[_trial_object(trial) for trial in plan.tried],
     )

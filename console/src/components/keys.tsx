@@ -59,7 +59,7 @@ export function KeyRows({ rows, actions }: { rows: KeyObject[]; actions: (key: K
         },
         { title: "Last used", width: 120, cell: (key) => <When at={key.last_used_at} /> },
         { title: "Ends", width: 120, cell: (key) => <When at={key.revoked_at ?? key.expires_at} /> },
-        { title: "Action", width: 180, actions: true, cell: actions },
+        { title: "Action", width: 200, actions: true, cell: actions },
       ]}
     />
   );

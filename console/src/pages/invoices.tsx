@@ -7,6 +7,8 @@ import { complain, DataTable, Loaded, Page, Section } from "../components/ui";
 import { useSession } from "../session";
 
 const MONTHS = 24;
+/** ISO 4217's "no currency": a tenant without a price plan. */
+const NO_CURRENCY = "XXX";
 
 /** The last two years' months, newest first, as the API names them. */
 function months(): { value: string; label: string }[] {
@@ -89,7 +91,7 @@ function Shown({ invoice, month }: { invoice: PrintedInvoice; month: string }) {
         <Table w={340} maw="100%" withRowBorders={false} verticalSpacing={4} aria-label="Sum">
           <Table.Tbody>
             {invoice.totals.map(([name, amount], place) => (
-              <Sum key={name} name={name} value={`${amount} ${invoice.currency}`} isBold={place === invoice.totals.length - 1} />
+              <Sum key={name} name={name} value={`${amount} ${invoice.currency.replace(NO_CURRENCY, "")}`} isBold={place === invoice.totals.length - 1} />
             ))}
           </Table.Tbody>
         </Table>

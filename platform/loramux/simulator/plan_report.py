@@ -62,8 +62,23 @@ def _gpus(number: int) -> str:
     return f"{number} GPU{'s' * (number > 1)}"
 
 
-def settings_of(found: Plan, gpu: str, kv_cache_dtype: str = "auto") -> str:
-    """Return the recommended settings as a part of the settings file, with the figures as comments."""
+def settings_of(found: Plan, kv_cache_dtype: str = "auto") -> str:
+    """Return the recommended settings as a part of the settings file, TOML."""
+    best, ranks = found.recommended.settings, found.memory.num_ranks
+    return "\n".join(
+        [
+            "[engine]",
+            f"max_num_batched_tokens = {best.max_num_batched_tokens}",
+            f"max_num_seqs = {best.max_num_seqs}",
+            f"block_size = {best.block_size}",
+            *([f'kv_cache_dtype = "{kv_cache_dtype}"'] if kv_cache_dtype != "auto" else []),
+            *([f"tensor_parallel_size = {ranks}"] if ranks > 1 else []),
+        ]
+    )
+
+
+def figures_of(found: Plan, gpu: str) -> str:
+    """Return the figures of the recommendation as comments of a settings file."""
     best, goals, ranks = found.recommended, found.goals, found.memory.num_ranks
     shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
     gpus = best.settings.gpus if DEVICES[gpu].is_shared_by_ranks else best.settings.gpus * ranks
@@ -80,12 +95,6 @@ def settings_of(found: Plan, gpu: str, kv_cache_dtype: str = "auto") -> str:
             f"# Class shares  {shares}",
             f"# Cost          ${best.dollars_per_million_tokens:.3f} per million tokens",
             f"# Throughput    {best.tokens_per_s:,.0f} tokens/s, prompt and output together",
-            "[engine]",
-            f"max_num_batched_tokens = {best.settings.max_num_batched_tokens}",
-            f"max_num_seqs = {best.settings.max_num_seqs}",
-            f"block_size = {best.settings.block_size}",
-            *([f'kv_cache_dtype = "{kv_cache_dtype}"'] if kv_cache_dtype != "auto" else []),
-            *([f"tensor_parallel_size = {ranks}"] if ranks > 1 else []),
         ]
     )
 
