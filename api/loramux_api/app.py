@@ -111,7 +111,10 @@ PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", 
 """Attributes of `Programs`, likewise."""
 PROVIDERS: dict[str, Callable[..., Any]] = {
     "database_is_reachable": database_is_reachable,
-    **{provider.__name__: provider for provider in (principal, inference, account, limits, endpoints, operators, catalog)},
+    **{
+        provider.__name__: provider
+        for provider in (principal, inference, account, limits, endpoints, operators, catalog)
+    },
     **{name: _part(platform_of, name) for name in PARTS},
     **{name: _part(_programs_of, name) for name in PROGRAMS},
 }

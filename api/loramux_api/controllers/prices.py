@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from loramux.accounts.tenants.entities import Tenant
 from loramux.accounts.tenants.tenants import Tenants
-from loramux.money.billing.catalog import Catalog, Plan
+from loramux.money.billing.catalog import Catalog, PricePlan
 from loramux.money.billing.periods import Month
 from loramux_api.bodies import Body
 from loramux_api.openapi import OperatorController
@@ -61,9 +61,7 @@ class AdminPricePlanController(OperatorController):
     path = "/admin/price-plans"
 
     @get(summary="List price plans")
-    async def list_plans(
-        self, catalog: NamedDependency[Catalog]
-    ) -> Listing[PricePlanObject]:
+    async def list_plans(self, catalog: NamedDependency[Catalog]) -> Listing[PricePlanObject]:
         """List every price plan by name."""
         return Listing(data=[_plan_object(plan) for plan in await catalog.plans()])
 
@@ -118,7 +116,7 @@ async def _plans_of(catalog: Catalog, tenant: Tenant) -> Listing[TenantPlanObjec
     )
 
 
-def _plan_object(plan: Plan) -> PricePlanObject:
+def _plan_object(plan: PricePlan) -> PricePlanObject:
     return PricePlanObject(
         name=plan.name,
         currency=plan.currency.code,

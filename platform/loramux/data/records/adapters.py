@@ -215,7 +215,8 @@ class AdapterRepository(TenantScoped):
             statement = statement.where(among(self._session, AdapterRow.name, names))
         if search is not None:
             statement = statement.where(AdapterRow.name.contains(search, autoescape=True))
-        return [DeletedAdapter(*row) for row in await self._session.execute(statement)]
+        rows = await self._session.execute(statement)
+        return [DeletedAdapter(*row) for row in rows]  # type: ignore[arg-type]  # the statement leaves no null
 
     async def revisions(self, adapter_id: str) -> Sequence[RevisionRow]:
         """List the adapter's kept revisions, newest first."""
