@@ -385,7 +385,7 @@ TABLES = {
 def test_actions_of_tables_are_on_the_screen_at_every_width(visit: Visit, site: Site) -> None:
     """Every button of every table lies inside the window; nothing scrolls sideways to it."""
     with site.http("all-scopes") as http:
-        files = {"file": ("questions.jsonl", json.dumps({"prompt": "a", "expected": "b"}))}
+        files = {"file": ("asked-at-every-width.jsonl", json.dumps({"prompt": "a", "expected": "b"}))}
         http.post("/v1/files", data={"purpose": "evals"}, files=files).raise_for_status()
     beyond = """() => [...document.querySelectorAll('[role=table] button')]
       .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth)
