@@ -31,6 +31,7 @@ from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings, SettingsError, load_settings
 from loramux.engine.client import EngineClient, EngineDied
+from loramux.money.billing.catalog import Catalog
 from loramux.money.limits.limits import Limits
 from loramux.server.platform import Platform, open_platform
 from loramux.server.programs import Programs, open_programs
@@ -80,6 +81,11 @@ def operators(request: AnyRequest) -> Tenants:
     return platform_of(request).tenants.as_operator(principal_of(request))
 
 
+def catalog(request: AnyRequest) -> Catalog:
+    """Price plans, changed as the operator."""
+    return Catalog(platform_of(request).database, operators(request).changes)
+
+
 def _part(of: Callable[[AnyRequest], object], name: str) -> Callable[[AnyRequest], Any]:
     def part(request: AnyRequest) -> Any:
         return getattr(of(request), name)
@@ -107,7 +113,10 @@ PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", 
 """Attributes of `Programs`, likewise."""
 PROVIDERS: dict[str, Callable[..., Any]] = {
     "database_is_reachable": database_is_reachable,
-    **{provider.__name__: provider for provider in (principal, inference, account, limits, endpoints, operators)},
+    **{
+        provider.__name__: provider
+        for provider in (principal, inference, account, limits, endpoints, operators, catalog)
+    },
     **{name: _part(platform_of, name) for name in PARTS},
     **{name: _part(_programs_of, name) for name in PROGRAMS},
 }

@@ -38,6 +38,7 @@ import {
   IconMessages,
   IconMoon,
   IconServer2,
+  IconStairs,
   IconStack2,
   IconSun,
   IconUsers,
@@ -64,7 +65,9 @@ const People = lazy(() => import("./pages/people"));
 const Plan = lazy(() => import("./pages/plan"));
 const Playground = lazy(() => import("./pages/playground"));
 const System = lazy(() => import("./pages/system"));
+const Tenant = lazy(() => import("./pages/tenant"));
 const Tenants = lazy(() => import("./pages/tenants"));
+const Tiers = lazy(() => import("./pages/tiers"));
 const Usage = lazy(() => import("./pages/usage"));
 const Webhooks = lazy(() => import("./pages/webhooks"));
 
@@ -91,9 +94,14 @@ const CUSTOMER: Place[] = [
 const OPERATOR: Place[] = [
   { path: "/operator", label: "System", icon: IconServer2, scope: "operator" },
   { path: "/operator/tenants", label: "Tenants", icon: IconBuilding, scope: "operator" },
+  { path: "/operator/tiers", label: "Tiers", icon: IconStairs, scope: "operator" },
   { path: "/operator/ledger", label: "Ledger and sinks", icon: IconBook2, scope: "operator" },
   { path: "/operator/plan", label: "Planner", icon: IconCalculator, scope: "operator" },
 ];
+
+/** Pages with pages below them. */
+const PARENTS = ["/adapters", "/operator/tenants"];
+const LANDED = "loramux-landed";
 
 export function App() {
   const session = useSessionQuery();
@@ -101,6 +109,7 @@ export function App() {
     return (
       <SessionProvider key={session.data.id} session={session.data}>
         <Router base="/console">
+          <Landing />
           <Shell />
         </Router>
       </SessionProvider>
@@ -114,6 +123,18 @@ export function App() {
     );
   }
   return session.data === null ? <SignIn /> : <Waiting />;
+}
+
+/** An operator that arrives at the root lands on the System page: once a session, so that the overview stays within reach. */
+function Landing() {
+  const { session, isOperator, viewing } = useSession();
+  const [location, navigate] = useLocation();
+  useEffect(() => {
+    const isFirst = sessionStorage.getItem(LANDED) !== session.id;
+    sessionStorage.setItem(LANDED, session.id);
+    if (isFirst && isOperator && viewing === null && location === "/") navigate("/operator", { replace: true });
+  }, []); // only at the arrival
+  return null;
 }
 
 function Waiting() {
@@ -132,7 +153,7 @@ function Shell() {
   return (
     <AppShell
       header={{ height: 56 }}
-      navbar={{ width: 248, breakpoint: "sm", collapsed: { mobile: !opened } }}
+      navbar={{ width: 248, breakpoint: "md", collapsed: { mobile: !opened } }}
       padding={{ base: "md", sm: "xl" }}
     >
       <a className="skip" href="#main">
@@ -141,7 +162,7 @@ function Shell() {
       <AppShell.Header>
         <Group h="100%" px="md" justify="space-between" wrap="nowrap">
           <Group gap="sm" wrap="nowrap">
-            <Burger opened={opened} onClick={toggle} hiddenFrom="sm" size="sm" aria-label="Navigation" />
+            <Burger opened={opened} onClick={toggle} hiddenFrom="md" size="sm" aria-label="Navigation" />
             <Link href="/" className="row-link">
               <Group gap={8} wrap="nowrap">
                 <img src="/console/icon.svg" width={26} height={26} alt="" />
@@ -189,6 +210,8 @@ function Pages() {
       <Route path="/activity" component={Activity} />
       <Route path="/operator" component={System} />
       <Route path="/operator/tenants" component={Tenants} />
+      <Route path="/operator/tenants/:name">{({ name }) => <Tenant key={name} name={name} />}</Route>
+      <Route path="/operator/tiers" component={Tiers} />
       <Route path="/operator/ledger" component={Ledger} />
       <Route path="/operator/plan" component={Plan} />
       <Route>
@@ -219,7 +242,7 @@ function Navigation() {
 
 function Entry({ place }: { place: Place }) {
   const [location] = useLocation();
-  const isHere = location === place.path || (place.path === "/adapters" && location.startsWith("/adapters/"));
+  const isHere = location === place.path || (PARENTS.includes(place.path) && location.startsWith(`${place.path}/`));
   return (
     <NavLink
       component={Link}
@@ -228,6 +251,7 @@ function Entry({ place }: { place: Place }) {
       active={isHere}
       aria-current={isHere ? "page" : undefined}
       leftSection={<place.icon size={18} stroke={1.7} aria-hidden />}
+      py={6}
       fw={isHere ? 600 : 450}
       style={{ borderRadius: "var(--mantine-radius-md)" }}
     />

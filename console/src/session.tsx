@@ -102,3 +102,16 @@ export function useModelNames(search: string): string[] {
   });
   return (models.data?.data ?? []).map((model) => model.id);
 }
+
+/** Names of keys and members by id, as far as the session may read them; another id stays as it is. */
+export function useActors(): (id: string) => string {
+  const { session, viewing } = useSession();
+  const sees = (scope: string) => viewing !== null || session.scopes.includes(scope);
+  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), enabled: sees("keys"), retry: false });
+  const members = useQuery({ queryKey: ["members"], queryFn: () => unwrap(api.GET("/v1/members")), enabled: sees("members"), retry: false });
+  const names = new Map([
+    ...(keys.data?.data ?? []).map((key) => [key.id, `key ${key.name}`] as const),
+    ...(members.data?.data ?? []).map((member) => [member.id, member.subject] as const),
+  ]);
+  return (id) => names.get(id) ?? id;
+}

@@ -61,7 +61,14 @@ export const theme = createTheme({
   cursorType: "pointer",
   components: {
     Card: Card.extend({ defaultProps: { withBorder: true, padding: "lg", radius: "md" } }),
-    Badge: Badge.extend({ defaultProps: { variant: "light", radius: "sm", tt: "none", fw: 550 } }),
+    // A badge says all that it has to say: it grows, and never cuts a word.
+    Badge: Badge.extend({
+      defaultProps: { variant: "light", radius: "sm", tt: "none", fw: 550 },
+      styles: {
+        root: { height: "auto", minHeight: "var(--badge-height)", maxWidth: "100%", overflow: "visible" },
+        label: { whiteSpace: "normal", overflow: "visible", overflowWrap: "break-word" },
+      },
+    }),
     Button: Button.extend({ defaultProps: { fw: 550 } }),
     Modal: Modal.extend({
       defaultProps: { centered: true, radius: "lg", overlayProps: { backgroundOpacity: 0.45 }, closeButtonProps: { "aria-label": "Close" } },

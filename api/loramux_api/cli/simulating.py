@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
-from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Planner, Trial
+from loramux.simulator.plan_report import figures_of, settings_of
+from loramux.simulator.planner import Goals, Plan, Planner, Trial
 from loramux.simulator.report import SimulationReport, plot_report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, model_of, scenario_names
 from loramux.simulator.simulation import Simulation
@@ -156,7 +157,7 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
             raise ScenarioError(f"--tensor-parallel-size: {error}") from error
         device = device.of_rank(tensor_parallel_size)
     found = _search(Planner(device, shape, read_workload(workload), goals))
-    put(as_json, found, _toml(found, gpu, kv_cache_dtype))
+    put(as_json, found, f"{figures_of(found, gpu)}\n{settings_of(found, kv_cache_dtype)}")
 
 
 def _search(planner: Planner) -> Plan:
@@ -172,42 +173,3 @@ def _search(planner: Planner) -> Plan:
             )
 
         return planner.plan(show)
-
-
-def _toml(found: Plan, gpu: str, kv_cache_dtype: str) -> str:
-    best, goals, ranks = found.recommended, found.goals, found.memory.num_ranks
-    shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
-    gpus = best.settings.gpus if DEVICES[gpu].is_shared_by_ranks else best.settings.gpus * ranks
-    verdict = "met" if found.goals_met else "NOT met by any candidate; this one is closest"
-    return "\n".join(
-        [
-            f"# GPUs: {gpus} x {gpu}. {len(found.tried)} simulations.",
-            *_rank_lines(found, gpu),
-            f"# Goals (P99: first token {goals.ttft_ms:g} ms, inter-token {goals.itl_ms:g} ms): {verdict}.",
-            f"# First token   p50 {best.ttft_ms_p50:,.1f} ms, p99 {best.ttft_ms_p99:,.1f} ms",
-            f"# Inter-token   p50 {best.itl_ms_p50:,.1f} ms, p99 {best.itl_ms_p99:,.1f} ms",
-            f"# Preemptions   {best.preemption_rate:.2%} of requests",
-            f"# Pool in use   {best.pool_use:.0%}; adapters resident on a GPU: {best.adapters_resident}",
-            f"# Class shares  {shares}",
-            f"# Cost          ${best.dollars_per_million_tokens:.3f} per million tokens",
-            f"# Throughput    {best.tokens_per_s:,.0f} tokens/s, prompt and output together",
-            "[engine]",
-            f"max_num_batched_tokens = {best.settings.max_num_batched_tokens}",
-            f"max_num_seqs = {best.settings.max_num_seqs}",
-            f"block_size = {best.settings.block_size}",
-            *([f'kv_cache_dtype = "{kv_cache_dtype}"'] if kv_cache_dtype != "auto" else []),
-            *([f"tensor_parallel_size = {ranks}"] if ranks > 1 else []),
-        ]
-    )
-
-
-def _rank_lines(found: Plan, gpu: str) -> list[str]:
-    memory = found.memory
-    where = f"on each of an engine's {memory.num_ranks} ranks" if memory.num_ranks > 1 else "on each"
-    lines = [
-        f"# Memory        weights {memory.weight_bytes / 1e9:.1f} GB, pool {memory.pool_bytes / 1e9:.1f} GB = "
-        f"{memory.pages:,} pages, or {memory.adapters:,} adapters of rank {ADAPTER_RANK}, {where}",
-    ]
-    if memory.num_ranks > 1 and not DEVICES[gpu].is_shared_by_ranks:
-        lines.append("# Ranks are served on CPUs only so far: on GPUs this plan cannot be run yet.")
-    return lines

@@ -15,6 +15,7 @@ from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import etag
 from loramux.catalog.uploads.sessions import UploadSessions
 from loramux.common.identity import Principal
+from loramux.common.units import SECOND
 from loramux.serving.adapters import AdapterService
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
@@ -25,6 +26,7 @@ from loramux_api.parameters import (
     CHANGING,
     NAMED,
     OneAdapterController,
+    PageLimit,
     RevisionQuery,
     VersionQuery,
     at,
@@ -39,6 +41,7 @@ from loramux_api.schemas.adapters import (
     AliasObject,
     AliasVersionObject,
     Deleted,
+    DeletedAdapterObject,
     GrantObject,
     PromoteBody,
     RevisionObject,
@@ -183,6 +186,38 @@ class AdapterController(ApiController):
     ) -> Response[Adapter]:
         """Point an alias, by default `default`, at one revision alone."""
         return tagged(await adapters.aliases.promote(principal, adapter, data.revision, data.alias, preconditions))
+
+
+class DeletedAdapterController(ApiController):
+    """Deletions that can be undone."""
+
+    path = "/v1/deleted_adapters"
+    tags = ("Adapters",)
+
+    @get(guards=[requires("read")], summary="List deleted adapters")
+    async def list_deleted(
+        self,
+        principal: NamedDependency[Principal],
+        adapters: NamedDependency[AdapterService],
+        limit: PageLimit = 100,
+        search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
+    ) -> Listing[DeletedAdapterObject]:
+        """List your deleted adapters that can be restored, the newest deletion first.
+
+        `search`: only those with this text in their name.
+        """
+        found = await adapters.queries.deleted(principal, limit, search and search.lower())
+        return Listing(
+            data=[
+                DeletedAdapterObject(
+                    name=f"{principal.tenant_name}/{one.name}",
+                    deleted_at=one.deleted_at // SECOND,
+                    undo_until=one.purge_at // SECOND,
+                    revisions=one.revisions,
+                )
+                for one in found
+            ]
+        )
 
 
 class RevisionController(OneAdapterController):

@@ -11,11 +11,13 @@ import math
 import os
 import sys
 import tempfile
+import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
-from litestar import get, post
+from litestar import delete, get, post
 from litestar.datastructures import State
 from litestar.params import JSONBody
 from msgspec import Meta
@@ -23,8 +25,10 @@ from msgspec import Meta
 from loramux.common.errors import LoramuxError
 from loramux.serving.errors import InvalidRequest
 from loramux.simulator.hardware import DEVICES, MODELS
+from loramux.simulator.plan_report import PlanReason, reason_of, settings_of
 from loramux.simulator.planner import Plan, Trial
-from loramux_api.bodies import Body
+from loramux_api.answering import run_while_connected
+from loramux_api.bodies import AnyRequest, Body
 from loramux_api.openapi import OperatorController
 
 MAX_SECONDS = 90
@@ -58,18 +62,39 @@ class TrialObject(msgspec.Struct, kw_only=True):
     max_num_batched_tokens: int
     max_num_seqs: int
     block_size: int
+    class_shares: list[float]
+    """interactive : standard : batch."""
+    ttft_ms_p50: float
     ttft_ms_p99: float
+    itl_ms_p50: float
     itl_ms_p99: float
+    preemption_rate: float
+    """Share of the requests that gave their pages up."""
     pool_use: float
+    adapters_resident: int
+    """The most that one GPU's pool held at once."""
+    simulated: int
+    """GPUs that were simulated: one, with its part of the traffic, or all of them behind the router."""
     tokens_per_s: float
     dollars_per_million_tokens: float
 
 
+class GoalsObject(msgspec.Struct, kw_only=True):
+    """Latencies that the plan must keep; P99, in milliseconds."""
+
+    ttft_ms: float
+    itl_ms: float
+
+
 class PlanObject(msgspec.Struct, kw_only=True):
-    """The recommendation, and all that was tried for it."""
+    """The recommendation, the reason for it, and all that was tried for it."""
 
     object: Literal["plan"] = "plan"
+    goals: GoalsObject
     goals_met: bool
+    reason: PlanReason
+    settings: str
+    """The recommended settings as a part of the settings file, TOML."""
     recommended: TrialObject
     tried: list[TrialObject]
 
@@ -80,6 +105,16 @@ class PlanChoices(msgspec.Struct, kw_only=True):
     object: Literal["plan.choices"] = "plan.choices"
     gpus: list[str]
     models: list[str]
+    running_since: int | None
+    """Start of the search that runs now, in Unix seconds; null: none runs."""
+
+
+class PlanCancelled(msgspec.Struct, kw_only=True):
+    """The answer to a cancellation."""
+
+    object: Literal["plan.cancelled"] = "plan.cancelled"
+    cancelled: bool
+    """False: no search was running."""
 
 
 class AdminPlanController(OperatorController):
@@ -88,26 +123,36 @@ class AdminPlanController(OperatorController):
     path = "/admin/plan"
 
     @get(summary="Choices of a plan")
-    async def choices(self) -> PlanChoices:
-        """Return the devices and models that a plan can be made for."""
-        return PlanChoices(gpus=list(DEVICES), models=list(MODELS))
+    async def choices(self, state: State) -> PlanChoices:
+        """Return the devices and models that a plan can be made for, and whether a search runs."""
+        what_if: WhatIf = state.what_if
+        return PlanChoices(gpus=list(DEVICES), models=list(MODELS), running_since=what_if.running_since)
 
     @post(status_code=200, summary="Make a plan")
-    async def plan(self, data: JSONBody[PlanBody], state: State) -> PlanObject:
+    async def plan(self, data: JSONBody[PlanBody], request: AnyRequest, state: State) -> PlanObject:
         """Simulate the workload on more and more GPUs until the goals are kept, then tune. It takes up to 90 seconds.
 
-        One plan at a time: 429 while another one is searched.
+        One plan at a time: 429 while another one is searched. DELETE, or closing the connection, ends the search.
         """
         for field, value, known in (("gpu", data.gpu, DEVICES), ("model", data.model, MODELS)):
             if value not in known:
                 raise InvalidRequest(f"'{field}' is one of {', '.join(known)}.", field=field)
         what_if: WhatIf = state.what_if
-        return _plan_object(await what_if.plan(data))
+        return _plan_object(await run_while_connected(request, what_if.plan(data)))
+
+    @delete(status_code=200, summary="Cancel a plan")
+    async def cancel(self, state: State) -> PlanCancelled:
+        """End the search that runs, whoever has asked for it: its caller gets 409."""
+        what_if: WhatIf = state.what_if
+        return PlanCancelled(cancelled=what_if.cancel())
 
 
 def _plan_object(plan: Plan) -> PlanObject:
     return PlanObject(
+        goals=GoalsObject(ttft_ms=plan.goals.ttft_ms, itl_ms=plan.goals.itl_ms),
         goals_met=plan.goals_met,
+        reason=reason_of(plan),
+        settings=settings_of(plan),
         recommended=_trial_object(plan.recommended),
         tried=[_trial_object(trial) for trial in plan.tried],
     )
@@ -120,9 +165,15 @@ def _trial_object(trial: Trial) -> TrialObject:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_num_seqs=settings.max_num_seqs,
         block_size=settings.block_size,
+        class_shares=list(settings.class_shares),
+        ttft_ms_p50=trial.ttft_ms_p50,
         ttft_ms_p99=trial.ttft_ms_p99,
+        itl_ms_p50=trial.itl_ms_p50,
         itl_ms_p99=trial.itl_ms_p99,
+        preemption_rate=trial.preemption_rate,
         pool_use=trial.pool_use,
+        adapters_resident=trial.adapters_resident,
+        simulated=trial.simulated,
         tokens_per_s=trial.tokens_per_s,
         dollars_per_million_tokens=trial.dollars_per_million_tokens,
     )
@@ -132,7 +183,7 @@ class PlanRuns(LoramuxError):
     """Another plan is being searched."""
 
     code = "plan_under_way"
-    status = 429
+    status = HTTPStatus.TOO_MANY_REQUESTS
     retry_after = 5
 
 
@@ -142,21 +193,46 @@ class PlanFailed(LoramuxError):
     code = "no_plan"
 
 
+class SearchCancelled(LoramuxError):
+    """The search was ended before it found a plan."""
+
+    code = "plan_cancelled"
+    status = HTTPStatus.CONFLICT
+
+
 class WhatIf:
-    """Plans for operators."""
+    """Plans for operators, one at a time."""
 
     def __init__(self) -> None:
-        self._running = asyncio.Lock()
+        self._search: asyncio.Task[Plan] | None = None
+        self.running_since: int | None = None
+        """Start of the search that runs now, in Unix seconds."""
 
     async def plan(self, asked: PlanBody) -> Plan:
-        """Search for the fewest GPUs that keep the goals. Raises PlanRuns, PlanFailed."""
-        if self._running.locked():
-            raise PlanRuns("another plan is being searched; it takes at most a minute and a half")
-        async with self._running:
-            with tempfile.TemporaryDirectory(prefix="loramux-plan-") as folder:
-                file = Path(folder) / "workload.toml"
-                await asyncio.to_thread(file.write_text, _described(asked))
-                return await _searched(file, asked)
+        """Search for the fewest GPUs that keep the goals. Raises PlanRuns, PlanFailed, SearchCancelled."""
+        if self._search is not None:
+            raise PlanRuns("another plan is being searched; wait a minute and a half at most, or cancel it")
+        search = self._search = asyncio.ensure_future(_search(asked))
+        self.running_since = int(time.time())
+        try:
+            await asyncio.wait([search])
+        finally:
+            search.cancel()  # the caller has left
+            self._search = self.running_since = None
+        if search.cancelled():
+            raise SearchCancelled("the search was cancelled; ask again for a plan")
+        return search.result()
+
+    def cancel(self) -> bool:
+        """End the search that runs; return whether one did."""
+        return self._search is not None and self._search.cancel()
+
+
+async def _search(asked: PlanBody) -> Plan:
+    with tempfile.TemporaryDirectory(prefix="loramux-plan-") as folder:
+        file = Path(folder) / "workload.toml"
+        await asyncio.to_thread(file.write_text, _described(asked))
+        return await _searched(file, asked)
 
 
 def _described(asked: PlanBody) -> str:

@@ -15,7 +15,7 @@ from loramux.common.settings.file import Settings
 from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.money.billing.costs import CostPage, CostsQuery
 from loramux.money.billing.service import BillingService
-from loramux.money.exports.invoice_render import InvoiceFormat, write_invoice
+from loramux.money.exports.invoice_render import InvoiceFormat, PrintedInvoice, print_invoice, write_invoice
 from loramux.money.pricing import encode_money
 from loramux.money.usage.query import UsagePage, UsageQuery
 from loramux.money.usage.service import UsageService
@@ -182,6 +182,18 @@ class InvoiceController(ApiController):
         content = await asyncio.to_thread(write_invoice, made, format, settings.billing)
         named = {"Content-Disposition": f'inline; filename="{made.id}.{format}"'}
         return Response(content, media_type=MEDIA_TYPES[format], headers=named)
+
+    @get("/{month:str}/printed", summary="Invoice as texts")
+    async def printed(
+        self,
+        month: FromPath[str],
+        principal: NamedDependency[Principal],
+        billing: NamedDependency[BillingService],
+        settings: NamedDependency[Settings],
+    ) -> PrintedInvoice:
+        """Return the texts of the same invoice's PDF: quantities and prices with their units, the tax with its rate."""
+        made = await billing.own_invoice(principal, month)
+        return await asyncio.to_thread(print_invoice, made, settings.billing)
 
 
 class RequestController(ApiController):

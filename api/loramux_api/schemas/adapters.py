@@ -161,6 +161,18 @@ class Deleted(msgspec.Struct, kw_only=True):
     deleted: bool = True
 
 
+class DeletedAdapterObject(msgspec.Struct, kw_only=True):
+    """A deleted adapter, which `POST /v1/adapters/{name}/undelete` restores until `undo_until`."""
+
+    object: Literal["adapter.deleted"] = "adapter.deleted"
+    name: str
+    """`tenant/adapter`."""
+    deleted_at: int
+    undo_until: int
+    revisions: int
+    """Revisions that come back with it."""
+
+
 class PromoteBody(Body, kw_only=True):
     """The one revision that becomes an alias's only target."""
 

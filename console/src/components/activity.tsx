@@ -32,7 +32,7 @@ export function Timeline({ steps }: { steps: StepObject[] }) {
         </Text>
         <SegmentedControl size="xs" data={KINDS} value={kind} onChange={setKind} aria-label="Divide the steps by" />
       </Group>
-      <Suspense fallback={<Skeleton height={180} aria-label="Loading" />}>
+      <Suspense fallback={<Skeleton height={180} role="img" aria-label="Loading" />}>
         <TimeBars label="Timeline of steps" hourly height={180} points={points} />
       </Suspense>
     </div>
@@ -93,7 +93,6 @@ export function Next({ evictable }: { evictable: ActivityObject["evictable"] }) 
           label="What leaves the pool next"
           rows={evictable.map((one, place) => ({ ...one, place }))}
           keyOf={(one) => `${one.place}`}
-          minWidth={620}
           columns={[
             { title: "", width: 40, number: true, cell: (one) => one.place + 1 },
             { title: "What", width: 260, cell: (one) => <Held kind={one.kind} model={one.model} /> },

@@ -1,5 +1,6 @@
 // Stacked bars over time, and the same figures as a table for readers without the picture.
 import { Box, useComputedColorScheme, useMantineTheme, VisuallyHidden } from "@mantine/core";
+import { useMediaQuery } from "@mantine/hooks";
 import { BarController, BarElement, CategoryScale, Chart, Legend, LinearScale, Tooltip } from "chart.js";
 import { useEffect, useRef } from "react";
 import * as format from "../format";
@@ -13,6 +14,8 @@ const MOST_SERIES = COLORS.length;
 const OTHERS = "others";
 /** Longer names lose their middle in the legend: revisions of one adapter differ at the end. */
 const LEGEND_CHARACTERS = 40;
+/** Pixels of one line of the legend; on a narrow screen each name has its own. */
+const LEGEND_LINE = 22;
 /** Below it, labels have seconds: minutes would repeat. */
 const SHORT_SECONDS = 600;
 
@@ -34,6 +37,8 @@ export default function TimeBars({ label, points, hourly, height = 260, show = f
   const chart = useRef<Chart<"bar"> | null>(null);
   const theme = useMantineTheme();
   const isDark = useComputedColorScheme("light") === "dark";
+  const isNarrow = useMediaQuery("(max-width: 36em)");
+  const legend = isNarrow ? seriesOf(points).length * LEGEND_LINE : 0;
 
   useEffect(() => {
     const made = new Chart(canvas.current!, { type: "bar", data: { labels: [], datasets: [] } });
@@ -86,7 +91,7 @@ export default function TimeBars({ label, points, hourly, height = 260, show = f
 
   return (
     <Box component="figure" m={0} aria-label={label}>
-      <Box h={height} pos="relative" aria-hidden>
+      <Box h={height + legend} pos="relative" aria-hidden>
         <canvas ref={canvas} />
       </Box>
       <VisuallyHidden>

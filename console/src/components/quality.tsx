@@ -1,12 +1,12 @@
 // What keeps a release honest: its policy, its guard, and the evaluations of its revisions.
-import { Anchor, Badge, Button, Group, Modal, NumberInput, Select, Stack, Switch, Text } from "@mantine/core";
+import { Anchor, Badge, Button, Group, NumberInput, Select, Stack, Switch, Text } from "@mantine/core";
 import { useDisclosure } from "@mantine/hooks";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { Link } from "wouter";
-import { api, unwrap, type EvaluationObject, type GuardObject, type PolicyObject, type RevisionObject } from "../api/client";
+import { api, unwrap, type EvaluationObject, type GuardObject, type PolicyCheck, type PolicyObject, type RevisionObject } from "../api/client";
 import * as format from "../format";
-import { complain, DataTable, Loaded, report, Section, State, When } from "./ui";
+import { complain, DataTable, Dialog, Loaded, report, Section, State, When } from "./ui";
 
 /** The guard of an alias, and the policy that promotions must pass. */
 export function Protection({ name, alias, candidate, mayChange }: { name: string; alias: string; candidate: number; mayChange: boolean }) {
@@ -86,10 +86,10 @@ type Demands = Record<keyof typeof DEMANDS, number | string>;
 
 /** The rules that are numbers, in the units of their fields: shares are percent here. */
 const DEMANDS = {
-  min_requests: { label: "Answered requests, at least", unit: "", percent: false },
+  min_requests: { label: "Answered requests, at least", unit: " requests", percent: false },
   max_error_rate: { label: "Failed requests, at most", unit: " %", percent: true },
   max_first_token_p99_seconds: { label: "First token of 99 in 100 requests, within", unit: " s", percent: false },
-  min_tokens_per_second: { label: "Tokens per second, at least", unit: "", percent: false },
+  min_tokens_per_second: { label: "Speed of an answer, at least", unit: " tokens/s", percent: false },
 } as const;
 
 function PolicyEditor({ name, alias, policy, onClose }: { name: string; alias: string; policy: PolicyObject["policy"]; onClose: () => void }) {
@@ -109,7 +109,6 @@ function PolicyEditor({ name, alias, policy, onClose }: { name: string; alias: s
     await acting;
     await queries.invalidateQueries({ queryKey: ["adapter", name, "policy"] });
     report(message);
-    onClose();
   }
   const save = () => {
     const numbers = names.filter((one) => demands[one] !== "").map((one) => [one, Number(demands[one]) / (DEMANDS[one].percent ? 100 : 1)]);
@@ -117,59 +116,74 @@ function PolicyEditor({ name, alias, policy, onClose }: { name: string; alias: s
     const body = { policy: { ...Object.fromEntries(numbers), ...(evaluation && { evaluation }) } };
     return done(unwrap(api.PUT("/v1/adapters/{name}/aliases/{alias}/policy", { params: { path }, body })), "The policy is asked before the alias moves");
   };
-  const remove = () => done(unwrap(api.DELETE("/v1/adapters/{name}/aliases/{alias}/policy", { params: { path } })), "The alias moves as it is told");
+  const remove = () =>
+    done(unwrap(api.DELETE("/v1/adapters/{name}/aliases/{alias}/policy", { params: { path } })), "The alias moves as it is told").then(onClose);
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>Release policy of {alias}</Text>}>
-      <Stack>
-        <Text size="sm">
-          A revision takes most of the alias's requests only where it has shown this, in the last 30 days. A smaller share, a canary, is always allowed.
-        </Text>
-        {names.map((one) => (
-          <NumberInput
-            key={one}
-            label={DEMANDS[one].label}
-            placeholder="not demanded"
-            suffix={DEMANDS[one].unit}
-            min={0}
-            max={DEMANDS[one].percent ? 100 : undefined}
-            allowDecimal={one !== "min_requests"}
-            thousandSeparator=","
-            value={demands[one]}
-            onChange={(value) => setDemands((before) => ({ ...before, [one]: value }))}
-          />
-        ))}
-        <Switch label="Its newest evaluation must not find it worse" checked={evaluates} onChange={(event) => setEvaluates(event.currentTarget.checked)} />
-        {evaluates && (
-          <Group grow>
-            <NumberInput label="Questions, at least" min={1} allowDecimal={false} value={questions} onChange={setQuestions} />
-            <NumberInput label="May be worse by" suffix=" %" min={0} max={100} value={margin} onChange={setMargin} />
-          </Group>
-        )}
-        <Group justify="space-between">
-          {policy === null ? (
-            <span />
-          ) : (
-            <Button variant="default" c="red" onClick={() => void remove().catch(complain)}>
-              Remove the policy
-            </Button>
-          )}
-          <Button disabled={isEmpty} onClick={() => void save().catch(complain)}>
-            Save
+    <Dialog
+      title={`Release policy of ${alias}`}
+      submit="Save"
+      disabled={isEmpty}
+      act={save}
+      onClose={onClose}
+      extra={
+        policy !== null && (
+          <Button variant="default" c="red" onClick={() => void remove().catch(complain)}>
+            Remove the policy
           </Button>
+        )
+      }
+    >
+      <Text size="sm">
+        A revision takes most of the alias's requests only if it has shown this, in the last 30 days. A smaller share, a canary, is always allowed.
+      </Text>
+      {names.map((one) => (
+        <NumberInput
+          key={one}
+          label={DEMANDS[one].label}
+          placeholder="not demanded"
+          suffix={DEMANDS[one].unit}
+          min={0}
+          max={DEMANDS[one].percent ? 100 : undefined}
+          allowDecimal={one !== "min_requests"}
+          thousandSeparator=","
+          value={demands[one]}
+          onChange={(value) => setDemands((before) => ({ ...before, [one]: value }))}
+        />
+      ))}
+      <Switch label="Its newest evaluation must not find it worse" checked={evaluates} onChange={(event) => setEvaluates(event.currentTarget.checked)} />
+      {evaluates && (
+        <Group grow align="flex-start">
+          <NumberInput label="Questions, at least" suffix=" questions" min={1} allowDecimal={false} value={questions} onChange={setQuestions} />
+          <NumberInput label="May be worse by" description="of the score" suffix=" %" min={0} max={100} value={margin} onChange={setMargin} />
         </Group>
-      </Stack>
-    </Modal>
+      )}
+    </Dialog>
   );
 }
 
+/** The names of the rules, as a reader says them. */
+const RULES: Record<string, string> = {
+  evaluation: "Evaluation",
+  min_requests: "Answered requests",
+  max_error_rate: "Failed requests",
+  max_first_token_p99_seconds: "First token",
+  min_tokens_per_second: "Speed of an answer",
+};
+
+/** A check in words: its rule by name, and its whole numbers with separators. */
+function saidOf({ rule, message }: PolicyCheck): string {
+  const said = message.startsWith(`${rule}: `) ? message.slice(rule.length + 2) : message;
+  return `${RULES[rule] ?? rule}: ${said.replace(/(?<![.\w])\d{4,}(?![.\w])/g, (number) => format.count(Number(number)))}`;
+}
+
 function Checks({ found }: { found: PolicyObject }) {
-  return found.checks.map((check, place) => (
-    <Group key={place} gap={8} wrap="nowrap" align="flex-start">
+  return found.checks.map((check) => (
+    <Group key={check.rule} gap={8} wrap="nowrap" align="flex-start">
       <Text size="sm" c={check.passed ? "teal" : "red"} fw={700} aria-label={check.passed ? "passed" : "not passed"}>
         {check.passed ? "✓" : "✗"}
       </Text>
       <Text size="sm" className="long">
-        {check.message}
+        {saidOf(check)}
       </Text>
     </Group>
   ));
@@ -217,7 +231,6 @@ function Listing({ rows }: { rows: EvaluationObject[] }) {
       label="Evaluations"
       rows={rows}
       keyOf={(one) => one.id}
-      minWidth={720}
       columns={[
         { title: "Candidate", width: 100, cell: (one) => <b>@{one.models[0]?.split("@")[1]}</b> },
         { title: "Against", width: 90, cell: (one) => `@${one.models[1]?.split("@")[1]}` },
@@ -259,29 +272,23 @@ function Start({ name, revisions, onClose }: { name: string; revisions: Revision
     );
     await queries.invalidateQueries({ queryKey: ["adapter", name, "evaluations"] });
     report("The evaluation runs");
-    onClose();
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>Evaluate a revision</Text>}>
-      <Stack>
-        <Group grow>
-          <Select label="Candidate" data={ready} value={candidate} onChange={setCandidate} allowDeselect={false} />
-          <Select label="Against" data={ready} value={against} onChange={setAgainst} allowDeselect={false} />
-        </Group>
-        <Select
-          label="Questions"
-          description={<>A file of purpose evals. <Anchor component={Link} href="/batches" size="xs">Files</Anchor></>}
-          data={(files.data?.data ?? []).map((one) => ({ value: one.id, label: one.filename }))}
-          value={file}
-          onChange={setFile}
-        />
-        <Select label="Grader" data={["exact", "contains", "label"]} value={grader} onChange={setGrader} allowDeselect={false} />
-        <Group justify="flex-end">
-          <Button disabled={!file || !candidate || candidate === against} onClick={() => void start().catch(complain)}>
-            Evaluate
-          </Button>
-        </Group>
-      </Stack>
-    </Modal>
+    <Dialog title="Evaluate a revision" submit="Evaluate" disabled={!file || !candidate || candidate === against} act={start} onClose={onClose}>
+      <Group grow>
+        <Select label="Candidate" data={ready.map(named)} value={candidate} onChange={setCandidate} allowDeselect={false} />
+        <Select label="Against" data={ready.map(named)} value={against} onChange={setAgainst} allowDeselect={false} />
+      </Group>
+      <Select
+        label="Questions"
+        description={<>A file of purpose evals. <Anchor component={Link} href="/batches" size="xs">Files</Anchor></>}
+        data={(files.data?.data ?? []).map((one) => ({ value: one.id, label: one.filename }))}
+        value={file}
+        onChange={setFile}
+      />
+      <Select label="Grader" data={["exact", "contains", "label"]} value={grader} onChange={setGrader} allowDeselect={false} />
+    </Dialog>
   );
 }
+
+const named = (revision: string) => ({ value: revision, label: `@${revision}` });

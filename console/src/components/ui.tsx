@@ -7,6 +7,7 @@ import {
   Button,
   Card,
   Center,
+  Code,
   CopyButton,
   Group,
   Modal,
@@ -22,7 +23,7 @@ import { useDisclosure } from "@mantine/hooks";
 import { notifications } from "@mantine/notifications";
 import { IconAlertCircle, IconCheck, IconCopy, type Icon } from "@tabler/icons-react";
 import type { UseQueryResult } from "@tanstack/react-query";
-import { useEffect, type ReactNode } from "react";
+import { useEffect, useLayoutEffect, useRef, useState, type FormEvent, type ReactNode, type RefObject } from "react";
 import * as format from "../format";
 
 export function Page(properties: { title: string; about?: ReactNode; actions?: ReactNode; children: ReactNode }) {
@@ -112,32 +113,59 @@ export function Loaded<T>(properties: { query: UseQueryResult<T, Error>; height?
   const { query, height = 220, children } = properties;
   if (query.data !== undefined) return <>{children(query.data)}</>;
   if (query.error) return <Failure error={query.error} retry={() => void query.refetch()} />;
-  return <Skeleton height={height} aria-label="Loading" />;
+  return <Skeleton height={height} role="img" aria-label="Loading" />;
 }
 
 export interface Column<T> {
   title: string;
   cell: (row: T) => ReactNode;
-  /** Numbers stand at the right. */
+  /** Numbers are aligned at the right. */
   number?: boolean;
   width?: number | string;
+  /** Buttons: on a card they have a line of their own, without the title. */
+  actions?: boolean;
 }
 
+const COLUMN = { text: 150, number: 90 };
+const CARDS = "cards";
+
+/** Return whether a table is wider than its place, measured before it is painted, and until there is room for it again. */
+function useIsTooWide(place: RefObject<HTMLElement | null>): boolean {
+  const needed = useRef(0);
+  const [isTooWide, set] = useState(false);
+  useLayoutEffect(() => {
+    const measured = place.current!;
+    const measure = () => {
+      const { clientWidth, scrollWidth } = measured;
+      if (!measured.classList.contains(CARDS)) needed.current = scrollWidth > clientWidth ? scrollWidth : 0;
+      set(clientWidth < needed.current);
+    };
+    measure();
+    const observer = new ResizeObserver(measure);
+    observer.observe(measured);
+    return () => observer.disconnect();
+  });
+  return isTooWide;
+}
+
+/** A table; if its place is too narrow for it, each row is a card, so that nothing is off the edge. */
 export function DataTable<T>(properties: {
   label: string;
   columns: Column<T>[];
   rows: T[];
   keyOf: (row: T) => string;
-  minWidth?: number;
 }) {
-  const { label, columns, rows, keyOf, minWidth = 640 } = properties;
+  const { label, columns, rows, keyOf } = properties;
+  const place = useRef<HTMLDivElement>(null);
+  const isTooWide = useIsTooWide(place);
+  // The roles are written out: on cards `display` is not a table's, and the browser would drop them.
   return (
-    <Table.ScrollContainer minWidth={minWidth} scrollAreaProps={{ viewportProps: { tabIndex: 0, "aria-label": label, role: "region" } }}>
-      <Table highlightOnHover aria-label={label}>
-        <Table.Thead>
-          <Table.Tr>
+    <div ref={place} className={isTooWide ? `listing ${CARDS}` : "listing"} role="region" tabIndex={0} aria-label={label}>
+      <Table role="table" highlightOnHover aria-label={label}>
+        <Table.Thead role="rowgroup">
+          <Table.Tr role="row">
             {columns.map((column) => (
-              <Table.Th key={column.title} ta={column.number ? "right" : "left"} w={column.width}>
+              <Table.Th key={column.title} role="columnheader" ta={column.number || column.actions ? "right" : "left"} w={column.width}>
                 <Text size="xs" c="dimmed" fw={600} component="span">
                   {column.title}
                 </Text>
@@ -145,19 +173,35 @@ export function DataTable<T>(properties: {
             ))}
           </Table.Tr>
         </Table.Thead>
-        <Table.Tbody>
+        <Table.Tbody role="rowgroup">
           {rows.map((row) => (
-            <Table.Tr key={keyOf(row)}>
+            <Table.Tr key={keyOf(row)} role="row">
               {columns.map((column) => (
-                <Table.Td key={column.title} ta={column.number ? "right" : "left"} className={column.number ? "figure" : "long"} miw={column.width ?? (column.number ? 90 : 150)}>
-                  {column.cell(row)}
+                <Table.Td
+                  key={column.title}
+                  role="cell"
+                  data-title={column.actions ? undefined : column.title}
+                  ta={column.number || column.actions ? "right" : "left"}
+                  className={column.actions ? "actions" : column.number ? "figure" : "long"}
+                  miw={column.width ?? (column.number ? COLUMN.number : COLUMN.text)}
+                >
+                  <div>{column.cell(row)}</div>
                 </Table.Td>
               ))}
             </Table.Tr>
           ))}
         </Table.Tbody>
       </Table>
-    </Table.ScrollContainer>
+    </div>
+  );
+}
+
+/** The buttons of one row. */
+export function Actions({ children }: { children: ReactNode }) {
+  return (
+    <Group gap="xs" justify="flex-end" className="buttons">
+      {children}
+    </Group>
   );
 }
 
@@ -208,11 +252,7 @@ const COLORS: Record<string, string> = {
 };
 
 export function State({ value }: { value: string }) {
-  return (
-    <Badge color={COLORS[value] ?? "gray"} miw="max-content">
-      {value}
-    </Badge>
-  );
+  return <Badge color={COLORS[value] ?? "gray"}>{value}</Badge>;
 }
 
 export function When({ at }: { at: number | null | undefined }) {
@@ -286,9 +326,90 @@ export function Confirm(properties: {
   );
 }
 
+/** A form in a window: Enter sends it, a refusal stays in it, and it closes when the server has agreed. */
+export function Dialog(properties: {
+  title: string;
+  submit: string;
+  act: () => Promise<unknown>;
+  onClose: () => void;
+  /** It stays after the server has agreed: its parent shows what comes next. */
+  stays?: boolean;
+  disabled?: boolean;
+  size?: string;
+  /** A second button, such as one that removes. */
+  extra?: ReactNode;
+  children: ReactNode;
+}) {
+  const { title, submit, act, onClose, stays = false, disabled = false, size, extra, children } = properties;
+  const [refused, setRefused] = useState<string | null>(null);
+  const [isBusy, setBusy] = useState(false);
+  async function send(event: FormEvent) {
+    event.preventDefault();
+    if (disabled || isBusy) return;
+    setBusy(true);
+    setRefused(null);
+    try {
+      await act();
+      if (!stays) onClose();
+    } catch (error) {
+      setRefused(messageOf(error));
+      setBusy(false);
+    }
+  }
+  return (
+    <Modal opened onClose={onClose} title={<Text fw={600}>{title}</Text>} size={size}>
+      <form onSubmit={(event) => void send(event)} noValidate>
+        <Stack>
+          {refused && (
+            <Alert color="red" role="alert">
+              {refused}
+            </Alert>
+          )}
+          {children}
+          <Group justify="flex-end">
+            {extra && <Box mr="auto">{extra}</Box>}
+            <Button variant="default" onClick={onClose}>
+              Cancel
+            </Button>
+            <Button type="submit" disabled={disabled} loading={isBusy}>
+              {submit}
+            </Button>
+          </Group>
+        </Stack>
+      </form>
+    </Modal>
+  );
+}
+
+/** A secret that the server shows once: whole, on as many lines as it needs. */
+export function SecretDialog(properties: { title: string; secret: string; about?: string; onClose: () => void }) {
+  const { title, secret, about = "It is not stored and cannot be shown again.", onClose } = properties;
+  return (
+    <Modal opened onClose={onClose} title={<Text fw={600}>{title}</Text>} closeOnClickOutside={false} size="lg">
+      <Stack>
+        <Alert color="yellow" title="Copy the secret now">
+          {about}
+        </Alert>
+        <Group wrap="nowrap" gap="xs">
+          <Code block className="whole" flex={1} data-testid="secret">
+            {secret}
+          </Code>
+          <Copy value={secret} label="Copy the secret" />
+        </Group>
+        <Group justify="flex-end">
+          <Button onClick={onClose}>I have copied it</Button>
+        </Group>
+      </Stack>
+    </Modal>
+  );
+}
+
+function messageOf(error: unknown): string {
+  return error instanceof Error ? error.message : String(error);
+}
+
 export function complain(error: unknown) {
-  const message = error instanceof Error ? error.message : String(error);
-  notifications.show({ color: "red", title: "That did not work", message, autoClose: 12_000 });
+  notifications.show({ color: "red", title: "That did not work", message: messageOf(error), autoClose: 12_000 });
 }
 
 export function report(message: string) {

@@ -4,7 +4,7 @@ import { useInfiniteQuery } from "@tanstack/react-query";
 import { api, unwrap } from "../api/client";
 import { DataTable, Empty, Failure, Page, Section, When } from "../components/ui";
 import * as format from "../format";
-import { useSession } from "../session";
+import { useActors, useSession } from "../session";
 
 const PAGE = 50;
 
@@ -84,6 +84,7 @@ function Audit() {
     getNextPageParam: (page) => (page.data.length === PAGE ? page.data.at(-1)!.sequence : undefined),
     refetchInterval: 30_000,
   });
+  const actorOf = useActors();
   const rows = log.data?.pages.flatMap((page) => page.data) ?? [];
   if (log.error) return <Failure error={log.error} />;
   return (
@@ -92,7 +93,6 @@ function Audit() {
         label="Audit log"
         rows={rows}
         keyOf={(entry) => `${entry.sequence}`}
-        minWidth={820}
         columns={[
           { title: "Change", width: 150, cell: (entry) => <b>{entry.action}</b> },
           {
@@ -117,7 +117,7 @@ function Audit() {
               </details>
             ),
           },
-          { title: "By", cell: (entry) => <Text size="xs" ff="monospace" className="long">{entry.actor}</Text> },
+          { title: "By", cell: (entry) => actorOf(entry.actor) },
           { title: "From", cell: (entry) => entry.source },
           { title: "When", width: 140, number: true, cell: (entry) => <When at={entry.at} /> },
         ]}

@@ -1,12 +1,14 @@
-import { Anchor, Badge, Button, Code, Group, SimpleGrid, Slider, Stack, Tabs, Text } from "@mantine/core";
+import { Anchor, Autocomplete, Badge, Button, Code, Group, SimpleGrid, Stack, Tabs, Text } from "@mantine/core";
 import { useDisclosure } from "@mantine/hooks";
 import { IconUpload } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { lazy, Suspense, useState } from "react";
 import { Link, useLocation } from "wouter";
-import { api, unwrap, type Adapter as AdapterObject, type AliasObject, type RevisionObject } from "../api/client";
-import { complain, Confirm, Copy, DataTable, Figure, Loaded, Page, report, Section, State, When } from "../components/ui";
-import { Evaluations, Protection } from "../components/quality";
+import { api, unwrap, type Adapter as AdapterObject, type RevisionObject } from "../api/client";
+import { Evaluations } from "../components/quality";
+import { Release } from "../components/release";
+import { Grants, Shadow } from "../components/sharing";
+import { Actions, complain, Confirm, Copy, DataTable, Dialog, Figure, Loaded, Page, report, Section, State, When } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
 
@@ -39,7 +41,7 @@ export function Adapter({ name }: { name: string }) {
         act={async () => {
           await unwrap(api.DELETE("/v1/adapters/{name}", { params: { path } }));
           await queries.invalidateQueries();
-          report(`${name} is deleted. For a while it can be restored with "loramux adapter undelete".`);
+          report(`${name} is deleted. For a while it can be restored here`);
           navigate("/adapters");
         }}
       >
@@ -88,6 +90,8 @@ export function Adapter({ name }: { name: string }) {
           <Tabs.Tab value="revisions">Revisions</Tabs.Tab>
           <Tabs.Tab value="evaluations">Evaluations</Tabs.Tab>
           <Tabs.Tab value="metrics">Metrics</Tabs.Tab>
+          <Tabs.Tab value="shadow">Shadow</Tabs.Tab>
+          <Tabs.Tab value="sharing">Sharing</Tabs.Tab>
           <Tabs.Tab value="requests">Requests</Tabs.Tab>
         </Tabs.List>
         <Tabs.Panel value="release">
@@ -106,8 +110,8 @@ export function Adapter({ name }: { name: string }) {
           </Loaded>
         </Tabs.Panel>
         <Tabs.Panel value="revisions">
-          <Section title="Revisions" about="Immutable, newest first.">
-            <Loaded query={revisions}>{(listed) => <Revisions name={name} rows={listed.data} />}</Loaded>
+          <Section title="Revisions" about="Immutable, newest first. A deleted one can be restored for a while.">
+            <Loaded query={revisions}>{(listed) => <Revisions name={name} aliases={(adapter.data?.aliases ?? []).map((one) => one.name)} rows={listed.data} />}</Loaded>
           </Section>
         </Tabs.Panel>
         <Tabs.Panel value="evaluations">
@@ -120,6 +124,12 @@ export function Adapter({ name }: { name: string }) {
         <Tabs.Panel value="metrics">
           <Metrics name={name} />
         </Tabs.Panel>
+        <Tabs.Panel value="shadow">
+          <Loaded query={revisions}>{(listed) => <Shadow name={name} revisions={listed.data} mayChange={can("adapters")} />}</Loaded>
+        </Tabs.Panel>
+        <Tabs.Panel value="sharing">
+          <Grants name={name} mayChange={can("adapters")} />
+        </Tabs.Panel>
         <Tabs.Panel value="requests">
           <Requests name={name} isAllowed={can("usage") || viewing !== null} />
         </Tabs.Panel>
@@ -128,199 +138,35 @@ export function Adapter({ name }: { name: string }) {
   );
 }
 
-interface ReleaseProperties {
-  name: string;
-  alias: AliasObject;
-  revisions: RevisionObject[];
-  mayChange: boolean;
-}
-
-/** One alias: its targets, a canary by slider, promote, roll back, history. */
-function Release({ name, alias, revisions, mayChange }: ReleaseProperties) {
-  const queries = useQueryClient();
-  const path = { name, alias: alias.name };
-  const history = useQuery({
-    queryKey: ["adapter", name, "history", alias.name, alias.version],
-    queryFn: () => unwrap(api.GET("/v1/adapters/{name}/aliases/{alias}/history", { params: { path } })),
-  });
-  const whole = alias.targets.reduce((sum, target) => sum + target.weight, 0);
-  const targets = [...alias.targets].sort((a, b) => b.revision - a.revision);
-  const stable = targets.at(-1)!;
-  const ready = revisions.filter((revision) => revision.state === "ready").map((revision) => revision.revision);
-  const isCanary = targets.length > 1;
-  const newest = isCanary ? targets[0]!.revision : Math.max(...ready.filter((one) => one !== stable.revision), 0);
-
-  async function changed(doing: Promise<unknown>, message: string) {
-    await doing;
-    await queries.invalidateQueries({ queryKey: ["adapter"] });
-    report(message);
-  }
-  const point = (weights: { revision: number; weight: number }[], message: string) =>
-    changed(unwrap(api.PUT("/v1/adapters/{name}/aliases/{alias}", { params: { path }, body: { targets: weights } })), message);
-  const promote = (revision: number) =>
-    changed(
-      unwrap(api.POST("/v1/adapters/{name}/promote", { params: { path: { name } }, body: { revision, alias: alias.name } })),
-      `@${revision} answers alone now`,
-    );
-  const rollBack = () =>
-    changed(unwrap(api.POST("/v1/adapters/{name}/aliases/{alias}/rollback", { params: { path } })), "Rolled back");
-
-  return (
-    <Section
-      title={alias.name === DEFAULT ? "Default alias" : `Alias ${alias.name}`}
-      about={alias.name === DEFAULT ? "What requests without an alias get." : `What requests to ${name}:${alias.name} get.`}
-      actions={
-        mayChange && (
-          <Group gap="xs">
-            <Confirm label="Roll back" title="Roll back?" act={rollBack} disabled={(history.data?.data.length ?? 0) < 2} color="orange">
-              The alias gets the targets that it had before the last change.
-            </Confirm>
-            {isCanary && (
-              <Button size="xs" onClick={() => void promote(newest).catch(complain)}>
-                Promote @{newest}
-              </Button>
-            )}
-          </Group>
-        )
-      }
-    >
-      <Stack gap="md">
-        {targets.map((target) => (
-          <Share key={target.revision} revision={target.revision} part={target.weight / whole} isNew={isCanary && target.revision === newest} />
-        ))}
-        {mayChange && newest > 0 && (
-          <Canary
-            key={`${alias.version}`}
-            newest={newest}
-            stable={stable.revision}
-            now={isCanary ? Math.round((100 * targets[0]!.weight) / whole) : 0}
-            apply={(weight) =>
-              point(
-                weight === 0
-                  ? [{ revision: stable.revision, weight: 1 }]
-                  : weight === 100
-                    ? [{ revision: newest, weight: 1 }]
-                    : [
-                        { revision: stable.revision, weight: 100 - weight },
-                        { revision: newest, weight },
-                      ],
-                weight === 0 ? "The canary is taken back" : `@${newest} gets ${weight}%`,
-              )
-            }
-          />
-        )}
-        <Protection name={name} alias={alias.name} candidate={newest} mayChange={mayChange} />
-        <Loaded query={history} height={120}>
-          {(versions) => (
-            <DataTable
-              label={`History of ${alias.name}`}
-              rows={versions.data}
-              keyOf={(version) => `${version.version}`}
-              minWidth={480}
-              columns={[
-                { title: "Change", width: 80, cell: (version) => `#${version.version}` },
-                {
-                  title: "Targets",
-                  cell: (version) =>
-                    version.targets.map((target) => `@${target.revision} × ${target.weight}`).join(", ") || "removed",
-                },
-                { title: "By", cell: (version) => <Text size="sm" ff="monospace" className="long">{version.changed_by}</Text> },
-                { title: "When", width: 140, number: true, cell: (version) => <When at={version.changed_at} /> },
-              ]}
-            />
-          )}
-        </Loaded>
-      </Stack>
-    </Section>
-  );
-}
-
-function Share({ revision, part, isNew }: { revision: number; part: number; isNew: boolean }) {
-  return (
-    <Group gap="md" wrap="nowrap">
-      <Text fw={600} w={64} className="figure">
-        @{revision}
-      </Text>
-      <div style={{ flex: 1, background: "var(--mantine-color-default-border)", borderRadius: 4 }}>
-        <div
-          style={{
-            width: `${part * 100}%`,
-            minWidth: 4,
-            height: 12,
-            borderRadius: 4,
-            background: isNew ? "var(--mantine-color-orange-6)" : "var(--mantine-color-teal-6)",
-          }}
-        />
-      </div>
-      <Text w={64} ta="right" className="figure">
-        {format.share(part)}
-      </Text>
-      <Badge color={isNew ? "orange" : "teal"} w={72}>
-        {isNew ? "canary" : "stable"}
-      </Badge>
-    </Group>
-  );
-}
-
-function Canary(properties: { newest: number; stable: number; now: number; apply: (weight: number) => Promise<void> }) {
-  const { newest, stable, now, apply } = properties;
-  const [weight, setWeight] = useState(now);
-  const [isBusy, setBusy] = useState(false);
-  return (
-    <Group align="center" gap="xl" pt="xs">
-      <div style={{ flex: "1 1 280px", paddingBottom: 20 }}>
-        <Text size="sm" mb={6} id={`canary-${newest}`}>
-          Share of requests for <b>@{newest}</b>, the rest for <b>@{stable}</b>. One user always gets the same revision.
-        </Text>
-        <Slider
-          value={weight}
-          onChange={setWeight}
-          step={1}
-          label={(value) => `${value}%`}
-          marks={[0, 25, 50, 75, 100].map((value) => ({ value, label: `${value}%` }))}
-          thumbLabel={`Percent of requests for revision ${newest}`}
-        />
-      </div>
-      <Button
-        disabled={weight === now}
-        loading={isBusy}
-        onClick={() => {
-          setBusy(true);
-          void apply(weight)
-            .catch(complain)
-            .finally(() => setBusy(false));
-        }}
-      >
-        {weight === 0 ? "Take the canary back" : weight === 100 ? `Promote @${newest}` : `Give it ${weight}%`}
-      </Button>
-    </Group>
-  );
-}
-
-function Revisions({ name, rows }: { name: string; rows: RevisionObject[] }) {
+function Revisions({ name, aliases, rows }: { name: string; aliases: string[]; rows: RevisionObject[] }) {
   const { can } = useSession();
-  const queries = useQueryClient();
-  async function pin(row: RevisionObject) {
-    const params = { path: { name, revision: `${row.revision}` } };
-    await unwrap(row.pin ? api.DELETE("/v1/adapters/{name}/pins/{revision}", { params }) : api.PUT("/v1/adapters/{name}/pins/{revision}", { params }));
-    await queries.invalidateQueries({ queryKey: ["adapter"] });
-    report(row.pin ? `@${row.revision} is loaded on request again` : `@${row.revision} stays in memory until you let go of it`);
-  }
   return (
     <DataTable
       label="Revisions"
       rows={rows}
       keyOf={(row) => row.id}
-      minWidth={820}
       columns={[
-        { title: "Revision", width: 90, cell: (row) => <b>@{row.revision}</b> },
-        { title: "State", width: 100, cell: (row) => <State value={row.state} /> },
-        { title: "Aliases", cell: (row) => row.aliases.map((alias) => <Badge key={alias} mr={4} color="gray">{alias}</Badge>) },
-        { title: "Rank", number: true, width: 70, cell: (row) => format.count(row.rank) },
-        { title: "Size", number: true, width: 100, cell: (row) => format.bytes(row.size_bytes) },
+        { title: "Revision", width: 80, cell: (row) => <b>@{row.revision}</b> },
+        { title: "State", width: 90, cell: (row) => <State value={row.state} /> },
+        {
+          title: "Aliases",
+          width: 120,
+          cell: (row) => (
+            <Group gap={4}>
+              {row.aliases.map((alias) => (
+                <Badge key={alias} color="gray">
+                  {alias}
+                </Badge>
+              ))}
+              {row.pin && <Badge color="indigo">pinned</Badge>}
+            </Group>
+          ),
+        },
+        { title: "Rank", number: true, width: 60, cell: (row) => format.count(row.rank) },
+        { title: "Size", number: true, width: 80, cell: (row) => format.bytes(row.size_bytes) },
         {
           title: "Digest",
-          width: 170,
+          width: 150,
           cell: (row) => (
             <Group gap={2} wrap="nowrap">
               <Text size="xs" ff="monospace">{row.digest.slice(0, 12)}…</Text>
@@ -328,28 +174,85 @@ function Revisions({ name, rows }: { name: string; rows: RevisionObject[] }) {
             </Group>
           ),
         },
-        { title: "Uploaded", width: 130, number: true, cell: (row) => <When at={row.created_at} /> },
-        {
-          title: "Memory",
-          width: 130,
-          cell: (row) =>
-            can("adapters") && row.state === "ready" ? (
-              <Confirm
-                label={row.pin ? "Let go" : "Pin"}
-                color="teal"
-                title={row.pin ? `Let go of @${row.revision}?` : `Keep @${row.revision} in memory?`}
-                act={() => pin(row)}
-              >
-                {row.pin
-                  ? "It is then loaded on request, like any other."
-                  : "It answers without loading first. Its memory is charged until you let go of it."}
-              </Confirm>
-            ) : row.pin ? (
-              "pinned"
-            ) : null,
-        },
+        { title: "Uploaded", width: 110, number: true, cell: (row) => <When at={row.created_at} /> },
+        { title: "Action", width: 230, actions: true, cell: (row) => can("adapters") && <RevisionActions name={name} row={row} aliases={aliases} /> },
       ]}
     />
+  );
+}
+
+/** Promote, keep in memory, delete; or restore one that is deleted. */
+function RevisionActions({ name, row, aliases }: { name: string; row: RevisionObject; aliases: string[] }) {
+  const queries = useQueryClient();
+  const params = { path: { name, revision: `${row.revision}` } };
+  async function changed(doing: Promise<unknown>, message: string) {
+    await doing;
+    await queries.invalidateQueries({ queryKey: ["adapter"] });
+    report(message);
+  }
+  if (row.state === "deleted") {
+    const undelete = () => api.POST("/v1/adapters/{name}/undelete", { params: { path: { name }, query: { revision: row.revision } } });
+    return (
+      <Actions>
+        <Text size="xs" c="dimmed">
+          until {row.undo_until === null ? "it is purged" : format.date(row.undo_until)}
+        </Text>
+        <Button size="xs" variant="default" onClick={() => void changed(unwrap(undelete()), `@${row.revision} is restored`).catch(complain)}>
+          Restore
+        </Button>
+      </Actions>
+    );
+  }
+  const pin = () => (row.pin ? api.DELETE("/v1/adapters/{name}/pins/{revision}", { params }) : api.PUT("/v1/adapters/{name}/pins/{revision}", { params }));
+  const pinned = row.pin ? `@${row.revision} is loaded on request again` : `@${row.revision} stays in memory until you let go of it`;
+  return (
+    <Actions>
+      <Promote name={name} revision={row.revision} aliases={aliases} changed={changed} />
+      <Confirm
+        label={row.pin ? "Let go" : "Pin"}
+        color="teal"
+        title={row.pin ? `Let go of @${row.revision}?` : `Keep @${row.revision} in memory?`}
+        act={() => changed(unwrap(pin()), pinned)}
+      >
+        {row.pin ? "It is then loaded on request, like any other." : "It answers without loading first. Its memory is charged until you let go of it."}
+      </Confirm>
+      {row.aliases.length === 0 && (
+        <Confirm
+          label="Delete"
+          title={`Delete @${row.revision}?`}
+          act={() => changed(unwrap(api.DELETE("/v1/adapters/{name}/revisions/{revision}", { params })), `@${row.revision} is deleted. For a while it can be restored here`)}
+        >
+          It stops answering to its number; requests under way finish.
+        </Confirm>
+      )}
+    </Actions>
+  );
+}
+
+interface PromoteProperties {
+  name: string;
+  revision: number;
+  aliases: string[];
+  changed: (doing: Promise<unknown>, message: string) => Promise<void>;
+}
+
+/** Point an alias at one revision alone: an alias that exists, or a new one. */
+function Promote({ name, revision, aliases, changed }: PromoteProperties) {
+  const [isOpen, window] = useDisclosure();
+  const [alias, setAlias] = useState(DEFAULT);
+  const promote = () => api.POST("/v1/adapters/{name}/promote", { params: { path: { name } }, body: { revision, alias: alias.trim() } });
+  return (
+    <>
+      <Button size="xs" variant="default" onClick={window.open}>
+        Promote
+      </Button>
+      {isOpen && (
+        <Dialog title={`Promote @${revision}`} submit={`Promote @${revision}`} disabled={!alias.trim()} act={() => changed(unwrap(promote()), `@${revision} answers alone now`)} onClose={window.close}>
+          <Text size="sm">All requests to the alias are answered by it from now on. A release policy of the alias must be passed.</Text>
+          <Autocomplete label="Alias" description="One that exists, or a new one" data={aliases} value={alias} onChange={setAlias} />
+        </Dialog>
+      )}
+    </>
   );
 }
 
@@ -382,7 +285,6 @@ function Metrics({ name }: { name: string }) {
               label="Metrics of revisions"
               rows={found.data}
               keyOf={(row) => row.model}
-              minWidth={860}
               columns={[
                 { title: "Revision", cell: (row) => <b>@{row.model.split("@")[1]}</b> },
                 { title: "Requests", number: true, cell: (row) => format.count(row.requests) },

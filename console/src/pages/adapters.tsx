@@ -1,11 +1,11 @@
 import { Button, Group, Text, TextInput } from "@mantine/core";
 import { useDebouncedValue, useDisclosure } from "@mantine/hooks";
 import { IconSearch, IconStack2, IconUpload } from "@tabler/icons-react";
-import { keepPreviousData, useQuery } from "@tanstack/react-query";
+import { keepPreviousData, useQuery, useQueryClient } from "@tanstack/react-query";
 import { lazy, Suspense, useState } from "react";
 import { Link } from "wouter";
 import { adaptersOf, api, unwrap, type Adapter } from "../api/client";
-import { DataTable, Empty, Loaded, Page, Section, State, When } from "../components/ui";
+import { complain, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
 
@@ -88,7 +88,52 @@ export function Adapters() {
           }
         </Loaded>
       </Section>
+      <Deleted mayRestore={can("adapters")} />
     </Page>
+  );
+}
+
+/** Adapters whose deletion can be undone; nothing if there is none. */
+function Deleted({ mayRestore }: { mayRestore: boolean }) {
+  const { tenant } = useSession();
+  const queries = useQueryClient();
+  const deleted = useQuery({
+    queryKey: ["adapters", "deleted", tenant],
+    queryFn: () => unwrap(api.GET("/v1/deleted_adapters", { params: { query: { limit: PAGE } } })),
+    refetchInterval: 30_000,
+  });
+  const rows = deleted.data?.data ?? [];
+  if (rows.length === 0) return null;
+  async function restore(name: string) {
+    await unwrap(api.POST("/v1/adapters/{name}/undelete", { params: { path: { name } } }));
+    await queries.invalidateQueries({ queryKey: ["adapters"] });
+    report(`${name} is restored`);
+  }
+  return (
+    <Section title="Deleted" about="They come back with their revisions, aliases and grants, until their content is removed.">
+      <DataTable
+        label="Deleted adapters"
+        rows={rows}
+        keyOf={(one) => one.name}
+        columns={[
+          { title: "Name", cell: (one) => format.localName(one.name) },
+          { title: "Revisions", width: 90, number: true, cell: (one) => format.count(one.revisions) },
+          { title: "Deleted", width: 130, number: true, cell: (one) => <When at={one.deleted_at} /> },
+          { title: "Kept until", width: 170, number: true, cell: (one) => format.date(one.undo_until) },
+          {
+            title: "Action",
+            width: 110,
+            actions: true,
+            cell: (one) =>
+              mayRestore && (
+                <Button size="xs" variant="default" onClick={() => void restore(format.localName(one.name)).catch(complain)}>
+                  Restore
+                </Button>
+              ),
+          },
+        ]}
+      />
+    </Section>
   );
 }
 

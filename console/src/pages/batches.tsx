@@ -1,9 +1,9 @@
-import { Anchor, Button, FileButton, Group, Progress, Text } from "@mantine/core";
+import { Anchor, Button, FileButton, Progress, Text } from "@mantine/core";
 import { IconFileUpload, IconFiles } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, headersFor, refusal, unwrap, type BatchObject } from "../api/client";
-import { complain, Confirm, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
+import { Actions, complain, Confirm, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
 
@@ -72,7 +72,6 @@ function Listing({ rows }: { rows: BatchObject[] }) {
       label="Batches"
       rows={rows}
       keyOf={(batch) => batch.id}
-      minWidth={820}
       columns={[
         { title: "Batch", cell: (batch) => <><Text size="xs" ff="monospace">{batch.id}</Text>{batch.metadata && <Text size="xs" c="dimmed">{Object.entries(batch.metadata).map(([name, value]) => `${name}: ${value}`).join(", ")}</Text>}</> },
         { title: "State", width: 120, cell: (batch) => <State value={batch.status} /> },
@@ -82,9 +81,9 @@ function Listing({ rows }: { rows: BatchObject[] }) {
         {
           title: "Action",
           width: 190,
-          number: true,
+          actions: true,
           cell: (batch) => (
-            <Group gap="xs" justify="flex-end">
+            <Actions>
               {batch.output_file_id && <Download id={batch.output_file_id}>Answers</Download>}
               {batch.error_file_id && <Download id={batch.error_file_id}>Errors</Download>}
               {can("inference") && UNFINISHED.includes(batch.status) && (
@@ -99,7 +98,7 @@ function Listing({ rows }: { rows: BatchObject[] }) {
                   No further line begins; the answers so far are in the output file, and billed.
                 </Confirm>
               )}
-            </Group>
+            </Actions>
           ),
         },
       ]}
@@ -179,10 +178,10 @@ function Files() {
                 { title: "Deleted", width: 130, number: true, cell: (file) => <When at={file.expires_at} /> },
                 {
                   title: "Action",
-                  width: 250,
-                  number: true,
+                  width: 220,
+                  actions: true,
                   cell: (file) => (
-                    <Group gap="xs" justify="flex-end" wrap="nowrap">
+                    <Actions>
                       <Download id={file.id}>Save</Download>
                       {can("inference") && file.purpose === "batch" && (
                         <Confirm label="Run" color="teal" title={`Run ${file.filename} as a batch?`} act={() => run(file.id)}>
@@ -201,7 +200,7 @@ function Files() {
                           Its bytes are gone at once.
                         </Confirm>
                       )}
-                    </Group>
+                    </Actions>
                   ),
                 },
               ]}

@@ -1,36 +1,14 @@
-import { Alert, Badge, Button, Group, Select, Stack, Table, Text } from "@mantine/core";
+import { Alert, Badge, Button, Group, Select, SimpleGrid, Stack, Table, Text } from "@mantine/core";
 import { IconDownload } from "@tabler/icons-react";
 import { useQuery } from "@tanstack/react-query";
 import { useState } from "react";
-import { headersFor, read, refusal } from "../api/client";
+import { api, headersFor, refusal, unwrap, type PrintedInvoice } from "../api/client";
 import { complain, DataTable, Loaded, Page, Section } from "../components/ui";
-import * as format from "../format";
 import { useSession } from "../session";
 
-interface Line {
-  description?: string;
-  meter: string;
-  base_model: string;
-  tier: string;
-  quantity: number;
-  unit_price?: string;
-  amount: string;
-}
-
-interface Invoice {
-  id: string;
-  status: "draft" | "final";
-  period: string;
-  period_start: number;
-  period_end: number;
-  currency: string;
-  lines: Line[];
-  subtotal: string | null;
-  tax_amount: string | null;
-  total: string;
-}
-
 const MONTHS = 24;
+/** ISO 4217's "no currency": a tenant without a price plan. */
+const NO_CURRENCY = "XXX";
 
 /** The last two years' months, newest first, as the API names them. */
 function months(): { value: string; label: string }[] {
@@ -47,7 +25,7 @@ export default function Invoices() {
   const [month, setMonth] = useState(months()[0]!.value);
   const invoice = useQuery({
     queryKey: ["invoice", tenant, month],
-    queryFn: () => read<Invoice>(`/v1/organization/invoices/${month}`),
+    queryFn: () => unwrap(api.GET("/v1/organization/invoices/{month}/printed", { params: { path: { month } } })) as Promise<PrintedInvoice>,
     retry: false,
   });
   const chooser = (
@@ -68,11 +46,10 @@ export default function Invoices() {
   );
 }
 
-function Shown({ invoice, month }: { invoice: Invoice; month: string }) {
-  const amount = (text: string) => format.money(Number(text), invoice.currency);
+function Shown({ invoice, month }: { invoice: PrintedInvoice; month: string }) {
   return (
     <Section
-      title={invoice.id}
+      title={invoice.title}
       about={
         <Badge color={invoice.status === "final" ? "teal" : "yellow"} mt={4}>
           {invoice.status}
@@ -88,6 +65,11 @@ function Shown({ invoice, month }: { invoice: Invoice; month: string }) {
         </Group>
       }
     >
+      <SimpleGrid cols={{ base: 1, sm: 3 }} mb="lg">
+        <Party title="From" lines={invoice.seller} />
+        <Party title="Bill to" lines={invoice.buyer} />
+        <Party title="Dates" lines={invoice.facts.slice(1).map(([name, value]) => `${name}: ${value}`)} />
+      </SimpleGrid>
       {invoice.lines.length === 0 ? (
         <Text size="sm" c="dimmed">
           Nothing was used, or the tenant has no price plan in this month.
@@ -95,27 +77,49 @@ function Shown({ invoice, month }: { invoice: Invoice; month: string }) {
       ) : (
         <DataTable
           label="Lines"
-          rows={invoice.lines}
-          keyOf={(line) => `${line.meter} ${line.base_model} ${line.tier} ${line.amount} ${line.quantity}`}
+          rows={invoice.lines.map((line, place) => ({ ...line, place }))}
+          keyOf={(line) => `${line.place}`}
           columns={[
-            { title: "What", cell: (line) => line.meter.replaceAll("_", " ") },
-            { title: "Model", cell: (line) => line.base_model },
-            { title: "Tier", cell: (line) => line.tier },
-            { title: "Quantity", number: true, cell: (line) => format.count(Number(line.quantity)) },
-            { title: "Amount", number: true, cell: (line) => amount(line.amount) },
+            { title: "Description", cell: (line) => line.description },
+            { title: "Quantity", number: true, width: 140, cell: (line) => line.quantity },
+            { title: `Price (${invoice.currency})`, width: 200, cell: (line) => line.prices.map((price) => <div key={price}>{price}</div>) },
+            { title: `Amount (${invoice.currency})`, number: true, width: 120, cell: (line) => line.amount },
           ]}
         />
       )}
       <Stack align="flex-end" mt="md">
-        <Table w={300} withRowBorders={false} verticalSpacing={4} aria-label="Sum">
+        <Table w={340} maw="100%" withRowBorders={false} verticalSpacing={4} aria-label="Sum">
           <Table.Tbody>
-            {invoice.subtotal !== null && <Sum name="Without tax" value={amount(invoice.subtotal)} />}
-            {invoice.tax_amount !== null && <Sum name="Tax" value={amount(invoice.tax_amount)} />}
-            <Sum name="Total" value={amount(invoice.total)} isBold />
+            {invoice.totals.map(([name, amount], place) => (
+              <Sum key={name} name={name} value={`${amount} ${invoice.currency.replace(NO_CURRENCY, "")}`} isBold={place === invoice.totals.length - 1} />
+            ))}
           </Table.Tbody>
         </Table>
       </Stack>
+      {invoice.notes.map((note) => (
+        <Text key={note} size="sm" mt="sm">
+          {note}
+        </Text>
+      ))}
+      <Text size="xs" c="dimmed" mt="md" className="long">
+        {invoice.proof}
+      </Text>
     </Section>
+  );
+}
+
+function Party({ title, lines }: { title: string; lines: string[] }) {
+  return (
+    <div>
+      <Text size="xs" c="dimmed" fw={600}>
+        {title}
+      </Text>
+      {lines.map((line) => (
+        <Text key={line} size="sm" className="long">
+          {line}
+        </Text>
+      ))}
+    </div>
   );
 }
 

@@ -1,29 +1,22 @@
-import { Button, Group, Modal, NumberInput, Progress, Select, Stack, Text } from "@mantine/core";
+import { Button, Select, Text } from "@mantine/core";
 import { useDisclosure } from "@mantine/hooks";
 import { IconGauge, IconPlus } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, unwrap, type BudgetObject } from "../api/client";
-import { complain, Confirm, DataTable, Empty, Loaded, Page, report, Section } from "../components/ui";
-import * as format from "../format";
+import { BudgetForm, Budgets, labelOf, LimitForm, valueOf } from "../components/limits";
+import { Confirm, DataTable, Empty, Loaded, Page, report, Section } from "../components/ui";
 import { useSession } from "../session";
 
-const NANO = 1e9;
-const NAMES = ["requests_per_minute", "tokens_per_minute", "concurrent_requests", "queued_requests"];
+/** Only a tenant's projects, keys and members have limits that the tenant sets itself. */
+const OWN = /^(key|project|member)_/;
 
 /** What a tenant, its projects and its keys may use, and what is left of budgets. */
 export default function Limits() {
   const { can, session, viewing } = useSession();
   const [isSetting, set] = useDisclosure();
   const limits = useQuery({ queryKey: ["limits"], queryFn: () => unwrap(api.GET("/v1/limits")), refetchInterval: 30_000 });
-  const seesBudgets = viewing !== null || session.scopes.includes("billing");
-  const budgets = useQuery({
-    queryKey: ["budgets"],
-    queryFn: () => unwrap(api.GET("/v1/budgets")),
-    enabled: seesBudgets,
-    refetchInterval: 10_000,
-  });
-  const nameOf = useSubjects();
+  const { nameOf } = useSubjects();
   const action = can("limits") && (
     <Button leftSection={<IconPlus size={16} />} onClick={set.open}>
       Limit a key or project
@@ -32,25 +25,7 @@ export default function Limits() {
   return (
     <Page title="Limits" about="Requests beyond a limit get 429 with the time to wait. The operator sets the tenant's own." actions={action}>
       {isSetting && <SetLimit onClose={set.close} />}
-      {seesBudgets && (
-        <Section title="Budgets" about="Money of a period. At the end of one, requests are refused.">
-          <Loaded query={budgets} height={120}>
-            {(found) =>
-              found.data.length === 0 ? (
-                <Text size="sm" c="dimmed">
-                  No budget. Set one for a key or a project with <code>PUT /v1/budgets/SUBJECT/month</code>; it needs a price plan.
-                </Text>
-              ) : (
-                <Stack gap="lg">
-                  {found.data.map((budget) => (
-                    <Budget key={budget.id} budget={budget} name={nameOf(budget.subject)} />
-                  ))}
-                </Stack>
-              )
-            }
-          </Loaded>
-        </Section>
-      )}
+      {(viewing !== null || session.scopes.includes("billing")) && <OwnBudgets />}
       <Section title="Limits">
         <Loaded query={limits}>
           {(found) =>
@@ -66,12 +41,12 @@ export default function Limits() {
                 keyOf={(limit) => limit.subject + limit.name}
                 columns={[
                   { title: "Of", cell: (limit) => nameOf(limit.subject) },
-                  { title: "Limit", cell: (limit) => limit.name.replaceAll("_", " ") },
-                  { title: "Value", number: true, cell: (limit) => format.count(limit.value) },
+                  { title: "Limit", cell: (limit) => labelOf(limit.name) },
+                  { title: "Value", number: true, cell: valueOf },
                   {
                     title: "Action",
-                    number: true,
-                    cell: (limit) => can("limits") && /^(key|project|member)_/.test(limit.subject) && <Remove subject={limit.subject} name={limit.name} />,
+                    actions: true,
+                    cell: (limit) => can("limits") && OWN.test(limit.subject) && <RemoveLimit subject={limit.subject} name={limit.name} />,
                   },
                 ]}
               />
@@ -83,39 +58,81 @@ export default function Limits() {
   );
 }
 
-function Budget({ budget, name }: { budget: BudgetObject; name: string }) {
-  const used = (budget.spent_nano ?? 0) + (budget.held_nano ?? 0);
-  const part = budget.amount_nano > 0 ? used / budget.amount_nano : 1;
-  const color = part >= 1 ? "red" : part >= 0.8 ? "orange" : "teal";
-  const show = (nano: number) => format.money(nano / NANO, budget.currency);
+function OwnBudgets() {
+  const { can } = useSession();
+  const queries = useQueryClient();
+  const [isSetting, set] = useDisclosure();
+  const budgets = useQuery({ queryKey: ["budgets"], queryFn: () => unwrap(api.GET("/v1/budgets")), refetchInterval: 10_000 });
+  const { nameOf } = useSubjects();
+  const remove = (budget: BudgetObject) =>
+    can("billing") &&
+    OWN.test(budget.subject) && (
+      <Confirm
+        label="Remove"
+        title={`Remove the budget of ${nameOf(budget.subject)}?`}
+        act={async () => {
+          const path = { subject: budget.subject, period: budget.period };
+          await unwrap(api.DELETE("/v1/budgets/{subject}/{period}", { params: { path } }));
+          await queries.invalidateQueries({ queryKey: ["budgets"] });
+          report("The budget is removed");
+        }}
+      >
+        It no longer bounds what is spent. Invoices do not change.
+      </Confirm>
+    );
   return (
-    <div>
-      <Group justify="space-between" mb={6}>
-        <Text fw={550} className="long">
-          {name} <Text span c="dimmed" size="sm">{budget.period === "total" ? "in total" : `this ${budget.period}`}</Text>
-        </Text>
-        <Text size="sm" className="figure">
-          {show(budget.amount_nano - used)} left of {show(budget.amount_nano)}
-        </Text>
-      </Group>
-      <Progress value={Math.min(100, part * 100)} color={color} aria-label={`${name}: ${format.share(part)} used`} />
-    </div>
+    <Section
+      title="Budgets"
+      about="Money of a period. At the end of one, requests are refused."
+      actions={
+        can("billing") && (
+          <Button size="xs" leftSection={<IconPlus size={14} />} onClick={set.open}>
+            Set a budget
+          </Button>
+        )
+      }
+    >
+      {isSetting && <SetBudget onClose={set.close} />}
+      <Loaded query={budgets} height={120}>
+        {(found) =>
+          found.data.length === 0 ? (
+            <Text size="sm" c="dimmed">
+              No budget. One for a project, a key or a member bounds what it can spend.
+            </Text>
+          ) : (
+            <Budgets rows={found.data} nameOf={nameOf} actions={remove} />
+          )
+        }
+      </Loaded>
+    </Section>
   );
 }
 
+/** Whatever can have limits of its own: choices for a form, and names by id. */
 function useSubjects() {
   const { session, tenant, viewing } = useSession();
-  const sees = viewing !== null || session.scopes.includes("keys");
-  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), enabled: sees });
+  const sees = (scope: string) => viewing !== null || session.scopes.includes(scope);
+  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), enabled: sees("keys"), retry: false });
   const projects = useQuery({ queryKey: ["projects"], queryFn: () => unwrap(api.GET("/v1/projects")) });
+  const members = useQuery({ queryKey: ["members"], queryFn: () => unwrap(api.GET("/v1/members")), enabled: sees("members") });
   const names = new Map([
     ...(keys.data?.data ?? []).map((key) => [key.id, `key ${key.name}`] as const),
     ...(projects.data?.data ?? []).map((project) => [project.id, `project ${project.name}`] as const),
+    ...(members.data?.data ?? []).map((member) => [member.id, `member ${member.subject}`] as const),
   ]);
-  return (subject: string) => names.get(subject) ?? (subject.startsWith("tenant_") ? tenant : subject.replace("tier:", "tier "));
+  const nameOf = (subject: string) => names.get(subject) ?? (subject.startsWith("tenant_") ? tenant : subject.replace("tier:", "tier "));
+  const choices = [
+    { group: "Projects", items: (projects.data?.data ?? []).map((one) => ({ value: one.id, label: one.name })) },
+    {
+      group: "Keys",
+      items: (keys.data?.data ?? []).filter((one) => one.revoked_at === null).map((one) => ({ value: one.id, label: `${one.name} …${one.hint}` })),
+    },
+    { group: "Members", items: (members.data?.data ?? []).map((one) => ({ value: one.id, label: one.subject })) },
+  ].filter((group) => group.items.length > 0);
+  return { nameOf, choices };
 }
 
-function Remove({ subject, name }: { subject: string; name: string }) {
+function RemoveLimit({ subject, name }: { subject: string; name: string }) {
   const queries = useQueryClient();
   return (
     <Confirm
@@ -134,40 +151,32 @@ function Remove({ subject, name }: { subject: string; name: string }) {
 
 function SetLimit({ onClose }: { onClose: () => void }) {
   const queries = useQueryClient();
-  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), retry: false });
-  const projects = useQuery({ queryKey: ["projects"], queryFn: () => unwrap(api.GET("/v1/projects")) });
+  const { choices } = useSubjects();
   const [subject, setSubject] = useState<string | null>(null);
-  const [name, setName] = useState(NAMES[0]!);
-  const [value, setValue] = useState<number | string>("");
-  const data = [
-    { group: "Projects", items: (projects.data?.data ?? []).map((one) => ({ value: one.id, label: one.name })) },
-    {
-      group: "Keys",
-      items: (keys.data?.data ?? []).filter((one) => one.revoked_at === null).map((one) => ({ value: one.id, label: `${one.name} …${one.hint}` })),
-    },
-  ];
-  async function save() {
-    const path = { subject: subject!, name };
-    await unwrap(api.PUT("/v1/limits/{subject}/{name}", { params: { path }, body: { value: Number(value) } }));
+  async function save(name: string, value: number) {
+    await unwrap(api.PUT("/v1/limits/{subject}/{name}", { params: { path: { subject: subject!, name } }, body: { value } }));
     await queries.invalidateQueries({ queryKey: ["limits"] });
     report("The limit applies from the next request on");
-    onClose();
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>Limit a key or project</Text>}>
-      <Stack>
-        <Select label="Of" data={data} value={subject} onChange={setSubject} searchable />
-        <Select label="Limit" data={NAMES.map((one) => ({ value: one, label: one.replaceAll("_", " ") }))} value={name} onChange={(chosen) => setName(chosen ?? name)} allowDeselect={false} />
-        <NumberInput label="Value" min={0} allowDecimal={false} value={value} onChange={setValue} thousandSeparator />
-        <Group justify="flex-end">
-          <Button variant="default" onClick={onClose}>
-            Cancel
-          </Button>
-          <Button disabled={!subject || value === ""} onClick={() => void save().catch(complain)}>
-            Set the limit
-          </Button>
-        </Group>
-      </Stack>
-    </Modal>
+    <LimitForm title="Limit a key or project" everywhere disabled={!subject} save={save} onClose={onClose}>
+      <Select label="Of" data={choices} value={subject} onChange={setSubject} searchable data-autofocus />
+    </LimitForm>
+  );
+}
+
+function SetBudget({ onClose }: { onClose: () => void }) {
+  const queries = useQueryClient();
+  const { choices } = useSubjects();
+  const [subject, setSubject] = useState<string | null>(null);
+  async function save(period: string, amount_nano: number) {
+    await unwrap(api.PUT("/v1/budgets/{subject}/{period}", { params: { path: { subject: subject!, period } }, body: { amount_nano } }));
+    await queries.invalidateQueries({ queryKey: ["budgets"] });
+    report("The budget applies from the next request on");
+  }
+  return (
+    <BudgetForm title="Set a budget" disabled={!subject} save={save} onClose={onClose}>
+      <Select label="Of" data={choices} value={subject} onChange={setSubject} searchable data-autofocus />
+    </BudgetForm>
   );
 }

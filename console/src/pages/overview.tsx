@@ -69,7 +69,7 @@ function Served() {
               );
             }
             return (
-              <Suspense fallback={<Skeleton height={260} aria-label="Loading" />}>
+              <Suspense fallback={<Skeleton height={260} role="img" aria-label="Loading" />}>
                 <TimeBars label="Tokens by model and hour" points={points} hourly />
               </Suspense>
             );

@@ -1,8 +1,8 @@
-import { Alert, Button, Group, Progress, Select, SimpleGrid, Slider, Stack, Text } from "@mantine/core";
-import { useMutation, useQuery } from "@tanstack/react-query";
-import { useState } from "react";
-import { api, unwrap, type PlanObject } from "../api/client";
-import { DataTable, Figure, Loaded, Page, Section } from "../components/ui";
+import { Alert, Button, Code, Group, Select, SimpleGrid, Slider, Stack, Text } from "@mantine/core";
+import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
+import { useEffect, useRef, useState } from "react";
+import { api, unwrap, type PlanObject, type TrialObject } from "../api/client";
+import { complain, Copy, DataTable, Figure, Loaded, Page, report, Section } from "../components/ui";
 import * as format from "../format";
 
 /** Sliders: steps grow with the value. */
@@ -20,48 +20,78 @@ type Knob = (typeof KNOBS)[number]["key"];
 
 /** What-if: how many GPUs a workload needs, by simulating the server's own scheduler. */
 export default function Plan() {
-  const choices = useQuery({ queryKey: ["operator", "plan"], queryFn: () => unwrap(api.GET("/admin/plan")), staleTime: Infinity });
+  const queries = useQueryClient();
+  const queryKey = ["operator", "plan"];
+  const choices = useQuery({ queryKey, queryFn: () => unwrap(api.GET("/admin/plan")), refetchInterval: 5_000 });
   const [places, setPlaces] = useState(Object.fromEntries(KNOBS.map((knob) => [knob.key, knob.start])) as Record<Knob, number>);
   const [gpu, setGpu] = useState<string | null>(null);
   const [model, setModel] = useState<string | null>(null);
+  const asking = useRef<AbortController | null>(null);
   const plan = useMutation({
     mutationFn: () => {
+      asking.current = new AbortController();
       const values = Object.fromEntries(KNOBS.map((knob) => [knob.key, knob.values[places[knob.key]]])) as Record<Knob, number>;
-      return unwrap(api.POST("/admin/plan", { body: { ...values, gpu: gpu ?? choices.data!.gpus[0]!, model: model ?? choices.data!.models[0]! } }));
+      const body = { ...values, gpu: gpu ?? choices.data!.gpus[0]!, model: model ?? choices.data!.models[0]! };
+      return unwrap(api.POST("/admin/plan", { body, signal: asking.current.signal }));
     },
+    onSettled: () => queries.invalidateQueries({ queryKey }),
   });
+  // The server ends a search whose page is left: nothing blocks the next one.
+  useEffect(() => () => asking.current?.abort(), []);
+  async function cancel() {
+    const { cancelled } = await unwrap(api.DELETE("/admin/plan"));
+    report(cancelled ? "The search is cancelled" : "No search was running");
+    await queries.invalidateQueries({ queryKey });
+  }
   return (
     <Page title="Planner" about="How many GPUs a workload needs, and with which settings: the server's own scheduler, simulated. A question takes up to 90 seconds.">
       <Loaded query={choices}>
         {(found) => (
-          <Section title="Workload">
-            <SimpleGrid cols={{ base: 1, sm: 2 }} spacing="xl" verticalSpacing="lg">
-              <Select label="GPU" data={found.gpus} value={gpu ?? found.gpus[0]!} onChange={setGpu} allowDeselect={false} />
-              <Select label="Base model" data={found.models} value={model ?? found.models[0]!} onChange={setModel} allowDeselect={false} />
-              {KNOBS.map((knob) => (
-                <div key={knob.key}>
-                  <Text size="sm" mb={4}>
-                    {knob.label}: <b className="figure">{format.count(knob.values[places[knob.key]]!)}</b>
-                    {"unit" in knob && ` ${knob.unit}`}
-                  </Text>
-                  <Slider
-                    min={0}
-                    max={knob.values.length - 1}
-                    step={1}
-                    label={(place) => format.count(knob.values[place]!)}
-                    value={places[knob.key]}
-                    onChange={(place) => setPlaces((before) => ({ ...before, [knob.key]: place }))}
-                    thumbLabel={knob.label}
-                  />
-                </div>
-              ))}
-            </SimpleGrid>
-            <Group justify="flex-end" mt="xl">
-              <Button loading={plan.isPending} onClick={() => plan.mutate()}>
-                Make a plan
-              </Button>
-            </Group>
-          </Section>
+          <>
+            {found.running_since !== null && !plan.isPending && (
+              <Alert color="yellow" title="A search is running" role="status">
+                <Group justify="space-between">
+                  <Text size="sm">It began {format.ago(found.running_since)}, in another window or by another operator. The next one waits for its end.</Text>
+                  <Button size="xs" variant="default" onClick={() => void cancel().catch(complain)}>
+                    Cancel that search
+                  </Button>
+                </Group>
+              </Alert>
+            )}
+            <Section title="Workload">
+              <SimpleGrid cols={{ base: 1, sm: 2 }} spacing="xl" verticalSpacing="lg">
+                <Select label="GPU" data={found.gpus} value={gpu ?? found.gpus[0]!} onChange={setGpu} allowDeselect={false} />
+                <Select label="Base model" data={found.models} value={model ?? found.models[0]!} onChange={setModel} allowDeselect={false} />
+                {KNOBS.map((knob) => (
+                  <div key={knob.key}>
+                    <Text size="sm" mb={4}>
+                      {knob.label}: <b className="figure">{format.count(knob.values[places[knob.key]]!)}</b>
+                      {"unit" in knob && ` ${knob.unit}`}
+                    </Text>
+                    <Slider
+                      min={0}
+                      max={knob.values.length - 1}
+                      step={1}
+                      label={(place) => format.count(knob.values[place]!)}
+                      value={places[knob.key]}
+                      onChange={(place) => setPlaces((before) => ({ ...before, [knob.key]: place }))}
+                      thumbLabel={knob.label}
+                    />
+                  </div>
+                ))}
+              </SimpleGrid>
+              <Group justify="flex-end" mt="xl">
+                {plan.isPending && (
+                  <Button variant="default" onClick={() => void cancel().catch(complain)}>
+                    Cancel
+                  </Button>
+                )}
+                <Button loading={plan.isPending} onClick={() => plan.mutate()}>
+                  Make a plan
+                </Button>
+              </Group>
+            </Section>
+          </>
         )}
       </Loaded>
       {plan.error && (
@@ -74,34 +104,119 @@ export default function Plan() {
   );
 }
 
+const BOUND = { first_token: "the first token", inter_token: "the time between two tokens" };
+
 function Found({ plan }: { plan: PlanObject }) {
   const best = plan.recommended;
-  const worst = Math.max(...plan.tried.map((trial) => trial.ttft_ms_p99), 1);
   return (
-    <Stack>
+    <Stack gap="lg">
       <SimpleGrid cols={{ base: 2, md: 4 }}>
         <Figure label="GPUs" value={format.count(best.gpus)} note={plan.goals_met ? "the goals are kept" : "no candidate keeps the goals: this one is closest"} color={plan.goals_met ? "teal" : "red"} />
-        <Figure label="First token, P99" value={format.duration(best.ttft_ms_p99 / 1000)} />
-        <Figure label="Between tokens, P99" value={format.duration(best.itl_ms_p99 / 1000)} />
+        <Figure label="First token, P99" value={format.duration(best.ttft_ms_p99 / 1000)} note={`goal ${format.duration(plan.goals.ttft_ms / 1000)}`} />
+        <Figure label="Between tokens, P99" value={format.duration(best.itl_ms_p99 / 1000)} note={`goal ${format.duration(plan.goals.itl_ms / 1000)}`} />
         <Figure label="Cost" value={format.money(best.dollars_per_million_tokens, "USD")} note="per million tokens" />
       </SimpleGrid>
-      <Section title="Simulated" about="Each line is one simulation; the bar is the first token's P99.">
-        <DataTable
-          label="Simulations"
-          rows={plan.tried.map((trial, place) => ({ ...trial, place }))}
-          keyOf={(trial) => `${trial.place}`}
-          minWidth={720}
-          columns={[
-            { title: "GPUs", width: 70, number: true, cell: (trial) => format.count(trial.gpus) },
-            { title: "Tokens of a step", width: 110, number: true, cell: (trial) => format.count(trial.max_num_batched_tokens) },
-            { title: "Sequences", width: 90, number: true, cell: (trial) => format.count(trial.max_num_seqs) },
-            { title: "First token, P99", cell: (trial) => <Progress value={(100 * trial.ttft_ms_p99) / worst} aria-label={`First token, P99: ${format.duration(trial.ttft_ms_p99 / 1000)}`} /> },
-            { title: "", width: 90, number: true, cell: (trial) => format.duration(trial.ttft_ms_p99 / 1000) },
-            { title: "Pool in use", width: 100, number: true, cell: (trial) => format.share(trial.pool_use) },
-            { title: "$ / million", width: 100, number: true, cell: (trial) => trial.dollars_per_million_tokens.toFixed(3) },
-          ]}
-        />
+      <Section title={`Why ${format.count(best.gpus)} ${best.gpus === 1 ? "GPU" : "GPUs"}`} about={`Bound by ${BOUND[plan.reason.bound_by]}.`}>
+        <Text size="sm">{plan.reason.text}</Text>
+        <Goals plan={plan} />
+      </Section>
+      <Section title="Settings" about="For the settings file of each server." actions={<Copy value={plan.settings} label="Copy the settings" />}>
+        <Code block className="whole" tabIndex={0} aria-label="Settings of the plan">
+          {plan.settings}
+        </Code>
+      </Section>
+      <Section title="Simulated" about="Each line is one simulation, and what it changes of the chosen settings.">
+        <Trials plan={plan} />
       </Section>
     </Stack>
+  );
+}
+
+/** How much of its goal each latency takes, by the number of GPUs: the closest candidate of each. */
+function Goals({ plan }: { plan: PlanObject }) {
+  const parts = (trial: TrialObject) => ({ first: trial.ttft_ms_p99 / plan.goals.ttft_ms, between: trial.itl_ms_p99 / plan.goals.itl_ms });
+  const excess = (trial: TrialObject) => Math.max(parts(trial).first, parts(trial).between);
+  const best = new Map<number, TrialObject>();
+  for (const trial of plan.tried) {
+    const known = best.get(trial.gpus);
+    // all engines behind the router tell more than one engine with its part of the traffic
+    if (!known || trial.simulated > known.simulated || (trial.simulated === known.simulated && excess(trial) < excess(known))) best.set(trial.gpus, trial);
+  }
+  best.set(plan.recommended.gpus, plan.recommended);
+  const shown = [...best.values()].sort((a, b) => a.gpus - b.gpus);
+  return (
+    <figure className="goals" aria-label="Goals by number of GPUs">
+      {shown.map((trial) => (
+        <div key={trial.gpus} className={trial.gpus === plan.recommended.gpus ? "chosen" : undefined}>
+          <Text size="sm" fw={600} className="figure">
+            {format.count(trial.gpus)} {trial.gpus === 1 ? "GPU" : "GPUs"}
+            {trial.gpus === plan.recommended.gpus && " (chosen)"}
+          </Text>
+          <Stack gap={6} flex={1}>
+            <OfGoal name="First token" part={parts(trial).first} />
+            <OfGoal name="Between tokens" part={parts(trial).between} />
+          </Stack>
+        </div>
+      ))}
+      <Text size="xs" c="dimmed" component="figcaption">
+        P99 as a part of its goal; the mark is the goal. A bar ends at twice the goal.
+      </Text>
+    </figure>
+  );
+}
+
+function OfGoal({ name, part }: { name: string; part: number }) {
+  const color = part > 1 ? "red" : "teal";
+  return (
+    <div className="of-goal">
+      <Text size="xs">{name}</Text>
+      <div className="part" role="img" aria-label={`${name}: ${format.share(part)} of the goal`}>
+        <i style={{ width: `${Math.min(100, 50 * part)}%`, background: `var(--mantine-color-${color}-6)` }} />
+        <b style={{ left: "50%" }} />
+      </div>
+      <Text size="xs" className="figure" ta="right">
+        {format.share(part)}
+      </Text>
+    </div>
+  );
+}
+
+/** The settings that a simulation tries, with their names for readers. */
+const SETTINGS = [
+  { key: "max_num_batched_tokens", label: "tokens of a step" },
+  { key: "max_num_seqs", label: "sequences" },
+  { key: "block_size", label: "tokens of a page" },
+] as const;
+
+const settingsOf = (trial: TrialObject) => [
+  ...SETTINGS.map(({ key, label }) => ({ label, value: format.count(trial[key]) })),
+  { label: "class shares", value: trial.class_shares.join(" : ") },
+];
+
+function Trials({ plan }: { plan: PlanObject }) {
+  const best = plan.recommended;
+  const isChosen = (trial: TrialObject) => JSON.stringify(trial) === JSON.stringify(best);
+  const chosen = settingsOf(best);
+  const change = (trial: TrialObject) => {
+    if (isChosen(trial)) return <b>the chosen one</b>;
+    const others = settingsOf(trial).filter((one, place) => one.value !== chosen[place]!.value);
+    return others.length > 0 ? others.map((one) => `${one.label} ${one.value}`).join(", ") : trial.simulated > 1 ? "all GPUs behind the router" : "nothing else";
+  };
+  const rows = plan.tried.map((trial, place) => ({ ...trial, place, trial })).sort((a, b) => Number(isChosen(b.trial)) - Number(isChosen(a.trial)) || a.gpus - b.gpus);
+  return (
+    <DataTable
+      label="Simulations"
+      rows={rows}
+      keyOf={(row) => `${row.place}`}
+      columns={[
+        { title: "GPUs", width: 70, number: true, cell: (row) => format.count(row.gpus) },
+        { title: "With", width: 190, cell: (row) => change(row.trial) },
+        { title: "First token, P99", width: 110, number: true, cell: (row) => format.duration(row.ttft_ms_p99 / 1000) },
+        { title: "Between, P99", width: 110, number: true, cell: (row) => format.duration(row.itl_ms_p99 / 1000) },
+        { title: "Pool in use", width: 100, number: true, cell: (row) => format.share(row.pool_use) },
+        { title: "Preempted", width: 100, number: true, cell: (row) => format.share(row.preemption_rate) },
+        { title: "$ / million", width: 100, number: true, cell: (row) => row.dollars_per_million_tokens.toFixed(3) },
+      ]}
+    />
   );
 }

@@ -49,7 +49,7 @@ export default function System() {
                   </Text>
                 </Center>
               ) : (
-                <Suspense fallback={<Skeleton height={200} aria-label="Loading" />}>
+                <Suspense fallback={<Skeleton height={200} role="img" aria-label="Loading" />}>
                   <TimeBars
                     label="Tokens per second"
                     hourly
@@ -297,7 +297,6 @@ function Fairness({ load }: { load: EngineLoadObject }) {
         label="Service by tenant"
         rows={served}
         keyOf={(one) => `${one.tenant} ${one.service_class}`}
-        minWidth={560}
         columns={[
           { title: "Tenant", cell: (one) => one.tenant ?? "all others" },
           { title: "Class", width: 100, cell: (one) => one.service_class },
@@ -331,7 +330,6 @@ function Fleet({ engines }: { engines: EngineLoadObject[] }) {
         label="Engines"
         rows={engines}
         keyOf={(one) => `${one.engine.base_model} ${one.engine.engine}`}
-        minWidth={860}
         columns={[
           { title: "Engine", cell: (one) => <Anchor href={`#${anchorOf(one)}`} size="sm">{one.engine.engine}</Anchor> },
           { title: "Base", cell: (one) => one.engine.base_model },

@@ -1,17 +1,18 @@
-import { Button, Group, Modal, Select, Stack, Text, TextInput } from "@mantine/core";
+import { Button, Select, Text, TextInput } from "@mantine/core";
 import { useDisclosure } from "@mantine/hooks";
 import { IconBuilding, IconEye, IconPlus, IconSearch } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
-import { useLocation } from "wouter";
+import { Link, useLocation } from "wouter";
 import { api, unwrap, type TenantObject } from "../api/client";
-import { complain, Confirm, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
+import { Actions, complain, Confirm, DataTable, Dialog, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
 
 const SHOWN = 50;
+const DEFAULT_TIER = "standard";
 
-/** Every tenant with its tier; an operator may look at each one's pages, read-only. */
+/** Every tenant; an operator manages each on a page of its own, and may look at its pages, read-only. */
 export default function Tenants() {
   const [isMaking, make] = useDisclosure();
   const [search, setSearch] = useState("");
@@ -61,66 +62,32 @@ export default function Tenants() {
 }
 
 function Listing({ rows }: { rows: TenantObject[] }) {
-  const { view } = useSession();
-  const [, navigate] = useLocation();
-  const queries = useQueryClient();
-  async function change(name: string, body: { tier?: string; suspended?: boolean }) {
-    await unwrap(api.PATCH("/admin/tenants/{name}", { params: { path: { name } }, body }));
-    await queries.invalidateQueries({ queryKey: ["operator", "tenants"] });
-    report(`${name} is changed from its next request on`);
-  }
-  const tiers = useQuery({ queryKey: ["operator", "tiers"], queryFn: () => unwrap(api.GET("/admin/tiers")) });
   return (
     <DataTable
       label="Tenants"
       rows={rows}
       keyOf={(tenant) => tenant.id}
-      minWidth={760}
       columns={[
-        { title: "Name", cell: (tenant) => <b>{tenant.name}</b> },
-        { title: "State", width: 120, cell: (tenant) => <State value={tenant.suspended_at ? "suspended" : "active"} /> },
         {
-          title: "Tier",
-          width: 180,
+          title: "Name",
           cell: (tenant) => (
-            <Select
-              size="xs"
-              aria-label={`Tier of ${tenant.name}`}
-              data={(tiers.data?.data ?? [{ name: tenant.tier }]).map((tier) => tier.name)}
-              value={tenant.tier}
-              onChange={(tier) => tier && void change(tenant.name, { tier }).catch(complain)}
-              allowDeselect={false}
-            />
+            <Link href={`/operator/tenants/${tenant.name}`} className="row-link">
+              {tenant.name}
+            </Link>
           ),
         },
-        { title: "Since", width: 140, cell: (tenant) => <When at={tenant.created_at} /> },
+        { title: "State", width: 110, cell: (tenant) => <State value={tenant.suspended_at ? "suspended" : "active"} /> },
+        { title: "Tier", width: 130, cell: (tenant) => tenant.tier },
+        { title: "Since", width: 130, cell: (tenant) => <When at={tenant.created_at} /> },
         {
           title: "Action",
-          width: 230,
-          number: true,
+          width: 210,
+          actions: true,
           cell: (tenant) => (
-            <Group gap="xs" justify="flex-end" wrap="nowrap">
-              <Button
-                size="xs"
-                variant="default"
-                leftSection={<IconEye size={14} />}
-                onClick={() =>
-                  void view(tenant.name)
-                    .then(() => navigate("/"))
-                    .catch(complain)
-                }
-              >
-                Look
-              </Button>
-              <Confirm
-                label={tenant.suspended_at ? "Resume" : "Suspend"}
-                title={`${tenant.suspended_at ? "Resume" : "Suspend"} ${tenant.name}?`}
-                color={tenant.suspended_at ? "teal" : "red"}
-                act={() => change(tenant.name, { suspended: tenant.suspended_at === null })}
-              >
-                {tenant.suspended_at ? "Its keys work again." : "Every request of it is refused from now on. Nothing is deleted."}
-              </Confirm>
-            </Group>
+            <Actions>
+              <Look tenant={tenant} />
+              <Suspend tenant={tenant} />
+            </Actions>
           ),
         },
       ]}
@@ -128,25 +95,56 @@ function Listing({ rows }: { rows: TenantObject[] }) {
   );
 }
 
+/** Show the tenant's own pages, read-only. */
+export function Look({ tenant }: { tenant: TenantObject }) {
+  const { view } = useSession();
+  const [, navigate] = useLocation();
+  const look = () => view(tenant.name).then(() => navigate("/"));
+  return (
+    <Button size="xs" variant="default" leftSection={<IconEye size={14} />} onClick={() => void look().catch(complain)}>
+      Look
+    </Button>
+  );
+}
+
+/** Suspend or resume a tenant; nothing for the operator's own, which would lock its operator out. */
+export function Suspend({ tenant }: { tenant: TenantObject }) {
+  const { session } = useSession();
+  const queries = useQueryClient();
+  if (tenant.name === session.tenant) return null;
+  const isSuspended = tenant.suspended_at !== null;
+  return (
+    <Confirm
+      label={isSuspended ? "Resume" : "Suspend"}
+      title={`${isSuspended ? "Resume" : "Suspend"} ${tenant.name}?`}
+      color={isSuspended ? "teal" : "red"}
+      act={async () => {
+        await unwrap(api.PATCH("/admin/tenants/{name}", { params: { path: { name: tenant.name } }, body: { suspended: !isSuspended } }));
+        await queries.invalidateQueries({ queryKey: ["operator", "tenants"] });
+        report(`${tenant.name} is ${isSuspended ? "served again" : "suspended"}`);
+      }}
+    >
+      {isSuspended ? "Its keys work again." : "Every request of it is refused from now on. Nothing is deleted."}
+    </Confirm>
+  );
+}
+
 function Make({ onClose }: { onClose: () => void }) {
   const queries = useQueryClient();
+  const [, navigate] = useLocation();
+  const tiers = useQuery({ queryKey: ["operator", "tiers"], queryFn: () => unwrap(api.GET("/admin/tiers")) });
   const [name, setName] = useState("");
+  const [tier, setTier] = useState(DEFAULT_TIER);
   async function create() {
-    await unwrap(api.POST("/admin/tenants", { body: { name } }));
+    const made = await unwrap(api.POST("/admin/tenants", { body: { name: name.trim(), tier } }));
     await queries.invalidateQueries({ queryKey: ["operator", "tenants"] });
-    report(`${name} is there. Make a key for it: loramux key create --tenant ${name}`);
-    onClose();
+    report(`${made.name} is there. Make a key for it`);
+    navigate(`/operator/tenants/${made.name}`);
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>New tenant</Text>}>
-      <Stack>
-        <TextInput label="Name" value={name} onChange={(event) => setName(event.currentTarget.value)} data-autofocus />
-        <Group justify="flex-end">
-          <Button disabled={!name} onClick={() => void create().catch(complain)}>
-            Create
-          </Button>
-        </Group>
-      </Stack>
-    </Modal>
+    <Dialog title="New tenant" submit="Create" disabled={!name.trim()} act={create} onClose={onClose}>
+      <TextInput label="Name" description="a-z, 0-9, '.', '_' and '-'" value={name} maxLength={63} onChange={(event) => setName(event.currentTarget.value)} data-autofocus />
+      <Select label="Tier" data={(tiers.data?.data ?? [{ name: tier }]).map((one) => one.name)} value={tier} onChange={(value) => setTier(value ?? tier)} allowDeselect={false} />
+    </Dialog>
   );
 }

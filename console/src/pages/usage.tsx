@@ -54,7 +54,7 @@ export default function Usage() {
             <Totals buckets={buckets} costs={costs.data} />
             <Section title="Tokens" about={Number(days) <= 3 ? "by hour" : "by day"}>
               {buckets.some((bucket) => bucket.results.length > 0) ? (
-                <Suspense fallback={<Skeleton height={260} aria-label="Loading" />}>
+                <Suspense fallback={<Skeleton height={260} role="img" aria-label="Loading" />}>
                   <TimeBars
                     label="Tokens over time"
                     hourly={Number(days) <= 3}
@@ -127,7 +127,7 @@ function Costs({ costs, group, nameOf }: ByGroupProperties) {
   if (!costs || currency === null) return null;
   return (
     <Section title="Cost" about="by day (UTC); days of an open month can still change">
-      <Suspense fallback={<Skeleton height={260} aria-label="Loading" />}>
+      <Suspense fallback={<Skeleton height={260} role="img" aria-label="Loading" />}>
         <TimeBars
           label="Cost over time"
           hourly={false}

@@ -1,10 +1,10 @@
-import { Alert, Button, Code, Group, Modal, Stack, Switch, Text, TextInput } from "@mantine/core";
+import { Button, Group, Stack, Switch, Text, TextInput } from "@mantine/core";
 import { useDisclosure } from "@mantine/hooks";
 import { IconPlus, IconWebhook } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, unwrap, type WebhookObject } from "../api/client";
-import { complain, Confirm, Copy, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
+import { complain, Confirm, DataTable, Dialog, Empty, Loaded, Page, report, SecretDialog, Section, State, When } from "../components/ui";
 import { useSession } from "../session";
 
 export default function Webhooks() {
@@ -113,46 +113,17 @@ function Make({ onClose }: { onClose: () => void }) {
   const queries = useQueryClient();
   const [url, setUrl] = useState("");
   const [made, setMade] = useState<WebhookObject | null>(null);
-  const [refused, setRefused] = useState<string | null>(null);
   async function create() {
-    try {
-      setMade(await unwrap(api.POST("/v1/webhooks", { body: { url } })));
-      await queries.invalidateQueries({ queryKey: ["webhooks"] });
-    } catch (error) {
-      setRefused((error as Error).message);
-    }
+    setMade(await unwrap(api.POST("/v1/webhooks", { body: { url: url.trim() } })));
+    await queries.invalidateQueries({ queryKey: ["webhooks"] });
+  }
+  if (made) {
+    const about = "Your service checks the signatures with it. It cannot be shown again.";
+    return <SecretDialog title="The webhook's secret" secret={made.secret ?? ""} about={about} onClose={onClose} />;
   }
   return (
-    <Modal opened onClose={onClose} title={<Text fw={600}>{made ? "The webhook's secret" : "Add a webhook"}</Text>}>
-      {made ? (
-        <Stack>
-          <Text size="sm">Your service checks the signatures with it. It is shown this once.</Text>
-          <Group wrap="nowrap" gap="xs">
-            <Code block className="long" flex={1}>
-              {made.secret}
-            </Code>
-            <Copy value={made.secret ?? ""} label="Copy the secret" />
-          </Group>
-          <Button onClick={onClose}>I have copied it</Button>
-        </Stack>
-      ) : (
-        <Stack>
-          {refused && (
-            <Alert color="red" role="alert">
-              {refused}
-            </Alert>
-          )}
-          <TextInput label="Address" placeholder="https://example.com/hooks/loramux" value={url} onChange={(event) => setUrl(event.currentTarget.value)} required data-autofocus />
-          <Group justify="flex-end">
-            <Button variant="default" onClick={onClose}>
-              Cancel
-            </Button>
-            <Button disabled={!url} onClick={() => void create()}>
-              Add
-            </Button>
-          </Group>
-        </Stack>
-      )}
-    </Modal>
+    <Dialog title="Add a webhook" submit="Add" disabled={!url.trim()} act={create} onClose={onClose} stays>
+      <TextInput label="Address" placeholder="https://example.com/hooks/loramux" value={url} onChange={(event) => setUrl(event.currentTarget.value)} required data-autofocus />
+    </Dialog>
   );
 }

@@ -258,13 +258,13 @@ def observed(policy: ReleasePolicy, counts: Counts | None) -> list[PolicyCheck]:
         message = f"max_error_rate: {bad} of {ended} requests failed, at most {100 * most:g}% may"
         checks.append(PolicyCheck(rule="max_error_rate", passed=bad <= most * ended and ended > 0, message=message))
     if (bound := policy.max_first_token_p99_seconds) is not None:
-        shown = "no first token is counted" if p99 is None else f"p99 is {p99:g} s"
+        shown = "no first token is counted" if p99 is None else f"{p99:g} s for 99 in 100 requests"
         message = f"max_first_token_p99_seconds: {shown}, at most {bound:g} s is allowed"
         passed = p99 is not None and p99 <= bound
         checks.append(PolicyCheck(rule="max_first_token_p99_seconds", passed=passed, message=message))
     if (slowest := policy.min_tokens_per_second) is not None:
-        shown = "none is counted" if pace is None else f"{pace:.1f}"
-        message = f"min_tokens_per_second: {shown}, at least {slowest:g} are demanded"
+        shown = "none is counted" if pace is None else f"{pace:,.1f} tokens/s"
+        message = f"min_tokens_per_second: {shown}, at least {slowest:,g} tokens/s are demanded"
         passed = pace is not None and pace >= slowest
         checks.append(PolicyCheck(rule="min_tokens_per_second", passed=passed, message=message))
     return checks

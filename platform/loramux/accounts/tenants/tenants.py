@@ -127,6 +127,8 @@ class Tenants:
         self._verifier = TokenVerifier(issuers)
         self.authenticator = Authenticator(database, pepper, self._verifier, self.last_use)
         self._changes = Changes.local(database)
+        self._own: TenantId | None = None
+        """Tenant of the author of changes; None: the local user."""
         console = console or ConsoleSettings()
         self.sessions = Sessions(database, pepper, console)
         self.sign_ins = SignIns(database, pepper, self._verifier, issuers, console.url or "")
@@ -141,6 +143,7 @@ class Tenants:
         """Return the same tenants with an operator as the author of changes."""
         other = copy(self)
         other._changes = Changes(self._database, operator_of(principal))
+        other._own = principal.tenant
         return other
 
     @property
@@ -210,7 +213,7 @@ class Tenants:
         return tenant_of(row)
 
     async def suspend(self, name: str) -> Tenant:
-        """Refuse every request of the tenant from now on; nothing is deleted. Raises TenantNotFound."""
+        """Refuse every request of the tenant from now on; nothing is deleted. Raises TenantNotFound, StillNeeded."""
         return await self._set_suspended("tenant.suspend", name, self._database.now())
 
     async def resume(self, name: str) -> Tenant:
@@ -262,6 +265,9 @@ class Tenants:
         async with self._changes.begin() as change:
             row = await _locked(change, name)
             before = tenant_of(row)
+            if at is not None and row.id == self._own:
+                message = f"{name!r} is your own tenant: suspended, it would lock you out; use a key of another tenant"
+                raise StillNeeded(message, "suspended")
             if (row.suspended_at is None) != (at is None):
                 row.suspended_at = at
                 await change.note(action, row.id, tenant=row.id, before=before, after=tenant_of(row))

@@ -34,7 +34,13 @@ from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, is_name
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import SECOND
 from loramux.data.records.access import AccessRepository, GrantRepository
-from loramux.data.records.adapters import AdapterRepository, AdapterRow, name_bases, names_of_digests
+from loramux.data.records.adapters import (
+    AdapterRepository,
+    AdapterRow,
+    DeletedAdapter,
+    name_bases,
+    names_of_digests,
+)
 from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.database import Database
 from loramux.data.records.pins import IDLE, UNPINNED, ActivePin, ActivePinRepository, PinRepository
@@ -71,6 +77,12 @@ class AdapterQueries:
         async with self._database.read() as session:
             names = await names_of_digests(session, {key.partition("/")[0] for key in engine_keys})
         return {engine_key(owner, digest): name for (digest, owner), name in names.items()}
+
+    async def deleted(self, principal: Principal, limit: int, search: str | None = None) -> list[DeletedAdapter]:
+        """List at most `limit` deleted adapters that can be undeleted, the newest deletion first."""
+        async with self._database.read() as session:
+            adapters = AdapterRepository(session, principal.tenant)
+            return await adapters.deleted(limit, principal.own_adapters(), search)
 
     async def get(self, principal: Principal, name: str) -> AdapterInfo:
         """Describe one adapter, given as `adapter` or `tenant/adapter`."""

@@ -117,6 +117,15 @@ class Stamp(msgspec.Struct, frozen=True):
     by: str
 
 
+class DeletedAdapter(msgspec.Struct, frozen=True):
+    """A deleted adapter that can be undeleted until `purge_at`, with as many revisions. Times in microseconds."""
+
+    name: str
+    deleted_at: int
+    purge_at: int
+    revisions: int
+
+
 class AdapterRepository(TenantScoped):
     """One tenant's adapters; a deleted one is visible to `lock_deleted` only, until its name is uploaded again."""
 
@@ -182,6 +191,32 @@ class AdapterRepository(TenantScoped):
         if search is not None:
             statement = statement.where(AdapterRow.name.contains(search, autoescape=True))
         return (await self._session.scalars(statement)).all()
+
+    async def deleted(
+        self, limit: int, names: Collection[str] | None = None, search: str | None = None
+    ) -> list[DeletedAdapter]:
+        """List at most `limit` adapters that `undelete` would restore, the newest deletion first.
+
+        `names`: only these; `search`: only those with it in their name.
+        """
+        statement = (
+            select(AdapterRow.name, AdapterRow.deleted_at, func.min(RevisionRow.purge_at), func.count())
+            .join(RevisionRow, RevisionRow.adapter_id == AdapterRow.id)
+            .where(
+                AdapterRow.tenant_id == self._tenant,
+                RevisionRow.deleted_at == AdapterRow.deleted_at,
+                RevisionRow.purge_at.is_not(None),
+            )
+            .group_by(AdapterRow.id, AdapterRow.name, AdapterRow.deleted_at)
+            .order_by(AdapterRow.deleted_at.desc(), AdapterRow.name)
+            .limit(limit)
+        )
+        if names is not None:
+            statement = statement.where(among(self._session, AdapterRow.name, names))
+        if search is not None:
+            statement = statement.where(AdapterRow.name.contains(search, autoescape=True))
+        rows = await self._session.execute(statement)
+        return [DeletedAdapter(*row) for row in rows]  # type: ignore[arg-type]  # the statement leaves no null
 
     async def revisions(self, adapter_id: str) -> Sequence[RevisionRow]:
         """List the adapter's kept revisions, newest first."""

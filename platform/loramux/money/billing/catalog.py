@@ -179,9 +179,10 @@ class AssignedPlan(msgspec.Struct, frozen=True):
 class Catalog:
     """The operator's plans and the tenants' subscriptions; every change is audited."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, changes: Changes | None = None) -> None:
+        """`changes`: those of the author; None: of the user that runs this process."""
         self._database = database
-        self._changes = Changes.local(database)
+        self._changes = changes or Changes.local(database)
 
     async def plans(self) -> list[PricePlan]:
         """List every plan by name."""

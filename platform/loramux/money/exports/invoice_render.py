@@ -96,6 +96,9 @@ class PrintedLine(msgspec.Struct, frozen=True):
 class PrintedInvoice(msgspec.Struct, frozen=True, kw_only=True):
     """An invoice as texts, from top to bottom."""
 
+    id: str
+    status: str
+    """`draft` or `final`."""
     title: str
     seller: tuple[str, ...]
     buyer: tuple[str, ...]
@@ -127,6 +130,8 @@ def print_invoice(invoice: Invoice, settings: BillingSettings) -> PrintedInvoice
     buyer = terms.buyer or InvoiceParty(name=invoice.tenant_name)
     digest = f", digest {invoice.ledger_digest}" if invoice.ledger_digest else ""
     return PrintedInvoice(
+        id=invoice.id,
+        status=invoice.status,
         title=f"{'Invoice' if is_final else 'Draft invoice'} {invoice.id}",
         seller=_party(seller),
         buyer=(*_party(buyer), f"{invoice.tenant_name}, {invoice.tenant_id}"),

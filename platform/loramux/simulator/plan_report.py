@@ -1,0 +1,111 @@
+"""A plan in words: its settings as TOML, and the reason for its number of GPUs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from loramux.simulator.hardware import DEVICES
+from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Trial
+
+FULL_POOL = 0.9
+"""Share of the pool in use from which a lack of memory counts as a reason."""
+
+Goal = Literal["first_token", "inter_token"]
+
+
+class PlanReason(msgspec.Struct, frozen=True, kw_only=True):
+    """The goal that decides a plan's number of GPUs, and the figures that show it."""
+
+    bound_by: Goal
+    """The goal with less in hand, or the one that is missed."""
+    text: str
+
+
+def reason_of(found: Plan) -> PlanReason:
+    """Return the reason for the plan's number of GPUs.
+
+    It is the closest candidate with fewer GPUs, which misses a goal; without one, the goal that the plan itself comes
+    closest to.
+    """
+    best, goals = found.recommended, found.goals
+    fewer = [trial for trial in found.tried if trial.settings.gpus < best.settings.gpus]
+    if found.goals_met and fewer:
+        most = max(trial.settings.gpus for trial in fewer)
+        # all engines behind the router tell more than one engine with its part of the traffic
+        shown = max(
+            (one for one in fewer if one.settings.gpus == most), key=lambda one: (one.simulated, -one.excess(goals))
+        )
+        return PlanReason(bound_by=_bound_by(shown, goals), text=f"With {_gpus(most)} {_figures(shown, goals)}")
+    start = "These settings" if found.goals_met else "No candidate keeps both goals. The closest one"
+    return PlanReason(bound_by=_bound_by(best, goals), text=f"{start}: {_figures(best, goals)}")
+
+
+def _bound_by(trial: Trial, goals: Goals) -> Goal:
+    is_first = trial.ttft_ms_p99 / goals.ttft_ms >= trial.itl_ms_p99 / goals.itl_ms
+    return "first_token" if is_first else "inter_token"
+
+
+def _figures(trial: Trial, goals: Goals) -> str:
+    memory = ""
+    if trial.pool_use >= FULL_POOL:
+        memory = f" {trial.pool_use:.0%} of the memory for KV and adapters is in use"
+        memory += f", and {trial.preemption_rate:.1%} of the requests are preempted." if trial.preemption_rate else "."
+    return (
+        f"the first token's P99 is {trial.ttft_ms_p99:,.0f} ms of {goals.ttft_ms:,g} ms, and that between two tokens "
+        f"{trial.itl_ms_p99:,.1f} ms of {goals.itl_ms:,g} ms.{memory}"
+    )
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number > 1)}"
+
+
+def settings_of(found: Plan, kv_cache_dtype: str = "auto") -> str:
+    """Return the recommended settings as a part of the settings file, TOML."""
+    best, ranks = found.recommended.settings, found.memory.num_ranks
+    return "\n".join(
+        [
+            "[engine]",
+            f"max_num_batched_tokens = {best.max_num_batched_tokens}",
+            f"max_num_seqs = {best.max_num_seqs}",
+            f"block_size = {best.block_size}",
+            *([f'kv_cache_dtype = "{kv_cache_dtype}"'] if kv_cache_dtype != "auto" else []),
+            *([f"tensor_parallel_size = {ranks}"] if ranks > 1 else []),
+        ]
+    )
+
+
+def figures_of(found: Plan, gpu: str) -> str:
+    """Return the figures of the recommendation as comments of a settings file."""
+    best, goals, ranks = found.recommended, found.goals, found.memory.num_ranks
+    shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
+    gpus = best.settings.gpus if DEVICES[gpu].is_shared_by_ranks else best.settings.gpus * ranks
+    verdict = "met" if found.goals_met else "NOT met by any candidate; this one is closest"
+    return "\n".join(
+        [
+            f"# GPUs: {gpus} x {gpu}. {len(found.tried)} simulations.",
+            *_rank_lines(found, gpu),
+            f"# Goals (P99: first token {goals.ttft_ms:g} ms, inter-token {goals.itl_ms:g} ms): {verdict}.",
+            f"# First token   p50 {best.ttft_ms_p50:,.1f} ms, p99 {best.ttft_ms_p99:,.1f} ms",
+            f"# Inter-token   p50 {best.itl_ms_p50:,.1f} ms, p99 {best.itl_ms_p99:,.1f} ms",
+            f"# Preemptions   {best.preemption_rate:.2%} of requests",
+            f"# Pool in use   {best.pool_use:.0%}; adapters resident on a GPU: {best.adapters_resident}",
+            f"# Class shares  {shares}",
+            f"# Cost          ${best.dollars_per_million_tokens:.3f} per million tokens",
+            f"# Throughput    {best.tokens_per_s:,.0f} tokens/s, prompt and output together",
+        ]
+    )
+
+
+def _rank_lines(found: Plan, gpu: str) -> list[str]:
+    memory = found.memory
+    where = f"on each of an engine's {memory.num_ranks} ranks" if memory.num_ranks > 1 else "on each"
+    lines = [
+        f"# Memory        weights {memory.weight_bytes / 1e9:.1f} GB, pool {memory.pool_bytes / 1e9:.1f} GB = "
+        f"{memory.pages:,} pages, or {memory.adapters:,} adapters of rank {ADAPTER_RANK}, {where}",
+    ]
+    if memory.num_ranks > 1 and not DEVICES[gpu].is_shared_by_ranks:
+        lines.append("# Ranks are served on CPUs only so far: on GPUs this plan cannot be run yet.")
+    return lines
