@@ -277,7 +277,6 @@ def create_batches() -> None:
         *(_text(name, nullable=True) for name in ("errors", "output_file_id", "error_file_id")),
         *map(_big, ("created_at", "expires_at")),
         *(_big(name, nullable=True) for name in ("in_progress_at", "finalizing_at", "cancelling_at", "finished_at")),
-        _big("output_seconds", nullable=True),
         sa.PrimaryKeyConstraint("id", name="pk_batches"),
         sa.UniqueConstraint("tenant_id", "id", name="uq_batches_tenant_id_id"),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_batches_tenant_id"),
