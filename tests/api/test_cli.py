@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,7 @@ def config(base_dir: Path, tmp_path: Path) -> Path:
 
 def loramux(*arguments: str, code: int = 0, **environment: str) -> Result:
     environment = {"LORAMUX_API_KEY": "", "LORAMUX_CONFIG": "", "LORAMUX_URL": ""} | environment
+    environment.setdefault("LORAMUX_DATA", os.environ.get("LORAMUX_DATA", "/nonexistent"))
     result = CliRunner().invoke(main, arguments, env=environment)
     assert result.exit_code == code, result.output
     return result
@@ -129,11 +131,13 @@ def test_init_finds_a_model_and_writes_valid_settings(
     make_adapter(base_dir, tmp_path / "models" / "an-adapter")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("LORAMUX_DATA", str(tmp_path / "data"))
     done = read("init")
     assert (done["config"], done["model"]) == ("loramux.toml", str(tmp_path / "models" / "My Model"))
     settings = load_settings(tmp_path / "loramux.toml")
     assert (settings.model.path, settings.model.served_model_name) == (done["model"], "my-model")
-    assert settings.records.url == f"sqlite:///{tmp_path}/var/loramux.sqlite3"
+    assert settings.records.url == f"sqlite:///{tmp_path}/data/loramux.sqlite3"
+    assert done["data"] == str(tmp_path / "data")
     assert [command.split()[1] for command in done["next"]] == ["serve", "tenant", "key"]
     for command in done["next"][1:]:
         loramux(*command.split()[1:])
