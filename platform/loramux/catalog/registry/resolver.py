@@ -34,8 +34,7 @@ from loramux.common.jobs import TenantSlots, ThreadPool
 from loramux.data.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.data.records.aliases import DEFAULT_ALIAS
 from loramux.data.records.database import Database
-from loramux.data.storage.blobs import BlobStore
-from loramux.data.storage.objects import StorageError
+from loramux.data.storage.blobs import BlobCorrupt, BlobMissing, BlobStore
 
 if TYPE_CHECKING:
     from loramux_adapters.base import BaseDescription
@@ -222,7 +221,7 @@ class ModelResolver:
             if directory is None:
                 async with self._slots.slot(tenant):
                     directory = await self._threads.run(self._blobs.directory, found.digest)
-        except StorageError as error:
+        except (BlobMissing, BlobCorrupt) as error:
             raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
         revision = Revision(
             id=found.revision_id,
