@@ -274,6 +274,14 @@ def test_adapter_commands_from_push_to_undelete(site: Site, folders: list[Path],
     lines = loramux("adapter", "logs", "my-adapter", *at).stdout.splitlines()
     assert first["digest"] in next(line for line in lines if "request" in line and "settled" in line)
     assert [line for line in lines if "retired" in line and "@2" in line]
+    told = [line.split(None, 2)[2] for line in lines if "->" in line]
+    assert [" ".join(line.split()) for line in told] == [
+        "canary.started globex/my-adapter:default @1 100 -> @1 95, @2 5",
+        "alias.promoted globex/my-adapter:default @1 95, @2 5 -> @2 100",
+        "alias.rolled_back globex/my-adapter:default @2 100 -> @1 95, @2 5",
+        "alias.rolled_back globex/my-adapter:default @1 95, @2 5 -> @1 100",
+    ]
+    assert len([line for line in lines if "restored" in line]) == 3
     assert read("adapter", "logs", "my-adapter", "--limit", "1", *at)["requests"][0]["model"] == "globex/my-adapter@1"
     loramux("adapter", "rm", "my-adapter", *at)
 

@@ -117,7 +117,7 @@ function Audit() {
               </details>
             ),
           },
-          { title: "By", cell: (entry) => <Text size="xs" ff="monospace" className="long">{entry.actor}</Text> },
+          { title: "By", cell: (entry) => <Text size="xs" ff="monospace" className="long">{entry.actor_name ?? entry.actor}</Text> },
           { title: "From", cell: (entry) => entry.source },
           { title: "When", width: 140, number: true, cell: (entry) => <When at={entry.at} /> },
         ]}

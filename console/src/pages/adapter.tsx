@@ -224,7 +224,7 @@ function Release({ name, alias, revisions, mayChange }: ReleaseProperties) {
                   cell: (version) =>
                     version.targets.map((target) => `@${target.revision} × ${target.weight}`).join(", ") || "removed",
                 },
-                { title: "By", cell: (version) => <Text size="sm" ff="monospace" className="long">{version.changed_by}</Text> },
+                { title: "By", cell: (version) => <Text size="sm" ff="monospace" className="long">{version.changed_by_name ?? version.changed_by}</Text> },
                 { title: "When", width: 140, number: true, cell: (version) => <When at={version.changed_at} /> },
               ]}
             />
