@@ -18,9 +18,10 @@ from peft_uploads import make_adapter
 from running_server import free_port
 
 from loramux.common.settings.file import load_settings
-from loramux_api.cli import main
-from loramux_api.cli.default_server import default_config, missing_files, write_default_config
+from loramux.serving.checkpoint_files import missing_files
+from loramux_api.cli.default_server import default_config, write_default_config
 from loramux_api.cli.hub import find_model
+from loramux_api.cli.main import main
 
 LORAMUX = (sys.executable, "-m", "loramux_api")
 
@@ -54,7 +55,7 @@ def cached(base: Path, home: Path, revision: str, *, main: bool = False, reposit
 
 
 def found(name: str) -> Path:
-    return find_model(name, missing_files, lambda _: None)
+    return find_model(name, lambda _: None)
 
 
 def test_model_of_the_hub_is_the_cached_version_that_main_names(base_dir: Path, home: Path) -> None:
@@ -141,7 +142,7 @@ def test_model_of_the_hub_is_downloaded_once(hub: Hub, base_dir: Path, home: Pat
         headers = {"ETag": f'"{file.name}"', "X-Repo-Commit": commit}
         hub.answers[f"/Org/Tiny-1B/resolve/{commit}/{file.name}"] = Answer(file.read_bytes(), headers=headers)
     notes: list[str] = []
-    folder = find_model("Org/Tiny-1B", missing_files, notes.append)
+    folder = find_model("Org/Tiny-1B", notes.append)
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == {f.name: f.read_bytes() for f in files}
     assert notes == [f"downloading Org/Tiny-1B from {hub.url} to {home}/hf/hub"]
     hub.asked.clear()

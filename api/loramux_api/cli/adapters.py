@@ -389,8 +389,8 @@ def logs(remote: Remote, name: str, limit: int, background: bool) -> None:
     """
     events = remote.client.adapters.events(name, limit=limit)
     requests = remote.client.adapters.requests(name, limit=limit, background=background)
-    lines = [(event.created_at, _event_line(event)) for event in events]
-    lines += [(request.created_at, _request_line(request)) for request in requests]
+    lines = [(event.created_at, _event_line(event)) for event in reversed(events)]
+    lines += [(request.created_at, _request_line(request)) for request in reversed(requests)]
     lines.sort(key=lambda line: line[0])
     text = "\n".join(f"{_time(at)}  {line}" for at, line in lines) or f"{name} has no events yet"
     remote.put({"events": events, "requests": requests}, text)

@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 import loramux
+from loramux.serving.checkpoint_files import missing_files
 from loramux_api.cli.hub import cache_folder
 
 MAX_FOLDERS = 2000
@@ -106,24 +107,6 @@ def find_models() -> Iterator[Path]:
                 return
             if folder.is_dir() and not missing_files(folder):
                 yield folder.absolute()
-
-
-def missing_files(folder: Path) -> list[str]:
-    """Return the parts of a checkpoint that a folder lacks. An adapter's folder lacks config.json."""
-    wanted = {"config.json": "config.json", "*.safetensors": "*.safetensors", "tokenizer*.json": "tokenizer.json"}
-    missing = [name for pattern, name in wanted.items() if next(iter(folder.glob(pattern)), None) is None]
-    return missing or _missing_shards(folder)
-
-
-def _missing_shards(folder: Path) -> list[str]:
-    """Return the files that the index of a checkpoint in several files names and the folder lacks."""
-    try:
-        weights = json.loads((folder / "model.safetensors.index.json").read_bytes())["weight_map"]
-        return sorted(name for name in set(weights.values()) if not (folder / str(name)).is_file())
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return ["a readable model.safetensors.index.json"]
 
 
 def model_name(model: Path) -> str:

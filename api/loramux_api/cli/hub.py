@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from loramux.serving.checkpoint_files import missing_files
+
 if TYPE_CHECKING:
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -33,10 +35,10 @@ def cache_folder() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
-def find_model(name: str, missing_files: Callable[[Path], list[str]], note: Callable[[str], None]) -> Path:
+def find_model(name: str, note: Callable[[str], None]) -> Path:
     """Return the folder of a model named by a folder or by `org/name`, downloading it if need be.
 
-    `missing_files` lists what a folder lacks to be a checkpoint; `note` prints a remark. Raises ClickException.
+    `note` prints a remark. Raises ClickException.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():

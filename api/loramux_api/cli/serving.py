@@ -13,13 +13,13 @@ import click
 import msgspec
 
 from loramux.common import logs
-from loramux.common.settings.file import Settings, SettingsError, load_settings
+from loramux.common.settings.file import Settings, load_settings
+from loramux.serving.checkpoint_files import ensure_checkpoints, missing_files
 from loramux_api.cli.common import CONFIG_HELP, config_option, json_option, note, put
 from loramux_api.cli.default_server import (
     data_folder,
     default_config,
     find_models,
-    missing_files,
     model_name,
     settings_text,
     write_default_config,
@@ -126,7 +126,7 @@ def serve(model: str | None, config: Path | None, host: str | None, port: int | 
         signal.signal(number, _end_at_once)
     file = _config_of(model, config, host, port, as_json)
     settings = _with_address(load_settings(file), host, port)
-    _ensure_models(settings, file)
+    ensure_checkpoints(settings, str(file))
     from loramux_api.server import exit_now
     from loramux_api.server import serve as run  # imports torch, which takes seconds
 
@@ -154,7 +154,7 @@ def _config_of(model: str | None, config: Path | None, host: str | None, port: i
             "out, or set model.path in the file"
         )
     if model is not None:
-        folder = find_model(model, missing_files, lambda text: note(as_json, f"loramux: {text}"))
+        folder = find_model(model, lambda text: note(as_json, f"loramux: {text}"))
         return write_default_config(folder, host, port)
     if config is None:
         if not default_config().is_file():
@@ -169,20 +169,6 @@ def _config_of(model: str | None, config: Path | None, host: str | None, port: i
 def _end_at_once(number: int, _: FrameType | None) -> NoReturn:
     """End the process before anything is open: torch's import, of seconds, turns an exception into a crash."""
     os._exit(128 + number)
-
-
-def _ensure_models(settings: Settings, config: Path) -> None:
-    """Refuse a model path without a model before anything else starts. Raises SettingsError."""
-    for base in settings.served_bases:
-        folder = Path(base.path)
-        if (folder / "config.json").is_file():
-            continue
-        problem = "does not exist" if not folder.exists() else "has no config.json"
-        field = f"bases.path of {base.name}" if settings.bases else "model.path"
-        raise SettingsError(
-            f"{field}: {folder} {problem}; in {config}, set it to the folder of a transformers checkpoint "
-            "(config.json, *.safetensors and the tokenizer), or try `loramux demo`"
-        )
 
 
 def _with_address(settings: Settings, host: str | None, port: int | None) -> Settings:

@@ -43,6 +43,7 @@ from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
 from loramux.fleet.member import LaunchEngine
 from loramux.serving.bases import ServedBase, ServedBases
+from loramux.serving.checkpoint_files import problem_of
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.formats import GrammarTrials
@@ -610,15 +611,12 @@ def _check_folder(folder: Path) -> None:
     from loramux_adapters.base import describe_base
     from loramux_adapters.errors import BaseUnusable
 
-    if not (folder / "config.json").is_file():
-        problem = "does not exist on this server" if not folder.exists() else "has no config.json"
+    if (problem := problem_of(folder)) is not None:
         raise InvalidBase(
-            f"{folder} {problem}; give the folder of a transformers checkpoint (config.json, *.safetensors and the "
-            "tokenizer)",
+            f"{folder} {problem}; give the folder, on this server, of a transformers checkpoint (config.json, "
+            "*.safetensors and the tokenizer)",
             "path",
         )
-    if not any(folder.glob("*.safetensors")):
-        raise InvalidBase(f"{folder} has no *.safetensors; save the weights with save_pretrained", "path")
     try:
         describe_base(folder)
     except BaseUnusable as error:

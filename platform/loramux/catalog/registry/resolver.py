@@ -11,10 +11,12 @@ callers spread differently under another alias.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +46,9 @@ POINTS = 2**64
 
 FETCHES, FETCHES_PER_TENANT = 16, 4
 """Contents that are fetched from the store or read for their digest at a time."""
+
+COMPARED, LIKENESS = 1000, 0.75
+"""The most adapters that an unknown name is compared with, and difflib's ratio from which a name is suggested."""
 
 _model = re.compile(rf"({GRAMMAR})/({GRAMMAR})(?::({GRAMMAR})|@([1-9][0-9]{{0,8}}))?")
 
@@ -189,10 +194,10 @@ class ModelResolver:
                 raise self._absence(f"the base model `{model}`", absent, f"use {self._bases.way_out(absent)}")
         name = parse_model(model if "/" in model else f"{principal.tenant_name}/{model}")
         if name is None or not principal.may_use(f"{name.tenant}/{name.adapter}"):
-            raise ModelNotFound(model)
+            raise ModelNotFound(model, await self._nearest(principal, model))
         candidates = await self._candidates(principal, name)
         if not candidates:
-            raise ModelNotFound(model)
+            raise ModelNotFound(model, await self._nearest(principal, model))
         resolved = await self._with_files(name, choose_target(candidates, caller), principal.tenant)
         assert resolved.revision is not None
         self._used.add(resolved.revision.id)
@@ -202,6 +207,19 @@ class ModelResolver:
         """Return the ids of the revisions that names were resolved to since the last call."""
         used, self._used = frozenset(self._used), set()
         return used
+
+    async def _nearest(self, principal: Principal, model: str) -> str | None:
+        """Return the name most like `model` of a base or of the caller's own adapters, if one is like it."""
+        async with self._database.read() as session:
+            access = AccessRepository(session, principal.tenant, principal.tenant_name)
+            own = await access.own(principal.own_adapters(), limit=COMPARED)
+        names = [row.name for row in own] + [base for base in self._bases.names if principal.may_use(base)]
+        asked = re.split("[:@]", model[:SHOWN], maxsplit=1)[0]
+        near = await asyncio.to_thread(get_close_matches, asked, names, 1, LIKENESS)
+        if not near and "/" not in asked:
+            own_name = f"{principal.tenant_name}/{asked}"
+            near = await asyncio.to_thread(get_close_matches, own_name, names, 1, LIKENESS)
+        return str(near[0]) if near and near[0] != model else None
 
     async def _candidates(self, principal: Principal, name: ModelName) -> list[AccessibleRevision]:
         async with self._database.read() as session:
