@@ -1,4 +1,4 @@
-"""The files of a checkpoint as a start looks at them, before torch and transformers are imported, which takes seconds."""
+"""The files of a checkpoint as a start looks at them: before torch and transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
