@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
-from litestar import Controller, Response, get
+from litestar import Controller, Response, get, post
 from litestar.datastructures import State
 from litestar.di import NamedDependency
+from litestar.params import JSONBody
 
+from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings
-from loramux_api.bodies import AnyRequest
+from loramux.serving.service import CompletionService
+from loramux_api.auth import requires
+from loramux_api.bodies import AnyRequest, InferenceRequest
+from loramux_api.controllers.lorax import LISTED, GenerateBody, answered, refused
+from loramux_api.openapi import StreamingOperation
 
 CONSOLE = "/console/"
 NOT_BUILT = "The console's pages are not built: run `make console` in the checkout, or install a wheel."
@@ -31,11 +39,11 @@ class Home(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class HomeController(Controller):
-    """The root."""
+    """The root: where things are, and the address at which LoRAX's client asks."""
 
-    include_in_schema = False
+    path = "/"
 
-    @get("/")
+    @get("/", include_in_schema=False)
     async def home(
         self, request: AnyRequest, state: State, settings: NamedDependency[Settings]
     ) -> Response[Home | None]:
@@ -55,3 +63,28 @@ class HomeController(Controller):
                 health="" if has_internal else "/health/ready",
             )
         )
+
+    @post(
+        "/",
+        operation_class=StreamingOperation,
+        status_code=200,
+        tags=("Inference",),
+        guards=[requires("inference")],
+        request_class=InferenceRequest,
+        exception_handlers={LoramuxError: refused},
+        summary="Continue a text, as LoRAX's Python client asks for it",
+        responses=LISTED,
+    )
+    async def compatible(
+        self,
+        data: JSONBody[GenerateBody],
+        request: AnyRequest,
+        principal: NamedDependency[Principal],
+        completions: NamedDependency[CompletionService],
+        settings: NamedDependency[Settings],
+    ) -> Response[Any]:
+        """Generate as /generate does; an answer in one piece is in a list."""
+        whole = await answered(data, request, principal, completions, settings)
+        if isinstance(whole.content, bytes):
+            whole.content = b"[" + whole.content + b"]"
+        return whole

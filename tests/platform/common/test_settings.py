@@ -194,3 +194,13 @@ def test_unknown_setting_that_is_like_nothing_has_no_suggestion(tmp_path: Path) 
     with pytest.raises(SettingsError) as refused:
         load_settings(write(tmp_path, GOOD + "[server]\nzzz = 1\n"))
     assert "did you mean" not in str(refused.value)
+
+
+def test_settings_that_no_page_lists_are_accepted(tmp_path: Path) -> None:
+    """Files of earlier releases have them."""
+    hidden = (
+        "[engine]\nin_process = true\n[scheduler]\naffinity_window = 1\nadapter_overhead_target = 0.2\nmax_lift = 3\n"
+    )
+    settings = load_settings(write(tmp_path, GOOD + hidden))
+    assert (settings.engine.in_process, settings.scheduler.affinity_window) == (True, 1)
+    assert (settings.scheduler.adapter_overhead_target, settings.scheduler.max_lift) == (0.2, 3)
