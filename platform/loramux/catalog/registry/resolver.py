@@ -16,7 +16,7 @@ import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -214,12 +214,8 @@ class ModelResolver:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
             own = await access.own(principal.own_adapters(), limit=COMPARED)
         names = [row.name for row in own] + [base for base in self._bases.names if principal.may_use(base)]
-        asked = re.split("[:@]", model[:SHOWN], maxsplit=1)[0]
-        near = await asyncio.to_thread(get_close_matches, asked, names, 1, LIKENESS)
-        if not near and "/" not in asked:
-            own_name = f"{principal.tenant_name}/{asked}"
-            near = await asyncio.to_thread(get_close_matches, own_name, names, 1, LIKENESS)
-        return str(near[0]) if near and near[0] != model else None
+        near = await asyncio.to_thread(nearest_name, re.split("[:@]", model[:SHOWN], maxsplit=1)[0], names)
+        return None if near == model else near
 
     async def _candidates(self, principal: Principal, name: ModelName) -> list[AccessibleRevision]:
         async with self._database.read() as session:
@@ -276,6 +272,20 @@ class ModelResolver:
         if absent.is_retired:
             return BaseRetired(f"{subject} is retired; {way_out}", "model")
         return RevisionUnavailable(f"{subject} is being loaded, or cannot be at present; try again later", "model")
+
+
+def nearest_name(asked: str, names: Iterable[str]) -> str | None:
+    """Return the name most like `asked`: alike before the slash, where both have one, and alike after it."""
+    owner, _, own = asked.rpartition("/")
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.rpartition("/")[2], []).append(name)
+    for likely in get_close_matches(own, found, 3, LIKENESS):
+        for name in found[likely]:
+            other = name.rpartition("/")[0]
+            if not owner or not other or SequenceMatcher(None, owner, other).ratio() >= LIKENESS:
+                return name
+    return None
 
 
 def parse_model(text: str) -> ModelName | None:
