@@ -158,7 +158,7 @@ def test_base_whose_engines_cannot_be_started_is_loaded_again_and_the_server_goe
         refused = fleet.ask("birch")
         assert (refused.status_code, time.monotonic() - began < 30) == (503, True)
         assert int(refused.headers["retry-after"]) >= 1
-        assert not platform.has_lost_engines
+        assert not platform.lifecycle.has_lost_engines
         assert fleet.ask("amber").status_code == 200
         fleet.broken.clear()
         fleet.until(lambda: fleet.states()["birch"] == "serving")
@@ -174,4 +174,4 @@ def test_server_ends_when_too_many_bases_have_lost_their_engines(
         platform = fleet.server.app.state.platform
         for base in lost:
             fleet.lose(base)
-        fleet.until(lambda: platform.has_lost_engines)
+        fleet.until(lambda: platform.lifecycle.has_lost_engines)
