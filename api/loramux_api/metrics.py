@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 from cryptography.x509 import load_pem_x509_certificate
@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from loramux.data.storage.errors import Cause
 from loramux.engine.messages import EngineStats
 from loramux.engine.metrics import Distribution
 from loramux.fleet.view import EngineState
@@ -194,6 +195,12 @@ SINK_ENTRIES = Family(
     "Ledger entries `delivered` to a sink, events `parked` for an operator, and batches that `failed`.",
     ("sink", "outcome"),
 )
+STORAGE_FAULTS = Family(
+    "loramux_storage_faults",
+    "counter",
+    "Faults of the object store or of this machine's disks, by cause: full, denied, absent, slow, unavailable.",
+    ("cause",),
+)
 CERTIFICATE_EXPIRY = Family(
     "loramux_certificate_expiry_timestamp_seconds",
     "gauge",
@@ -214,7 +221,7 @@ COMPLETION_SECONDS = Family(
 FAMILIES = (
     *(RESPONSES, COMPLETIONS, CHOICES, RUNNING, TOKENS, FIRST_TOKEN, INTER_TOKEN, COMPLETION_SECONDS, LEDGER_DRIFT),
     *(ENGINE_UP, ENGINE_STARTS, QUEUE_SECONDS, LOAD_SECONDS, STEP_ADAPTERS, SERVICE_UNITS, REVISION_DRAFTS),
-    *(UNSETTLED, SINK_ENTRIES, CERTIFICATE_EXPIRY),
+    *(UNSETTLED, SINK_ENTRIES, STORAGE_FAULTS, CERTIFICATE_EXPIRY),
     *ENGINE_FAMILIES.values(),
 )
 
@@ -238,6 +245,8 @@ class PlatformCollector:
         unclaimed = sum(base.engines.unclaimed_tokens for base in bases.values())
         yield _single(LEDGER_DRIFT, self._platform.usage.drift_tokens + unclaimed)
         yield _labelled(SINK_ENTRIES, self._platform.sinks.counters)
+        faults = self._platform.blobs.faults.counts
+        yield _labelled(STORAGE_FAULTS, {(cause,): faults[cause] for cause in get_args(Cause)})
         yield _single(CERTIFICATE_EXPIRY, _certificate_expiry(self._platform.settings.server.tls_certificate))
         yield from self._completions()
 

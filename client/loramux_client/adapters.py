@@ -148,9 +148,16 @@ def events(name: str | None = None, *, limit: int = 100, before: str | None = No
     return read_list("/v1/events", Listing[Event], adapter=name, limit=limit, before=before)
 
 
-def requests(name: str, *, limit: int = 100, before: str | None = None) -> Flow[list[LoggedRequest]]:
-    """Return your latest requests to an adapter, newest first, with the revision that answered each."""
-    return read_list("/v1/requests", Listing[LoggedRequest], adapter=name, limit=limit, before=before)
+def requests(
+    name: str, *, limit: int = 100, before: str | None = None, background: bool = True
+) -> Flow[list[LoggedRequest]]:
+    """Return your latest requests to an adapter, newest first, with the revision that answered each.
+
+    `background`: lines of batches, evaluations and shadows too.
+    """
+    return read_list(
+        "/v1/requests", Listing[LoggedRequest], adapter=name, limit=limit, before=before, background=background
+    )
 
 
 def metrics(name: str, window: str = "24h") -> Flow[list[RevisionReport]]:

@@ -243,6 +243,8 @@ class AliasVersion(ApiObject, frozen=True, kw_only=True):
     restores: int | None = None
     """The version that a rollback restored."""
     changed_by: str | None = None
+    changed_by_name: str | None = None
+    """The key's or the member's name, if it has one."""
     changed_at: int | None = None
 
 
@@ -343,6 +345,14 @@ class Failure(ApiObject, frozen=True, kw_only=True):
     param: str | None = None
 
 
+class AliasMove(ApiObject, frozen=True, kw_only=True):
+    """A change of an alias: revision numbers and their weights, before and after."""
+
+    name: str
+    before: dict[int, int]
+    after: dict[int, int]
+
+
 class EventData(ApiObject, frozen=True, kw_only=True):
     """The adapter of an event, and its details."""
 
@@ -351,6 +361,7 @@ class EventData(ApiObject, frozen=True, kw_only=True):
     model: str | None = None
     digest: str | None = None
     upload: str | None = None
+    alias: AliasMove | None = None
     error: Failure | None = None
 
 

@@ -94,7 +94,7 @@ def run(workspace: Workspace, status: Status, *, once: bool, as_json: bool) -> N
         if as_json:
             click.echo(json.dumps(report.as_json(), indent=2))
         else:
-            show(report, keys, Console(), links=sign_in_links(workspace, console))
+            show(report, keys, Console(), links=None if once else sign_in_links(workspace, console))
         if report.failures:
             raise click.ClickException("; ".join(report.failures))
         if not once:

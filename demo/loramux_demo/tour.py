@@ -250,13 +250,16 @@ def read_sharing(url: str) -> StepSharing:
     )
 
 
-def show(report: Report, keys: dict[str, str], console: Console, *, links: dict[str, str]) -> None:
-    """Print the answers, the figures and the usage; where the server runs on, commands to try and sign-in links."""
+def show(report: Report, keys: dict[str, str], console: Console, *, links: dict[str, str] | None) -> None:
+    """Print the answers, the figures and the usage; if the server runs on, commands to try and sign-in links.
+
+    `links`: None if the server ends now; empty if it has no console.
+    """
     console.print(answers_table(report))
     console.print(usage_table(report))
     for line in summary(report):
         console.print(line, highlight=False)
-    if links:
+    if links is not None:
         console.print("\nThe server runs until Ctrl-C. Try it:\n", highlight=False)
         lines = (*curl_lines(report, keys), "", *link_lines(report, links))
         print(*lines, sep="\n", file=console.file, flush=True)  # a pipe would buffer them
@@ -315,6 +318,9 @@ def summary(report: Report) -> Iterator[str]:
 
 def link_lines(report: Report, links: dict[str, str]) -> Iterator[str]:
     """Yield the console's address, and a link that signs a browser in as each tenant."""
+    if not links:
+        yield "The console is not built in this checkout: run `make console`, and start the demo again."
+        return
     yield f"The console: {report.url}/console/"
     for tenant, link in links.items():
         yield f"  as {tenant} (works once, within an hour): {link}"

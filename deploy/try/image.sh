@@ -44,6 +44,7 @@ find_links=$(python3 -m pip config list | sed -n "s/.*find-links='\(.*\)'/\1/p" 
 indexes=$(python3 -m pip config list | sed -n "s/.*extra-index-url='\(.*\)'/\1/p" | head -1)
 buildah bud --pull-never --layers --format docker --file "$here/deploy/Dockerfile" "${mounts[@]}" \
     --env PIP_FIND_LINKS="$find_links" --env PIP_EXTRA_INDEX_URL="$indexes" \
+    --env NODE_EXTRA_CA_CERTS=/etc/ssl/certs/ca-certificates.crt \
     --build-arg PYTHON=3.11 --build-arg TORCH="${TORCH:-torch==2.13.0}" \
     --build-arg TORCH_INDEX="${TORCH_INDEX:-https://pypi.org/simple}" \
     --tag loramux:cpu "$here"

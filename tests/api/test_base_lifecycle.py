@@ -50,7 +50,7 @@ def server(settings: Settings, keys: tuple[str, str]) -> Iterator[Operated]:
     ("change", "field", "says"),
     [
         ({"path": "models/birch"}, "path", "absolute"),
-        ({"path": "/no/such/folder"}, "path", "does not exist on this server"),
+        ({"path": "/no/such/folder"}, "path", "does not exist"),
         ({"name": "two words"}, "name", "letters, digits"),
         ({"name": "amber"}, "name", "with other settings"),
         ({"former_names": ["amber"]}, "name", "'amber' is the name"),

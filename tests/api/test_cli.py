@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,6 +30,7 @@ def config(base_dir: Path, tmp_path: Path) -> Path:
 
 def loramux(*arguments: str, code: int = 0, **environment: str) -> Result:
     environment = {"LORAMUX_API_KEY": "", "LORAMUX_CONFIG": "", "LORAMUX_URL": ""} | environment
+    environment.setdefault("LORAMUX_DATA", os.environ.get("LORAMUX_DATA", "/nonexistent"))
     result = CliRunner().invoke(main, arguments, env=environment)
     assert result.exit_code == code, result.output
     return result
@@ -129,11 +131,13 @@ def test_init_finds_a_model_and_writes_valid_settings(
     make_adapter(base_dir, tmp_path / "models" / "an-adapter")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("LORAMUX_DATA", str(tmp_path / "data"))
     done = read("init")
     assert (done["config"], done["model"]) == ("loramux.toml", str(tmp_path / "models" / "My Model"))
     settings = load_settings(tmp_path / "loramux.toml")
     assert (settings.model.path, settings.model.served_model_name) == (done["model"], "my-model")
-    assert settings.records.url == f"sqlite:///{tmp_path}/var/loramux.sqlite3"
+    assert settings.records.url == f"sqlite:///{tmp_path}/data/loramux.sqlite3"
+    assert done["data"] == str(tmp_path / "data")
     assert [command.split()[1] for command in done["next"]] == ["serve", "tenant", "key"]
     for command in done["next"][1:]:
         loramux(*command.split()[1:])
@@ -270,6 +274,14 @@ def test_adapter_commands_from_push_to_undelete(site: Site, folders: list[Path],
     lines = loramux("adapter", "logs", "my-adapter", *at).stdout.splitlines()
     assert first["digest"] in next(line for line in lines if "request" in line and "settled" in line)
     assert [line for line in lines if "retired" in line and "@2" in line]
+    told = [line.split(None, 2)[2] for line in lines if "->" in line]
+    assert [" ".join(line.split()) for line in told] == [
+        "canary.started globex/my-adapter:default @1 100 -> @1 95, @2 5",
+        "alias.promoted globex/my-adapter:default @1 95, @2 5 -> @2 100",
+        "alias.rolled_back globex/my-adapter:default @2 100 -> @1 95, @2 5",
+        "alias.rolled_back globex/my-adapter:default @1 95, @2 5 -> @1 100",
+    ]
+    assert len([line for line in lines if "restored" in line]) == 3
     assert read("adapter", "logs", "my-adapter", "--limit", "1", *at)["requests"][0]["model"] == "globex/my-adapter@1"
     loramux("adapter", "rm", "my-adapter", *at)
 

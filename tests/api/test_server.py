@@ -96,10 +96,10 @@ def test_readiness_fails_when_the_database_does_not_answer(site: Site, monkeypat
     async def unreachable(_: object) -> bool:
         return False
 
-    assert httpx.get(f"{site.url}/health/ready").json() == {"status": "ready"}
+    assert httpx.get(f"{site.url}/health/ready").json()["status"] == "ready"
     monkeypatch.setattr(type(site.server.app.state.platform.database), "is_reachable", unreachable)
     ready = httpx.get(f"{site.url}/health/ready")
-    assert (ready.status_code, ready.json()) == (503, {"status": "database_unreachable"})
+    assert (ready.status_code, ready.json()["status"]) == (503, "database_unreachable")
     assert httpx.get(f"{site.url}/health/live").status_code == 200
 
 
@@ -108,7 +108,7 @@ def test_readiness_fails_from_the_signal_on_while_requests_are_served(
 ) -> None:
     monkeypatch.setattr(site.server.app.state, "stopping", True)
     ready = httpx.get(f"{site.url}/health/ready")
-    assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+    assert (ready.status_code, ready.json()["status"]) == (503, "draining")
     with site.http() as client:
         assert client.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
 

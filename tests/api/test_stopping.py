@@ -51,7 +51,7 @@ def test_draining_finishes_streams_and_refuses_new_requests(own_site: Site) -> N
                 assert refused.json()["error"]["code"] == "server_draining"
             assert other.get("/health/live").status_code == 200
             ready = other.get("/health/ready")
-        assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+        assert (ready.status_code, ready.json()["status"]) == (503, "draining")
         text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in lines if line.startswith("data: {"))
     assert text == "ello"
 
@@ -66,7 +66,8 @@ def test_engine_death_ends_streams_with_an_error(own_site: Site) -> None:
     assert (error["code"], error["type"]) == ("engine_unavailable", "server_error")
     assert events[-1] == "data: [DONE]"
     ready = httpx.get(f"{own_site.url}/health/ready")
-    assert (ready.status_code, ready.json()) == (503, {"status": "engine_down"})
+    down = {"base_model": "tiny", "state": "engine_down", "engines_ready": 0}
+    assert (ready.status_code, ready.json()) == (503, {"status": "engine_down", "bases": [down]})
     with own_site.http() as client:
         refused = client.post("/v1/completions", json=STREAM)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")

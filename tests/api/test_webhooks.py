@@ -115,3 +115,53 @@ def test_webhook_refusal_names_the_field(site: Site, body: dict, param: str) -> 
         answer = http.post("/v1/webhooks", json=body)
         assert answer.status_code == 400, json.dumps(answer.json())
         assert answer.json()["error"]["param"] == param
+
+
+def test_webhook_tells_of_releases_and_restored_revisions(
+    site: Site, base_dir: Path, tmp_path: Path, receiver: Receiver
+) -> None:
+    with site.http("all-scopes") as http:
+        hook = http.post("/v1/webhooks", json={"url": receiver.url}).json()
+        for seed in (8, 9):
+            folder = make_adapter(base_dir, tmp_path / str(seed), seed=seed)
+            assert http.post("/v1/adapters", **form(folder, "told")).status_code == 201
+            assert receiver.next(hook["secret"])["type"] == "adapter.revision.ready"
+        alias = "/v1/adapters/told/aliases/default"
+
+        def told_of(kind: str) -> dict:
+            told = receiver.next(hook["secret"])
+            assert told["type"] == kind
+            return told["data"]
+
+        whole, shared = [{"revision": 2, "weight": 1}], [{"revision": 1, "weight": 9}, {"revision": 2, "weight": 1}]
+        assert http.put(alias, json={"targets": shared}).status_code == 200
+        move = {"name": "default", "before": {"2": 100}, "after": {"1": 9, "2": 1}}
+        expected = {"adapter": "acme/told", "revision": 2, "model": "acme/told@2", "alias": move}
+        assert told_of("adapter.canary.started") == expected
+        assert http.put(alias, json={"targets": shared}).status_code == 200, "unchanged: nothing is told"
+        assert http.put(alias, json={"targets": whole}).status_code == 200
+        assert told_of("adapter.alias.promoted")["alias"]["after"] == {"2": 1}
+        assert http.post(f"{alias}/rollback").status_code == 200
+        assert told_of("adapter.alias.rolled_back")["alias"]["after"] == {"1": 9, "2": 1}
+        assert http.delete("/v1/adapters/told").status_code == 200
+        assert {told_of("adapter.revision.retired")["revision"] for _ in range(2)} == {1, 2}
+        assert http.post("/v1/adapters/told/undelete").status_code == 200
+        assert {told_of("adapter.revision.restored")["revision"] for _ in range(2)} == {1, 2}
+        assert http.delete(f"/v1/webhooks/{hook['id']}").json()["deleted"]
+        assert receiver.messages.empty()
+        http.delete("/v1/adapters/told", params={"undo_s": 0})
+
+
+def test_history_and_audit_log_name_the_key_of_a_change(site: Site, base_dir: Path, tmp_path: Path) -> None:
+    with site.http("all-scopes") as http:
+        key = http.post("/v1/keys", json={"name": "release robot"}).json()
+        robot = {"Authorization": f"Bearer {key['key']}"}
+        made = http.post("/v1/adapters", **form(make_adapter(base_dir, tmp_path, seed=11), "named"), headers=robot)
+        assert made.status_code == 201
+        (version,) = http.get("/v1/adapters/named/aliases/default/history").json()["data"]
+        assert (version["changed_by"], version["changed_by_name"]) == (key["id"], "release robot")
+        entries = http.get("/v1/audit", params={"limit": 20}).json()["data"]
+        by_robot = [entry for entry in entries if entry["actor"] == key["id"]]
+        assert by_robot
+        assert {entry["actor_name"] for entry in by_robot} == {"release robot"}
+        http.delete("/v1/adapters/named", params={"undo_s": 0})

@@ -228,3 +228,57 @@ def test_start_without_memory_for_the_pool_is_refused(
 ) -> None:
     done = start(tmp_path, config=settings(base_dir, tmp_path, engine=f"pool_bytes = {pool}"))
     assert_refused(done, *said)
+
+
+IMPORTS = """
+import atexit, os, sys
+end, report = os._exit, lambda: print("imported torch" if "torch" in sys.modules else "no torch", file=sys.stderr)
+os._exit = lambda code: (report(), end(code))
+atexit.register(report)
+from loramux_api.__main__ import run
+run()
+"""
+
+
+def without(name: str) -> Callable[[Path], None]:
+    def spoil(base: Path) -> None:
+        for file in base.glob(name):
+            file.unlink()
+
+    return spoil
+
+
+def with_config(text: str) -> Callable[[Path], None]:
+    return lambda base: (base / "config.json").write_text(text) and None
+
+
+def with_a_lost_shard(base: Path) -> None:
+    index = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    (base / "model.safetensors.index.json").write_text(index)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "more", "said"),
+    [
+        (with_config("{"), {}, "cannot be read"),
+        (with_config("[]"), {}, "model_type"),
+        (without("*.safetensors"), {}, "no *.safetensors"),
+        (without("tokenizer*"), {}, "no tokenizer.json"),
+        (with_a_lost_shard, {}, "model-00002-of-00002.safetensors"),
+        (lambda _: None, {"records": 'blobs = "loramux.toml"'}, "records.blobs"),
+        (lambda _: None, {"adapters": 'local_root = "nowhere"'}, "adapters.local_root"),
+    ],
+    ids=["broken config", "no model type", "no weights", "no tokenizer", "a shard is lost", "blobs", "local root"],
+)
+def test_start_is_refused_before_torch_is_imported(
+    base_dir: Path, tmp_path: Path, spoil: Callable[[Path], None], more: dict[str, str], said: str
+) -> None:
+    shutil.copytree(base_dir, tmp_path / "base")
+    spoil(tmp_path / "base")
+    (tmp_path / "loramux.toml").write_text(settings(tmp_path / "base", tmp_path, **more))
+    command = [sys.executable, "-c", IMPORTS, "serve", "--config", str(tmp_path / "loramux.toml")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "no torch"

@@ -68,7 +68,7 @@ def test_native_failing_compiler_is_named_in_the_log(tmp_path):
 @pytest.mark.usefixtures("native")
 def test_native_second_build_is_taken_from_the_cache(monkeypatch):
     library = compiler.compiled_library()
-    monkeypatch.setattr(compiler, "_compile", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiler, "compile_library", lambda *_: pytest.fail("compiled again"))
     assert compiler.compiled_library() == library
 
 
@@ -100,7 +100,7 @@ def test_native_library_built_with_gcc_as_cxx_loads(monkeypatch, tmp_path):
     )
     monkeypatch.setenv("CXX", "gcc")
     monkeypatch.setenv("LORAMUX_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(compiler, "_sources", lambda: [source])
+    monkeypatch.setattr(compiler, "sources", lambda: [source])
     assert compiler.find_compiler() == (shutil.which("gcc"),)
     assert ctypes.CDLL(str(compiler.compiled_library())).length(70) == 70
 

@@ -32,6 +32,9 @@ class Hub:
 @contextmanager
 def hub_double() -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
         def do_GET(self) -> None:
             hub.asked.append((self.headers["Host"].partition(":")[0], self.path, self.headers["Authorization"]))
             answer = hub.answers.get(self.path, Answer(status=404))
@@ -40,7 +43,8 @@ def hub_double() -> Iterator[Hub]:
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(answer.body) if answer.length is None else answer.length))
             self.end_headers()
-            self.wfile.write(answer.body)
+            if self.command == "GET":
+                self.wfile.write(answer.body)
             if answer.stalls:
                 self.wfile.flush()
                 self.rfile.read(1)  # until the client leaves

@@ -378,18 +378,19 @@ def grant(remote: Remote, name: str, tenant: str, off: bool) -> None:
 @click.option(
     "--limit", type=click.IntRange(1, 500), default=20, show_default=True, help="Number of events and of requests."
 )
+@click.option("--background", is_flag=True, help="Show lines of batches, evaluations and shadows too.")
 @on_server
-def logs(remote: Remote, name: str, limit: int) -> None:
-    """Show an adapter's events, and the revisions that answered its latest requests. Newest last.
+def logs(remote: Remote, name: str, limit: int, background: bool) -> None:
+    """Show an adapter's events and releases, and the revisions that answered its latest requests. Newest last.
 
     \b
     Example:
       loramux adapter logs support --limit 50
     """
     events = remote.client.adapters.events(name, limit=limit)
-    requests = remote.client.adapters.requests(name, limit=limit)
-    lines = [(event.created_at, _event_line(event)) for event in events]
-    lines += [(request.created_at, _request_line(request)) for request in requests]
+    requests = remote.client.adapters.requests(name, limit=limit, background=background)
+    lines = [(event.created_at, _event_line(event)) for event in reversed(events)]
+    lines += [(request.created_at, _request_line(request)) for request in reversed(requests)]
     lines.sort(key=lambda line: line[0])
     text = "\n".join(f"{_time(at)}  {line}" for at, line in lines) or f"{name} has no events yet"
     remote.put({"events": events, "requests": requests}, text)
@@ -446,19 +447,25 @@ def _bundle_lines(bundle: Bundle | None) -> Iterator[str]:
 def _version_line(version: AliasVersion) -> str:
     restored = "" if version.restores is None else f"\trestores version {version.restores}"
     at = "-" if version.changed_at is None else _time(version.changed_at)
-    return f"{version.version}\t{at}\t{_shares(version.targets)}\tby {version.changed_by or '-'}{restored}"
+    by = version.changed_by_name or version.changed_by or "-"
+    return f"{version.version}\t{at}\t{_shares(version.targets)}\tby {by}{restored}"
 
 
 def _event_line(event: Event) -> str:
     data = event.data
-    kind = event.type.rpartition(".")[2]
+    kind = event.type.removeprefix("adapter.").removeprefix("revision.")
     reason = f": {data.error.message} ({data.error.code})" if data.error else ""
-    return f"{kind:<8}  {data.model or data.adapter}  {data.digest or data.upload or ''}{reason}".rstrip()
+    if data.alias is not None:
+        before, after = (
+            ", ".join(f"@{n} {w}" for n, w in one.items()) for one in (data.alias.before, data.alias.after)
+        )
+        return f"{kind:<20}  {data.adapter}:{data.alias.name}  {before or 'new'} -> {after}"
+    return f"{kind:<20}  {data.model or data.adapter}  {data.digest or data.upload or ''}{reason}".rstrip()
 
 
 def _request_line(request: LoggedRequest) -> str:
     took = "" if request.settled_at is None else f"  {request.settled_at - request.created_at} s"
-    return f"request   {request.model}  {request.digest}  {request.status}  {request.id}{took}"
+    return f"{'request':<20}  {request.model}  {request.digest}  {request.status}  {request.id}{took}"
 
 
 def _time(seconds: int) -> str:

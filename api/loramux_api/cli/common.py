@@ -15,6 +15,7 @@ import click
 import msgspec
 
 from loramux.common.settings.file import load_settings
+from loramux_api.cli.default_server import default_config
 
 if TYPE_CHECKING:
     from loramux.accounts.tenants.account import Account
@@ -35,15 +36,31 @@ period_option = click.option("--period", required=True, metavar="YYYY-MM", help=
 
 
 def config_option(*, required: bool = True) -> Callable[[Command], Command]:
-    """Return the option --config, whose default is LORAMUX_CONFIG."""
+    """Return the option --config. Its default is LORAMUX_CONFIG, or else the settings of `loramux serve MODEL`.
+
+    Without `required` the command gets None where there is no such file.
+    """
+
+    def or_default(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
+        if value is not None or default_config().is_file():
+            return value or default_config()
+        if not required or context.resilient_parsing:
+            return None
+        raise click.MissingParameter(
+            "`loramux init` writes a settings file, and after `loramux serve MODEL` none is needed "
+            f"({default_config()} does not exist).",
+            ctx=context,
+            param=parameter,
+        )
+
     return click.option(
         "--config",
         "config",
         type=click.Path(dir_okay=False, path_type=Path),
         envvar="LORAMUX_CONFIG",
-        required=required,
         show_envvar=True,
-        help=CONFIG_HELP,
+        callback=or_default,
+        help=f"{CONFIG_HELP} Default: that of `loramux serve MODEL`.",
     )
 
 

@@ -70,9 +70,8 @@ def main() -> None:
     \b
     First steps:
       loramux demo                                              try it
-      loramux init                                              write loramux.toml
-      loramux serve --config loramux.toml                       serve your model
-      loramux tenant create acme --config loramux.toml
-      loramux key create --tenant acme --config loramux.toml
+      loramux serve ./model                                     serve your model
+      loramux tenant create acme
+      loramux key create --tenant acme
       loramux adapter push ./my-adapter --name support-bot --key-file key.txt
     """

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -15,21 +12,29 @@ from typing import NoReturn
 import click
 import msgspec
 
-import loramux
 from loramux.common import logs
-from loramux.common.settings.file import Settings, SettingsError, load_settings
-from loramux_api.cli.common import config_option, json_option, put
+from loramux.common.settings.file import Settings, load_settings
+from loramux.serving.checkpoint_files import ensure_checkpoints, missing_files
+from loramux_api.cli.common import CONFIG_HELP, config_option, json_option, note, put
+from loramux_api.cli.default_server import (
+    data_folder,
+    default_config,
+    find_models,
+    model_name,
+    settings_text,
+    write_default_config,
+)
+from loramux_api.cli.hub import find_model
 
 logger = logging.getLogger(__name__)
-
-MAX_FOLDERS = 2000
-"""Folders that the search for a model looks at."""
 
 
 class InitResult(msgspec.Struct, frozen=True):
     """The files that `loramux init` wrote."""
 
     config: str
+    data: str
+    """The folder with the database, the adapters' files and the pepper."""
     model: str | None
     """None: no model was found, and the file has a placeholder."""
     served_model_name: str
@@ -49,6 +54,8 @@ class InitResult(msgspec.Struct, frozen=True):
 def init(file: Path, model: Path | None, force: bool, as_json: bool) -> None:
     """Write commented settings for a first server to FILE (default: loramux.toml), and print the next commands.
 
+    They are what `loramux serve MODEL` assumes, data folder included, for you to change.
+
     \b
     Example:
       loramux init
@@ -64,76 +71,20 @@ def init(file: Path, model: Path | None, force: bool, as_json: bool) -> None:
     model, others = (found[0].absolute(), found[1:]) if found else (None, [])
     name = model_name(model) if model else "base"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(settings_text(model, name))
+    file.write_text(f"# loramux serve --config {file}\n\n{settings_text(model, name, data_folder())}")
     load_settings(file)
-    commands = [
-        f"loramux serve --config {file}",
-        f"loramux tenant create acme --config {file}",
-        f"loramux key create --tenant acme --config {file}",
-    ]
-    result = InitResult(str(file), None if model is None else str(model), name, commands)
+    commands = [f"loramux serve --config {file}", *_first_commands(f" --config {file}")]
+    result = InitResult(str(file), str(data_folder()), None if model is None else str(model), name, commands)
     put(as_json, result, _text(result, others))
 
 
-def find_models() -> Iterator[Path]:
-    """Yield folders with a transformers checkpoint: here, in ./models, and in the Hugging Face cache, newest first."""
-    cache = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
-    patterns = [
-        (Path(), "."),
-        (Path(), "*"),
-        (Path("models"), "*"),
-        (Path("models"), "*/*"),
-        (cache, "models--*/snapshots/*"),
-    ]
-    looked_at = 0
-    for root, pattern in patterns:
-        try:
-            folders = [root] if pattern == "." else sorted(root.glob(pattern), key=_changed_at, reverse=True)
-        except OSError:
-            continue
-        for folder in folders:
-            looked_at += 1
-            if looked_at > MAX_FOLDERS:
-                return
-            if folder.is_dir() and not missing_files(folder):
-                yield folder.absolute()
-
-
-def missing_files(folder: Path) -> list[str]:
-    """Return the parts of a checkpoint that a folder lacks. An adapter's folder lacks config.json."""
-    wanted = {"config.json": "config.json", "*.safetensors": "*.safetensors", "tokenizer*.json": "tokenizer.json"}
-    return [name for pattern, name in wanted.items() if next(iter(folder.glob(pattern)), None) is None]
-
-
-def model_name(model: Path) -> str:
-    """Return a name for requests: the folder's, or the repository's for a snapshot in the Hugging Face cache."""
-    named = model.parents[1].name.split("--")[-1] if model.parent.name == "snapshots" else model.name
-    return re.sub(r"[^a-z0-9._-]+", "-", named.lower()).strip("-.") or "base"
-
-
-def settings_text(model: Path | None, name: str) -> str:
-    """Return configs/single-node.toml for this model, with its data below the file's own folder."""
-    text = (configs_folder() / "single-node.toml").read_text().replace("../var", "var")
-    if model is not None:
-        text = re.sub(r"^path = .*$", lambda _: f"path = {json.dumps(str(model))}", text, count=1, flags=re.M)
-    return re.sub(
-        r'^served_model_name = "base"', lambda _: f"served_model_name = {json.dumps(name)}", text, count=1, flags=re.M
-    )
-
-
-def configs_folder() -> Path:
-    """Return `loramux/configs` of an installed wheel, or `configs` of the repository."""
-    package = Path(loramux.__file__).parent
-    installed = package / "configs"
-    return installed if installed.is_dir() else package.parents[1] / "configs"
-
-
-def _changed_at(folder: Path) -> float:
-    return folder.stat().st_mtime
+def _first_commands(options: str = "") -> list[str]:
+    """Return the commands that make a first tenant and its key."""
+    return [f"loramux tenant create acme{options}", f"loramux key create --tenant acme{options}"]
 
 
 def _text(result: InitResult, others: list[Path]) -> str:
-    lines = [f"Wrote {result.config}."]
+    lines = [f"Wrote {result.config}. Its data is in {result.data}."]
     if result.model is None:
         lines.append("No model was found: set model.path in it to the folder of a transformers checkpoint.")
     else:
@@ -143,25 +94,39 @@ def _text(result: InitResult, others: list[Path]) -> str:
 
 
 @click.command()
-@config_option()
+@click.argument("model", required=False)
+@click.option(
+    "--config",
+    type=click.Path(dir_okay=False, path_type=Path),
+    envvar="LORAMUX_CONFIG",
+    show_envvar=True,
+    help=CONFIG_HELP,
+)
 @click.option("--host", help="Listen address; overrides server.host. 0.0.0.0 is every interface.")
 @click.option("--port", type=click.IntRange(1, 65535), help="Port; overrides server.port.")
 @json_option
-def serve(config: Path, host: str | None, port: int | None, as_json: bool) -> None:
+def serve(model: str | None, config: Path | None, host: str | None, port: int | None, as_json: bool) -> None:
     """Serve base models and their adapters.
+
+    MODEL is the folder of a transformers checkpoint, or a repository of the Hugging Face hub (org/name), which is
+    downloaded unless it is in the hub's cache. All data is then in one folder, LORAMUX_DATA (default:
+    ~/.local/share/loramux), and the other commands find it without --config. Everything else is served from a settings
+    file.
 
     Loads the models, which takes seconds to minutes, and serves until SIGTERM or Ctrl-C. Running requests finish first.
     A SQLite database is created and migrated automatically; for PostgreSQL run `loramux migrate` first.
 
     \b
     Example:
-      loramux serve --config configs/single-node.toml --port 8000
-      curl http://127.0.0.1:8000/health/ready
+      loramux serve ./Llama-3.1-8B-Instruct
+      loramux serve HuggingFaceTB/SmolLM2-135M-Instruct --port 8001
+      loramux serve --config configs/single-node.toml
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _end_at_once)
-    settings = _with_address(load_settings(config), host, port)
-    _ensure_models(settings, config)
+    file = _config_of(model, config, host, port, as_json)
+    settings = _with_address(load_settings(file), host, port)
+    ensure_checkpoints(settings, str(file))
     from loramux_api.server import exit_now
     from loramux_api.server import serve as run  # imports torch, which takes seconds
 
@@ -169,35 +134,41 @@ def serve(config: Path, host: str | None, port: int | None, as_json: bool) -> No
     url = f"http{'s' if settings.server.tls_certificate else ''}://{settings.server.host}:{settings.server.port}"
     models = [base.name for base in settings.served_bases]
     logger.info("loading %s", ", ".join(base.path for base in settings.served_bases))
-    code = run(
-        settings,
-        lambda _: put(
-            as_json,
-            {"status": "serving", "url": url, "model": models[0], "models": models, "pid": os.getpid()},
-            f"loramux: serving {', '.join(models)} at {url}/v1 (API description: {url}/schema). Ctrl-C drains and "
-            "stops.",
-        ),
-    )
+    serving = {"status": "serving", "url": url, "model": models[0], "models": models, "pid": os.getpid()}
+    text = f"loramux: serving {', '.join(models)} at {url}/v1 (API description: {url}/schema)."
+    if file == default_config():
+        serving |= {"data": str(file.parent), "next": _first_commands()}
+        text += f" Data: {file.parent}.\nNext, in another terminal:\n" + "\n".join(f"  {c}" for c in _first_commands())
+        text += "\nCtrl-C drains and stops."
+    else:
+        text += " Ctrl-C drains and stops."
+    code = run(settings, lambda _: put(as_json, serving, text))
     exit_now(code)
+
+
+def _config_of(model: str | None, config: Path | None, host: str | None, port: int | None, as_json: bool) -> Path:
+    """Return the settings file: the one that was named, or that of the default server, written for `model`."""
+    if model is not None and config is not None:
+        raise click.UsageError(
+            f"MODEL is served without a settings file, and --config or LORAMUX_CONFIG names {config}; leave one "
+            "out, or set model.path in the file"
+        )
+    if model is not None:
+        folder = find_model(model, lambda text: note(as_json, f"loramux: {text}"))
+        return write_default_config(folder, host, port)
+    if config is None:
+        if not default_config().is_file():
+            raise click.UsageError(
+                "give a MODEL (a folder, or org/name of the Hugging Face hub), or --config with a settings file, which "
+                "`loramux init` writes"
+            )
+        return default_config()
+    return config
 
 
 def _end_at_once(number: int, _: FrameType | None) -> NoReturn:
     """End the process before anything is open: torch's import, of seconds, turns an exception into a crash."""
     os._exit(128 + number)
-
-
-def _ensure_models(settings: Settings, config: Path) -> None:
-    """Refuse a model path without a model before anything else starts. Raises SettingsError."""
-    for base in settings.served_bases:
-        folder = Path(base.path)
-        if (folder / "config.json").is_file():
-            continue
-        problem = "does not exist" if not folder.exists() else "has no config.json"
-        field = f"bases.path of {base.name}" if settings.bases else "model.path"
-        raise SettingsError(
-            f"{field}: {folder} {problem}; in {config}, set it to the folder of a transformers checkpoint "
-            "(config.json, *.safetensors and the tokenizer), or try `loramux demo`"
-        )
 
 
 def _with_address(settings: Settings, host: str | None, port: int | None) -> Settings:

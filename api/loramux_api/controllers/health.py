@@ -11,16 +11,19 @@ from litestar.datastructures import State
 from litestar.di import NamedDependency
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from loramux.serving.lifecycle import BaseHealth, BaseLifecycle
 from loramux.serving.service import CompletionService
 from loramux_api.metrics import Metrics
 
 Status = Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
 
 
-class Health(msgspec.Struct):
+class Health(msgspec.Struct, omit_defaults=True):
     """The state of the server."""
 
     status: Status
+    bases: list[BaseHealth] = []
+    """Each base model that is served or should be; of /health/ready alone."""
 
 
 DatabaseProbe = Callable[[], Awaitable[bool]]
@@ -40,11 +43,12 @@ class HealthController(Controller):
     async def health(
         self,
         completions: NamedDependency[CompletionService],
+        lifecycle: NamedDependency[BaseLifecycle],
         database_is_reachable: NamedDependency[DatabaseProbe],
         state: State,
     ) -> Response[None]:
         """Answer as /health/ready does, with its status alone: the probe of vLLM's deployments."""
-        status = await _readiness(completions, database_is_reachable, state)
+        status = await _readiness(completions, lifecycle, database_is_reachable, state)
         return Response(None, status_code=200 if status == "ready" else 503)
 
     @get("/health/ready", summary="Would a request be served?")
@@ -52,15 +56,16 @@ class HealthController(Controller):
         self,
         completions: NamedDependency[CompletionService],
         database_is_reachable: NamedDependency[DatabaseProbe],
+        lifecycle: NamedDependency[BaseLifecycle],
         state: State,
     ) -> Response[Health]:
-        """Answer 200 if a request would be served now.
+        """Answer 200 if a request would be served now; `bases` has the state of each base model.
 
-        503 means: the server is stopping (`draining`), a base has no engine (`engine_down`), or its database does not
-        answer (`database_unreachable`).
+        503 means: the server is stopping (`draining`), no base has an engine that serves (`engine_down`; with
+        `server.ready_when = "all"`: a base has none), or its database does not answer (`database_unreachable`).
         """
-        status = await _readiness(completions, database_is_reachable, state)
-        return Response(Health(status), status_code=200 if status == "ready" else 503)
+        status = await _readiness(completions, lifecycle, database_is_reachable, state)
+        return Response(Health(status, lifecycle.health()), status_code=200 if status == "ready" else 503)
 
     @get("/metrics", summary="Prometheus metrics", media_type=MediaType.TEXT)
     async def metrics(self, metrics: NamedDependency[Metrics]) -> Response[bytes]:
@@ -68,10 +73,12 @@ class HealthController(Controller):
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-async def _readiness(completions: CompletionService, database_is_reachable: DatabaseProbe, state: State) -> Status:
+async def _readiness(
+    completions: CompletionService, lifecycle: BaseLifecycle, database_is_reachable: DatabaseProbe, state: State
+) -> Status:
     """Return `ready`, or why a request would not be served now."""
     if state.stopping or completions.draining:
         return "draining"
-    if not completions.bases.are_alive:
+    if not lifecycle.is_ready:
         return "engine_down"
     return "ready" if await database_is_reachable() else "database_unreachable"

@@ -211,7 +211,7 @@ class LoraxController(Controller):
         settings: NamedDependency[Settings],
     ) -> Response[Any]:
         """One answer; with `stream`, token by token."""
-        return await _answered(data, request, principal, completions, settings)
+        return await answered(data, request, principal, completions, settings)
 
     @post(
         "/generate_stream",
@@ -228,37 +228,17 @@ class LoraxController(Controller):
         settings: NamedDependency[Settings],
     ) -> Response[Any]:
         """One event a token; the last one has the whole text and the details."""
-        return await _answered(msgspec.structs.replace(data, stream=True), request, principal, completions, settings)
-
-    @post(
-        "/",
-        operation_class=StreamingOperation,
-        status_code=200,
-        summary="Continue a text, as LoRAX's Python client asks for it",
-        responses=LISTED,
-    )
-    async def compatible(
-        self,
-        data: JSONBody[GenerateBody],
-        request: AnyRequest,
-        principal: NamedDependency[Principal],
-        completions: NamedDependency[CompletionService],
-        settings: NamedDependency[Settings],
-    ) -> Response[Any]:
-        """Generate as /generate does; an answer in one piece is in a list."""
-        whole = await _answered(data, request, principal, completions, settings)
-        if isinstance(whole.content, bytes):
-            whole.content = b"[" + whole.content + b"]"
-        return whole
+        return await answered(msgspec.structs.replace(data, stream=True), request, principal, completions, settings)
 
 
-async def _answered(
+async def answered(
     data: GenerateBody,
     request: AnyRequest,
     principal: Principal,
     completions: CompletionService,
     settings: Settings,
 ) -> Response[Any]:
+    """Answer a request of LoRAX's, in one piece or as a stream."""
     answer = await completions.begin(principal, to_request(data, settings.model.served_model_name))
     writer = LoraxWriter(data, answer, completions.bases[answer.base_model].facts.eos_token_ids)
     return await respond(request, answer, writer, stream=data.stream)

@@ -211,12 +211,14 @@ class RequestController(ApiController):
         adapter: FromQuery[str],
         before: FromQuery[str | None] = None,
         limit: PageLimit = 100,
+        background: FromQuery[bool] = True,
     ) -> Listing[RequestObject]:
         """List your requests to an adapter, newest first, with the revision that answered. No prompts, no answers.
 
-        `before` is the id of the last request of the previous page.
+        `before` is the id of the last request of the previous page. `background` false leaves out the lines of
+        batches, evaluations and shadows.
         """
-        found = await usage.answered_by(principal, adapter, before, limit)
+        found = await usage.answered_by(principal, adapter, before, limit, background=background)
         return Listing(data=[request_object(request) for request in found])
 
 

@@ -46,6 +46,8 @@ class AliasVersionObject(msgspec.Struct, kw_only=True):
     """The version that a rollback restored; null for other changes."""
     changed_by: str
     """A key's or a member's id."""
+    changed_by_name: str | None
+    """The key's or the member's name, if it has one."""
     changed_at: int
 
 
@@ -224,6 +226,7 @@ def alias_version_object(version: AliasVersion) -> AliasVersionObject:
         targets=list(version.targets),
         restores=version.restores,
         changed_by=version.changed_by,
+        changed_by_name=version.changed_by_name,
         changed_at=version.changed_at // SECOND,
     )
 

@@ -125,6 +125,8 @@ class AuditObject(msgspec.Struct, kw_only=True):
     at: int
     tenant_id: str | None
     actor: str
+    actor_name: str | None
+    """The key's or the member's name, if it has one."""
     source: str
     request_id: str
     action: str
@@ -184,6 +186,7 @@ def audit_object(entry: AuditEntry) -> AuditObject:
         at=entry.at // SECOND,
         tenant_id=entry.tenant,
         actor=entry.actor,
+        actor_name=entry.actor_name,
         source=entry.source,
         request_id=entry.request_id,
         action=entry.action,

@@ -33,11 +33,11 @@ def compiled_library() -> Path:
 
     Raises NativeUnavailable where there is no compiler, or where it fails.
     """
-    compiler, sources = find_compiler(), _sources()
+    compiler, files = find_compiler(), sources()
     command = (*compiler, *FLAGS, _tuned_for_this_processor())
-    target = cache_directory() / _fingerprint((*command, *LIBRARIES), sources) / "libloramux.so"
+    target = cache_directory() / _fingerprint((*command, *LIBRARIES), files) / "libloramux.so"
     if not target.exists():
-        _compile([*command, *(str(s) for s in sources if s.suffix == ".cpp"), *LIBRARIES], target)
+        compile_library([*command, *(str(s) for s in files if s.suffix == ".cpp"), *LIBRARIES], target)
     return target
 
 
@@ -59,7 +59,8 @@ def cache_directory() -> Path:
     return Path(chosen) if chosen else Path.home() / ".cache" / "loramux"
 
 
-def _sources() -> list[Path]:
+def sources() -> list[Path]:
+    """Return the files that the library is made of."""
     return sorted(Path(__file__).parent.glob("*.[ch]pp"))
 
 
@@ -86,8 +87,11 @@ def _processor() -> bytes:
     return b"\n".join(sorted({line for line in lines if line.startswith(facts)}))
 
 
-def _compile(command: Sequence[str], target: Path) -> None:
-    """Another process may be compiling the same: each writes a file of its own, and a rename decides."""
+def compile_library(command: Sequence[str], target: Path) -> None:
+    """Run a compiler's command and move its output to `target`. Raises NativeUnavailable.
+
+    Another process may be compiling the same: each writes a file of its own, and a rename decides.
+    """
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:

@@ -18,6 +18,7 @@ import torch
 
 from loramux_kernels.native.abi import DTYPES, SIGNATURES, RuntimeAbi
 from loramux_kernels.native.compiler import NativeUnavailable, compiled_library
+from loramux_kernels.native.prebuilt import prebuilt_library
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ def _load(path: Path) -> ctypes.CDLL:
     return library
 
 
-_loader = NativeLoader(compiled_library)
+_loader = NativeLoader(lambda: prebuilt_library() or compiled_library())
 
 
 def native_library() -> ctypes.CDLL | None:

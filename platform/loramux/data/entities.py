@@ -247,6 +247,15 @@ class ShadowNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """The share of equal answers, with its 95% confidence interval."""
 
 
+class AliasMove(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of an alias's targets: revision numbers and their weights, before and after it."""
+
+    name: str
+    before: dict[int, int]
+    """Empty for an alias that is new."""
+    after: dict[int, int]
+
+
 class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The details of an event beside its kind, adapter and time."""
 
@@ -256,6 +265,7 @@ class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The upload session's id."""
     batch: str | None = None
     """The batch's id."""
+    alias: AliasMove | None = None
     canary: CanaryNumbers | None = None
     shadow: ShadowNumbers | None = None
     error: Refusal | None = None

@@ -297,11 +297,17 @@ class EngineGroup:
                 with suppress(EngineDied):
                     await self._pin_on(member, ref, owner)
 
+    @property
+    def _is_lost(self) -> bool:
+        """Has no engine served for `engines.max_wait_s`, and has each failed to start too often in a row?"""
+        members = [member for member in self._members.values() if member.state is not EngineState.RESTING]
+        is_failing = bool(members) and all(member.is_failing for member in members)
+        return is_failing and self._silence >= self._range.max_wait_s
+
     def _note_failing(self) -> None:
         if self._range.addresses:
             return  # they are started by others: a new server would find no more of them
-        members = [member for member in self._members.values() if member.state is not EngineState.RESTING]
-        if all(member.is_failing for member in members) and self._silence >= self._range.max_wait_s:
+        if self._is_lost:
             self._ended.set()
             for run in list(self._waiting.values()):
                 self._end(run, EngineFault(ENGINE_DIED, "no engine serves, and none is started again"))
@@ -311,8 +317,8 @@ class EngineGroup:
     def submit(self, request: Request, on_event: OnEvent) -> None:
         """Give the request to an engine, or have it wait for one; raises EngineDied when there will be none."""
         assert request.id not in self._runs, f"request {request.id} was submitted before"
-        if self.has_ended:
-            raise EngineDied("no engine serves, and none is started again")
+        if self.has_ended or self._is_lost:
+            raise EngineDied("no engine serves, and none could be started for longer than a request waits")
         if self._scaler is not None:
             self._scaler.requested(self._now())
         run = Run(request, on_event, self._now())
@@ -359,8 +365,8 @@ class EngineGroup:
         seconds = self._range.max_wait_s
         deadline_ms = None if run.token_ids else run.deadline_ms(self._now())
         if deadline_ms is not None and deadline_ms / 1000 < seconds:
-            message = f"No engine has served within the request's deadline of {run.request.deadline_ms} ms."
-            fault = EngineFault("deadline_exceeded", message, retry_after=10)
+            message = f"no engine has served within the request's deadline of {run.request.deadline_ms} ms"
+            fault = EngineFault(ENGINE_DIED, message)
             run.timeout = asyncio.get_running_loop().call_later(deadline_ms / 1000, self._end, run, fault)
         else:
             run.timeout = asyncio.get_running_loop().call_later(seconds, self._end_wait, run)

@@ -29,7 +29,7 @@ from zmq.utils import z85
 
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.data.storage.blobs import BlobStore, digest_at, open_blobs
-from loramux.data.storage.objects import StorageError
+from loramux.data.storage.errors import StorageError
 from loramux.engine.messages import AdapterRef, Command, EngineFault, Report, Stopped
 from loramux.fleet.sessions import FrontSessions, Then
 from loramux.fleet.wire import (

@@ -57,7 +57,7 @@ from loramux.data.records.comparisons import EvaluationRepository
 from loramux.data.records.database import BASES, Database, advisory_lock
 from loramux.data.records.errors import RecordsError
 from loramux.data.storage.blobs import BlobCorrupt, BlobMissing, BlobStore, files_of
-from loramux.data.storage.objects import StorageError
+from loramux.data.storage.errors import StorageError
 from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import Evaluations
 from loramux.releases.graders import Grader, Judge

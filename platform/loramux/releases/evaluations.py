@@ -27,7 +27,7 @@ from loramux.data.records.errors import RecordsError
 from loramux.data.records.ledger import LedgerRepository
 from loramux.data.records.tenants import TenantRepository
 from loramux.data.storage.blobs import BlobStore
-from loramux.data.storage.objects import StorageError
+from loramux.data.storage.errors import StorageError
 from loramux.money.billing.catalog import PlanPrices
 from loramux.money.usage.settlement import USAGE
 from loramux.releases.comparison import (

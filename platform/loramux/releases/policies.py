@@ -375,7 +375,7 @@ class CanaryGuards:
                 return
             others = [WeightedRevision(number, weight) for number, weight in canary.targets[:-1]]
             condition = Preconditions(if_match=etag(info.version))
-            await self._adapters.aliases.point(principal, name, canary.alias, others, condition)
+            await self._adapters.aliases.point(principal, name, canary.alias, others, condition, is_announced=False)
         except LoramuxError as error:
             logger.warning("the canary of %s:%s stays: %s", name, canary.alias, error)
             return

@@ -31,7 +31,7 @@ from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.requests import SHADOW
 from loramux.data.storage.blobs import BlobStore
-from loramux.data.storage.objects import StorageError
+from loramux.data.storage.errors import StorageError
 from loramux.releases.likeness import ChoiceAnswer, compare_answers, join_answer, sums_of
 from loramux.serving.errors import Draining
 from loramux.serving.generation import Generation

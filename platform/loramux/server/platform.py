@@ -38,7 +38,8 @@ from loramux.common.units import SECOND
 from loramux.data.records import schema
 from loramux.data.records.database import Database
 from loramux.data.storage.blobs import BlobStore, open_blobs
-from loramux.data.storage.objects import Objects, StorageUnavailable, open_objects
+from loramux.data.storage.errors import StorageUnavailable
+from loramux.data.storage.objects import Objects, open_objects
 from loramux.fleet.member import LaunchEngine
 from loramux.money.billing.catalog import Catalog, PlanPrices
 from loramux.money.billing.reconcile import Checkpoints, LedgerProof

@@ -55,11 +55,6 @@ class ServedBases(dict[str, ServedBase]):
         """Return the base that serves what was uploaded for the base `recorded`."""
         return next((base for base in self.values() if recorded in (base.name, *base.former_names)), None)
 
-    @property
-    def are_alive(self) -> bool:
-        """Does every base have an engine that serves?"""
-        return all(base.engines.alive for base in self.values())
-
     def engines(self) -> list[EngineStatus]:
         """Describe the engines of every base."""
         return [status for base in self.values() for status in base.engines.statuses()]

@@ -43,6 +43,7 @@ from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
 from loramux.fleet.member import LaunchEngine
 from loramux.serving.bases import ServedBase, ServedBases
+from loramux.serving.checkpoint_files import problem_of
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.formats import GrammarTrials
@@ -132,6 +133,15 @@ class BaseStatus(msgspec.Struct, frozen=True, kw_only=True):
     successor: str | None
 
 
+class BaseHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """One base as this server has it, for load balancers and monitors."""
+
+    base_model: str
+    state: BaseState | Literal["engine_down"]
+    """`serving`: a request would be answered. `engine_down`: its engines are being started again."""
+    engines_ready: int
+
+
 class BaseLifecycle:
     """Loads and unloads the bases of one server. `serving` and `engines` are read by others and changed here only."""
 
@@ -209,7 +219,7 @@ class BaseLifecycle:
                 known = self._known.get(name)
                 if known is None or known.is_retired or known.settings != loaded.settings:
                     self._begin_unload(loaded, self._settings.server.drain_seconds)
-                elif known.is_added and loaded.served.engines.has_ended:
+                elif loaded.served.engines.has_ended and self._is_reloaded(known):
                     self._note_failure(name, await loaded.served.engines.wait_end())
                     self._begin_unload(loaded, 0.0)
             for name, known in self._known.items():
@@ -314,9 +324,40 @@ class BaseLifecycle:
 
     @property
     def has_lost_engines(self) -> bool:
-        """Has a base of the settings no engine, and will get none by itself? Added ones are loaded again."""
+        """Must the server end, because bases have no engine and get none by themselves?
+
+        While another base serves, one without engines is loaded again, unless `server.ready_when` is all. Bases that
+        operators have added are always loaded again.
+        """
         own = {base.name for base in self._settings.served_bases}
-        return any(base.engines.has_ended for name, base in self.serving.items() if name in own)
+        if self._settings.server.ready_when == "all":
+            return any(base.engines.has_ended for name, base in self.serving.items() if name in own)
+        return all(base.engines.has_ended for base in self.serving.values())
+
+    def health(self) -> list[BaseHealth]:
+        """Describe every base that is not retired."""
+        return [
+            BaseHealth(
+                base_model=one.base_model,
+                state="engine_down" if self._is_down(one.base_model) else one.state,
+                engines_ready=one.engines_ready,
+            )
+            for one in self.statuses()
+            if one.retired_at is None
+        ]
+
+    @property
+    def is_ready(self) -> bool:
+        """Do as many bases serve as `server.ready_when` demands? Added ones that are not loaded are not waited for."""
+        if self._settings.server.ready_when == "any":
+            return any(not self._is_down(name) for name in self._loaded)
+        own = {base.name for base in self._settings.served_bases if not self._known[base.name].is_retired}
+        return own <= self._loaded.keys() and not any(self._is_down(name) for name in self._loaded)
+
+    def _is_down(self, name: str) -> bool:
+        """Is the base loaded, and does none of its engines serve?"""
+        loaded = self._loaded.get(name)
+        return loaded is not None and not loaded.served.engines.alive
 
     def knows(self, name: str) -> bool:
         """Is there a base of that name, served or not?"""
@@ -461,6 +502,12 @@ class BaseLifecycle:
         logger.error("the base model %s cannot be loaded, the next try is in %g s: %s", name, pause, message)
         self._failures[name] = Failure(message, count, asyncio.get_running_loop().time() + pause)
 
+    def _is_reloaded(self, known: KnownBase) -> bool:
+        """Is a base without engines loaded again, instead of ending the server? `has_lost_engines` ends it."""
+        if known.is_added or self._settings.server.ready_when == "all":
+            return known.is_added
+        return any(not loaded.served.engines.has_ended for loaded in self._loaded.values())
+
     def _is_due(self, name: str) -> bool:
         failure = self._failures.get(name)
         return failure is None or failure.retry_at <= asyncio.get_running_loop().time()
@@ -564,15 +611,12 @@ def _check_folder(folder: Path) -> None:
     from loramux_adapters.base import describe_base
     from loramux_adapters.errors import BaseUnusable
 
-    if not (folder / "config.json").is_file():
-        problem = "does not exist on this server" if not folder.exists() else "has no config.json"
+    if (problem := problem_of(folder)) is not None:
         raise InvalidBase(
-            f"{folder} {problem}; give the folder of a transformers checkpoint (config.json, *.safetensors and the "
-            "tokenizer)",
+            f"{folder} {problem}; give the folder, on this server, of a transformers checkpoint (config.json, "
+            "*.safetensors and the tokenizer)",
             "path",
         )
-    if not any(folder.glob("*.safetensors")):
-        raise InvalidBase(f"{folder} has no *.safetensors; save the weights with save_pretrained", "path")
     try:
         describe_base(folder)
     except BaseUnusable as error:

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 import torch
@@ -374,6 +375,34 @@ async def test_anothers_adapter_is_exactly_as_absent_as_an_absent_one(
                 await question(acme, name)
     assert await registry.queries.all(acme) == []
     assert len(await registry.queries.all(globex)) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("acme/suport-bot", "acme/support-bot"),
+        ("suport-bot", "acme/support-bot"),
+        ("acme/support-bot:stagin", "acme/support-bot"),
+        ("acne/support-bot", "acme/support-bot"),
+        ("acme/support-bot@77", "acme/support-bot"),
+        ("acme/other", None),
+        ("globex/support-bot", None),
+        ("x" * 10_000, None),
+    ],
+)
+async def test_unknown_model_is_told_the_callers_own_one_that_is_like_it(
+    registry: Registry, push: Push, acme: Principal, globex: Principal, asked: str, meant: str | None
+) -> None:
+    await push(acme, "support-bot")
+    await push(globex, "support-bots")
+    with pytest.raises(ModelNotFound) as refused:
+        await registry.resolver.resolve(acme, asked)
+    suggestion = str(refused.value).partition("Did you mean `")[2].removesuffix("`?")
+    assert suggestion == (meant or "")
+    limited = msgspec.structs.replace(acme, models=frozenset({"acme/nothing"}))
+    with pytest.raises(ModelNotFound) as refused:
+        await registry.resolver.resolve(limited, asked)
+    assert "Did you mean" not in str(refused.value)
 
 
 MALFORMED = [

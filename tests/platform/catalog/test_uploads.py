@@ -34,7 +34,7 @@ from loramux.common.settings.serving import UploadSettings
 from loramux.data.records.database import Database, server_liveness
 from loramux.data.records.uploads import UploadJobs
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
-from loramux.data.storage.objects import StorageUnavailable
+from loramux.data.storage.errors import StorageUnavailable
 
 pytestmark = pytest.mark.anyio
 

@@ -168,3 +168,39 @@ def test_every_renamed_setting_exists_under_its_new_spelling() -> None:
         for section in sections:
             kind = get_type_hints(kind)[section]
         assert field in get_type_hints(kind)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (GOOD + "[server]\nprot = 1\n", "did you mean `port`?"),
+        (GOOD + "[enginee]\n", "did you mean `engine`?"),
+        (GOOD + "[engine]\nmax_num_seq = 3\n", "did you mean `max_num_seqs`?"),
+        (GOOD + "[engine]\nmax_rank = 8\n", "`max_rank` belongs to [adapters]"),
+        (GOOD + "[fleet.ray]\nadress = 'x'\n", "did you mean `address`?"),
+        (GOOD + SINK.replace("secret_file", "secretfile"), "did you mean `secret_file`?"),
+        ("[[bases]]\nname = 'a'\npath = 'b'\nengine = { pool_byte = 1 }\n", "did you mean `pool_bytes`?"),
+        ("[[bases]]\nname = 'a'\npath = 'b'\nengines = { minimum = 1 }\n", "unknown field `minimum`"),
+    ],
+)
+def test_unknown_setting_names_the_one_that_was_meant(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(write(tmp_path, text))
+    assert told in str(refused.value)
+    assert "unknown field" in str(refused.value)
+
+
+def test_unknown_setting_that_is_like_nothing_has_no_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as refused:
+        load_settings(write(tmp_path, GOOD + "[server]\nzzz = 1\n"))
+    assert "did you mean" not in str(refused.value)
+
+
+def test_settings_that_no_page_lists_are_accepted(tmp_path: Path) -> None:
+    """Files of earlier releases have them."""
+    hidden = (
+        "[engine]\nin_process = true\n[scheduler]\naffinity_window = 1\nadapter_overhead_target = 0.2\nmax_lift = 3\n"
+    )
+    settings = load_settings(write(tmp_path, GOOD + hidden))
+    assert (settings.engine.in_process, settings.scheduler.affinity_window) == (True, 1)
+    assert (settings.scheduler.adapter_overhead_target, settings.scheduler.max_lift) == (0.2, 3)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from obstore.exceptions import GenericError, PermissionDeniedError
 from s3_server import S3
 
 from loramux.data.storage.blobs import (
@@ -24,7 +25,15 @@ from loramux.data.storage.blobs import (
     content_digest,
     open_blobs,
 )
-from loramux.data.storage.objects import Staging, StorageUnavailable
+from loramux.data.storage.errors import (
+    StorageAbsent,
+    StorageDenied,
+    StorageFaults,
+    StorageFull,
+    StorageSlow,
+    StorageUnavailable,
+)
+from loramux.data.storage.objects import Staging
 
 Open = Callable[[str], BlobStore]
 
@@ -297,12 +306,78 @@ def test_contents_outlive_their_store(opened: Open, tmp_path: Path) -> None:
     assert opened("cache").directory(digest)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.EROFS])
-def test_full_disk_is_an_outage_of_the_storage(tmp_path: Path, number: int) -> None:
-    staging = Staging(tmp_path / "staging")
-    with pytest.raises(StorageUnavailable, match=os.strerror(number)), staging.folder() as folder:
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, StorageFull),
+        (errno.EDQUOT, StorageFull),
+        (errno.EACCES, StorageDenied),
+        (errno.EROFS, StorageDenied),
+        (errno.ESTALE, StorageAbsent),
+        (errno.ETIMEDOUT, StorageSlow),
+        (errno.EIO, StorageUnavailable),
+        (errno.EMFILE, StorageUnavailable),
+    ],
+    ids=lambda value: errno.errorcode[value] if isinstance(value, int) else value.__name__,
+)
+def test_fault_of_a_disk_has_its_cause_is_logged_with_errno_and_counted(
+    tmp_path: Path, number: int, kind: type[StorageUnavailable], caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = StorageFaults()
+    staging = Staging(tmp_path / "staging", faults)
+    with pytest.raises(StorageUnavailable, match=os.strerror(number)) as raised, staging.folder() as folder:
         raise OSError(number, os.strerror(number))
+    assert type(raised.value) is kind
     assert not folder.exists()
+    assert faults.counts == {kind.cause: 1}
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert f"cause {kind.cause}, errno {errno.errorcode[number]}" in line
+    assert os.strerror(number) not in (raised.value.public_message or "")
     with pytest.raises(FileNotFoundError), staging.folder():
         raise FileNotFoundError(errno.ENOENT, "no such content")
     staging.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PermissionDeniedError("403"), StorageDenied),
+        (GenericError("Generic S3 error: <Code>AccessDenied</Code>"), StorageDenied),
+        (GenericError("Generic S3 error: <Code>XMinioStorageFull</Code>"), StorageFull),
+        (GenericError("Generic S3 error: Server returned 507 Insufficient Storage"), StorageFull),
+        (GenericError("error writing: No space left on device (os error 28)"), StorageFull),
+        (GenericError("Generic S3 error: <Code>NoSuchBucket</Code>"), StorageAbsent),
+        (GenericError("HTTP error: operation timed out"), StorageSlow),
+        (GenericError("HTTP error: <Code>SlowDown</Code>"), StorageSlow),
+        (GenericError("HTTP error: connection refused"), StorageUnavailable),
+    ],
+    ids=str,
+)
+def test_fault_of_an_object_store_has_its_cause(error: Exception, kind: type[StorageUnavailable]) -> None:
+    faults = StorageFaults()
+    with pytest.raises(StorageUnavailable) as raised, faults.of_store():
+        raise error
+    assert type(raised.value) is kind
+    assert faults.counts == {kind.cause: 1}
+
+
+def test_bucket_that_does_not_exist_is_absent_and_no_missing_content(s3: S3, tmp_path: Path) -> None:
+    store = open_blobs("s3://nowhere-at-all", str(tmp_path / "cache"), s3.options)
+    with pytest.raises(StorageAbsent):
+        store.objects.put("x", b"data")
+    assert store.faults.counts == {"absent": 1}
+
+
+def test_wrong_credentials_are_denied(s3: S3, tmp_path: Path) -> None:
+    store = open_blobs(s3.url, str(tmp_path / "cache"), s3.options | {"secret_access_key": "wrong"})
+    with pytest.raises(StorageDenied):
+        store.objects.put("x", b"data")
+
+
+def test_disk_that_has_gone_is_absent_and_nothing_is_written_below_it(tmp_path: Path) -> None:
+    store = open_blobs(str(tmp_path / "blobs"), str(tmp_path / "cache"), {})
+    (tmp_path / "blobs").rename(tmp_path / "unmounted")
+    (tmp_path / "blobs").mkdir()
+    with pytest.raises(StorageAbsent):
+        store.objects.put("x", b"data")
+    assert list((tmp_path / "blobs").iterdir()) == []

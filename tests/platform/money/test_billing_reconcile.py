@@ -15,7 +15,8 @@ from loramux.common.identity import Principal
 from loramux.data.records.billing import InvoiceRow, PeriodRow, PriceRow
 from loramux.data.records.database import Database, parse_url
 from loramux.data.records.ledger import LedgerEntry, LedgerHeadRow, LedgerRow, chain_hash
-from loramux.data.storage.objects import Objects, StorageUnavailable, open_objects
+from loramux.data.storage.errors import StorageUnavailable
+from loramux.data.storage.objects import Objects, open_objects
 from loramux.money.billing.errors import LedgerAltered
 from loramux.money.billing.invoices import digest, document, read_invoice
 from loramux.money.billing.reconcile import FOLDER, Checkpoint, Checkpoints, reconcile

@@ -28,6 +28,7 @@ from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings
 from loramux.data.records.database import Database
 from loramux.data.storage.blobs import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobStore, place_of
+from loramux.data.storage.errors import StorageFaults
 from loramux.server import platform as platform_module
 from loramux.serving import lifecycle as lifecycle_module
 from simulation.database import PEPPER
@@ -48,7 +49,7 @@ class PlatformWorld(World):
         self.tenants = Tenants(database, PEPPER)
         self.digests: dict[str, str] = {}
         """Weights by the digest that they were registered under."""
-        blobs = BlobStore(self.objects, self.folder / "cache")
+        blobs = BlobStore(self.objects, self.folder / "cache", StorageFaults())
 
         @asynccontextmanager
         async def open_database(settings: Settings) -> AsyncIterator[Database]:

@@ -10,7 +10,8 @@ from loramux.catalog.validation.jobs import AdapterSummary, ValidationReport
 from loramux.common.errors import Rejection
 from loramux.common.sandbox.sandbox import SandboxDied
 from loramux.data.storage.blobs import WEIGHTS_FILE
-from loramux.data.storage.objects import Objects, StorageUnavailable
+from loramux.data.storage.errors import StorageUnavailable
+from loramux.data.storage.objects import Objects
 from simulation.loop import current_loop
 from simulation.plan import Plan
 

@@ -6,7 +6,7 @@ A change and its audit entries are committed in one transaction. Times are in mi
 from __future__ import annotations
 
 import getpass
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -15,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.accounts.tenants.authority import UNLIMITED, Actor, Role
 from loramux.common.identity import Origin, ProjectId, TenantId
 from loramux.data.records.base import to_struct
-from loramux.data.records.credentials import KeyRow
+from loramux.data.records.credentials import KeyRow, names_of_actors
 from loramux.data.records.database import Database
 from loramux.data.records.tenants import AuditRepository, AuditRow, MemberRow, ProjectRow, TenantRow, TierRow
 
@@ -92,6 +92,8 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     at: int
     tenant: TenantId | None
     actor: str
+    actor_name: str | None
+    """The key's or the member's name, if it has one and the reader may see it."""
     source: str
     request_id: str
     action: str
@@ -133,11 +135,12 @@ def key_of(row: KeyRow) -> Key:
     )
 
 
-def entry_of(row: AuditRow) -> AuditEntry:
-    """Return the entity of the row."""
+def entry_of(row: AuditRow, names: Mapping[str, str]) -> AuditEntry:
+    """Return the entity of the row, with the names of keys and members by id."""
     return to_struct(
         AuditEntry,
         row,
+        actor_name=names.get(row.actor),
         tenant=row.tenant_id,
         before=None if row.before is None else msgspec.Raw(row.before.encode()),
         after=None if row.after is None else msgspec.Raw(row.after.encode()),
@@ -207,7 +210,8 @@ class AuditLog:
         """List at most `limit` (1 to 500) entries older than the sequence `before`; `tenant` None: of all tenants."""
         async with self._database.read() as session:
             rows = await AuditRepository(session).before(before, max(1, min(limit, MAX_PAGE)), tenant)
-        return [entry_of(row) for row in rows]
+            names = await names_of_actors(session, {row.actor for row in rows}, tenant)
+        return [entry_of(row, names) for row in rows]
 
 
 def _user() -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from loramux.common.units import SECOND
-from loramux.data.entities import CanaryNumbers, Event, Refusal, ShadowNumbers
+from loramux.data.entities import AliasMove, CanaryNumbers, Event, Refusal, ShadowNumbers
 
 PREFIX = "whsec_"
 
@@ -30,6 +30,8 @@ class EventData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     upload: str | None = None
     id: str | None = None
     """The batch's, as OpenAI's events have it."""
+    alias: AliasMove | None = None
+    """The alias that was moved, with the weights of its revisions before and after."""
     canary: CanaryNumbers | None = None
     shadow: ShadowNumbers | None = None
     error: Refusal | None = None
@@ -62,6 +64,7 @@ def event_data(event: Event, tenant_name: str) -> EventData:
         digest=detail.digest,
         upload=detail.upload,
         id=detail.batch,
+        alias=detail.alias,
         canary=detail.canary,
         shadow=detail.shadow,
         error=detail.error,

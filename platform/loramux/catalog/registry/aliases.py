@@ -9,7 +9,9 @@ from loramux.catalog.registry.changes import UNCONDITIONAL, AdapterChange, Chang
 from loramux.catalog.registry.entities import AdapterInfo, AliasInfo, WeightedRevision
 from loramux.catalog.registry.errors import ChangeConflict, InvalidChange, PartNotFound, TooManyAdapters
 from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, is_name
+from loramux.data.entities import AliasMove
 from loramux.data.records.aliases import DEFAULT_ALIAS, WHOLE, AliasVersionRow, Target, targets_of
+from loramux.data.records.webhooks import CANARY_STARTED, PROMOTED, ROLLED_BACK
 
 MAX_TARGETS = 10
 """The most targets of an alias: all of them occupy the adapter pool at the same time."""
@@ -56,10 +58,13 @@ class AliasService:
         alias: str,
         targets: Sequence[WeightedRevision],
         preconditions: Preconditions = UNCONDITIONAL,
+        *,
+        is_announced: bool = True,
     ) -> AdapterInfo:
         """Point `alias`, new or existing, at these revisions by their weights.
 
-        Raises InvalidChange, PartNotFound, TooManyAdapters.
+        `is_announced`: write an event for it; the caller does so otherwise. Raises InvalidChange, PartNotFound,
+        TooManyAdapters.
         """
         check_alias(alias)
         check_targets(targets)
@@ -73,7 +78,11 @@ class AliasService:
                 await self.ensure_allowed(principal, change, before, targets)
             if before is None or before.targets != tuple(sorted(targets, key=lambda target: target.revision)):
                 await change.aliases.point(change.adapter.id, alias, rows, change.stamp)
-                await change.record("alias.put", f":{alias}", before=before, after=await alias_of(change, alias))
+                after = await alias_of(change, alias)
+                await change.record("alias.put", f":{alias}", before=before, after=after)
+                if is_announced:
+                    kind = PROMOTED if len(targets) == 1 else CANARY_STARTED
+                    await change.announce(kind, _move(alias, before, after))
             return await change.info()
 
         return await self._changes.change(principal, name, preconditions, act, AdapterInfo)
@@ -129,7 +138,9 @@ class AliasService:
                 )
             targets = [Target(callable_[number], weight) for number, weight in targets_of(row).items()]
             await change.aliases.point(change.adapter.id, alias, targets, change.stamp, row.version)
-            await change.record("alias.rollback", f":{alias}", before=before, after=await alias_of(change, alias))
+            after = await alias_of(change, alias)
+            await change.record("alias.rollback", f":{alias}", before=before, after=after)
+            await change.announce(ROLLED_BACK, _move(alias, before, after))
             return await change.info()
 
         return await self._changes.change(principal, name, preconditions, act, AdapterInfo)
@@ -203,3 +214,10 @@ def earlier(history: Sequence[AliasVersionRow], callable_: AbstractSet[int]) -> 
         if row.version < origin.version and then and then != now and then.keys() <= callable_:
             return row
     return None
+
+
+def _move(name: str, before: AliasInfo | None, after: AliasInfo | None) -> AliasMove:
+    """Return the change of an alias that has targets afterwards."""
+    assert after is not None, "it was pointed at revisions"
+    weights = [{t.revision: t.weight for t in one.targets} if one else {} for one in (before, after)]
+    return AliasMove(name=name, before=weights[0], after=weights[1])

@@ -20,11 +20,13 @@ from loramux.catalog.registry.entities import AdapterInfo, RevisionInfo, adapter
 from loramux.catalog.registry.errors import AdapterNotFound, PartNotFound, PreconditionFailed
 from loramux.catalog.registry.resolver import own_adapter
 from loramux.common.identity import Principal
+from loramux.data.entities import AliasMove, EventDetail
 from loramux.data.records.access import GrantRepository
 from loramux.data.records.adapters import AdapterRepository, AdapterRow, RevisionRow, Stamp
 from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.database import Database
 from loramux.data.records.pins import PinRepository
+from loramux.data.records.webhooks import EventRepository
 
 T = TypeVar("T")
 
@@ -87,6 +89,11 @@ class AdapterChange:
         """Describe a revision as this transaction sees it."""
         aliases, pins = await self.aliases.all(self.adapter.id), await self.pins.of(self.adapter.id)
         return revision_info(self.name, revision, aliases.get(self.adapter.id, ()), pins.get(revision.id))
+
+    async def announce(self, kind: str, alias: AliasMove) -> None:
+        """Write an event, and its deliveries to webhooks, in this transaction; its revision is the alias's newest."""
+        detail = EventDetail(revision=max(alias.after), alias=alias)
+        await EventRepository(self.session, self._tenant).add(kind, self.adapter.name, detail, self.now)
 
     async def record(
         self,

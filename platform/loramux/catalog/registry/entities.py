@@ -49,6 +49,8 @@ class AliasVersion(msgspec.Struct, frozen=True, kw_only=True):
     restores: int | None
     """The version that a rollback restored."""
     changed_by: str
+    changed_by_name: str | None
+    """The key's or the member's name, if it has one."""
     changed_at: int
 
 
@@ -139,10 +141,10 @@ def alias_info(pointed: Pointed) -> AliasInfo:
     )
 
 
-def version_info(row: AliasVersionRow) -> AliasVersion:
-    """Build the public record from a row."""
+def version_info(row: AliasVersionRow, name: str | None) -> AliasVersion:
+    """Build the public record from a row, and the name of the row's actor."""
     targets = tuple(WeightedRevision(number, weight) for number, weight in sorted(targets_of(row).items()))
-    return to_struct(AliasVersion, row, targets=targets)
+    return to_struct(AliasVersion, row, targets=targets, changed_by_name=name)
 
 
 def adapter_info(tenant_name: str, adapter: AdapterRow, aliases: Sequence[Pointed]) -> AdapterInfo:

@@ -49,8 +49,11 @@ class ModelNotFound(RegistryError):
     code = "model_not_found"
     status = HTTPStatus.NOT_FOUND
 
-    def __init__(self, model: str) -> None:
-        super().__init__(f"The model `{model[:SHOWN]}` does not exist or you do not have access to it.", "model")
+    def __init__(self, model: str, nearest: str | None = None) -> None:
+        """`nearest`: a name that the caller may use and has perhaps meant."""
+        suggestion = "" if nearest is None else f" Did you mean `{nearest}`?"
+        message = f"The model `{model[:SHOWN]}` does not exist or you do not have access to it.{suggestion}"
+        super().__init__(message, "model")
 
 
 class AdapterNotFound(ModelNotFound):

@@ -42,6 +42,7 @@ from loramux.data.records.adapters import (
     names_of_digests,
 )
 from loramux.data.records.aliases import AliasRepository
+from loramux.data.records.credentials import names_of_actors
 from loramux.data.records.database import Database
 from loramux.data.records.pins import IDLE, UNPINNED, ActivePin, ActivePinRepository, PinRepository
 from loramux.data.storage.blobs import BlobStore
@@ -116,9 +117,10 @@ class AdapterQueries:
         async with self._database.read() as session:
             adapter = await _adapter(AdapterRepository(session, principal.tenant), principal, name)
             rows = await AliasRepository(session, principal.tenant).history(adapter.id, alias)
+            names = await names_of_actors(session, {row.changed_by for row in rows}, principal.tenant)
         if not rows:
             raise PartNotFound("alias", name, f"never had an alias {alias[:80]!r}; list them with GET .../aliases.")
-        return [version_info(row) for row in rows]
+        return [version_info(row, names.get(row.changed_by)) for row in rows]
 
     async def grants(self, principal: Principal, name: str) -> list[GrantInfo]:
         """List the tenants that may call the adapter, by name."""

@@ -11,10 +11,12 @@ callers spread differently under another alias.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +36,7 @@ from loramux.common.jobs import TenantSlots, ThreadPool
 from loramux.data.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.data.records.aliases import DEFAULT_ALIAS
 from loramux.data.records.database import Database
-from loramux.data.storage.blobs import BlobStore
-from loramux.data.storage.objects import StorageError
+from loramux.data.storage.blobs import BlobCorrupt, BlobMissing, BlobStore
 
 if TYPE_CHECKING:
     from loramux_adapters.base import BaseDescription
@@ -45,6 +46,9 @@ POINTS = 2**64
 
 FETCHES, FETCHES_PER_TENANT = 16, 4
 """Contents that are fetched from the store or read for their digest at a time."""
+
+COMPARED, LIKENESS = 1000, 0.75
+"""The most adapters that an unknown name is compared with, and difflib's ratio from which a name is suggested."""
 
 _model = re.compile(rf"({GRAMMAR})/({GRAMMAR})(?::({GRAMMAR})|@([1-9][0-9]{{0,8}}))?")
 
@@ -190,10 +194,10 @@ class ModelResolver:
                 raise self._absence(f"the base model `{model}`", absent, f"use {self._bases.way_out(absent)}")
         name = parse_model(model if "/" in model else f"{principal.tenant_name}/{model}")
         if name is None or not principal.may_use(f"{name.tenant}/{name.adapter}"):
-            raise ModelNotFound(model)
+            raise ModelNotFound(model, await self._nearest(principal, model))
         candidates = await self._candidates(principal, name)
         if not candidates:
-            raise ModelNotFound(model)
+            raise ModelNotFound(model, await self._nearest(principal, model))
         resolved = await self._with_files(name, choose_target(candidates, caller), principal.tenant)
         assert resolved.revision is not None
         self._used.add(resolved.revision.id)
@@ -203,6 +207,15 @@ class ModelResolver:
         """Return the ids of the revisions that names were resolved to since the last call."""
         used, self._used = frozenset(self._used), set()
         return used
+
+    async def _nearest(self, principal: Principal, model: str) -> str | None:
+        """Return the name most like `model` of a base or of the caller's own adapters, if one is like it."""
+        async with self._database.read() as session:
+            access = AccessRepository(session, principal.tenant, principal.tenant_name)
+            own = await access.own(principal.own_adapters(), limit=COMPARED)
+        names = [row.name for row in own] + [base for base in self._bases.names if principal.may_use(base)]
+        near = await asyncio.to_thread(nearest_name, re.split("[:@]", model[:SHOWN], maxsplit=1)[0], names)
+        return None if near == model else near
 
     async def _candidates(self, principal: Principal, name: ModelName) -> list[AccessibleRevision]:
         async with self._database.read() as session:
@@ -222,7 +235,7 @@ class ModelResolver:
             if directory is None:
                 async with self._slots.slot(tenant):
                     directory = await self._threads.run(self._blobs.directory, found.digest)
-        except StorageError as error:
+        except (BlobMissing, BlobCorrupt) as error:
             raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
         revision = Revision(
             id=found.revision_id,
@@ -259,6 +272,20 @@ class ModelResolver:
         if absent.is_retired:
             return BaseRetired(f"{subject} is retired; {way_out}", "model")
         return RevisionUnavailable(f"{subject} is being loaded, or cannot be at present; try again later", "model")
+
+
+def nearest_name(asked: str, names: Iterable[str]) -> str | None:
+    """Return the name most like `asked`: alike before the slash, where both have one, and alike after it."""
+    owner, _, own = asked.rpartition("/")
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name.rpartition("/")[2], []).append(name)
+    for likely in get_close_matches(own, found, 3, LIKENESS):
+        for name in found[likely]:
+            other = name.rpartition("/")[0]
+            if not owner or not other or SequenceMatcher(None, owner, other).ratio() >= LIKENESS:
+                return name
+    return None
 
 
 def parse_model(text: str) -> ModelName | None:

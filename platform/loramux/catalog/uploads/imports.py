@@ -25,7 +25,8 @@ from loramux.common.jobs import ThreadPool, run_blocking
 from loramux.common.public_http import NotPublic, PublicTransport, Resolver
 from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
 from loramux.data.storage.blobs import FILES
-from loramux.data.storage.objects import StorageUnavailable, open_objects
+from loramux.data.storage.errors import StorageUnavailable
+from loramux.data.storage.objects import open_objects
 
 SILENCE_SECONDS = 30.0
 """The time for which a hub may send nothing."""

@@ -61,7 +61,7 @@ from loramux.data.records.errors import RecordsError
 from loramux.data.records.uploads import VALIDATING, UploadJob, UploadJobs, UploadPart, UploadRepository
 from loramux.data.records.webhooks import REJECTED, EventRepository, stored
 from loramux.data.storage.blobs import BlobStore, files_of
-from loramux.data.storage.objects import StorageError
+from loramux.data.storage.errors import StorageError
 from loramux.money.limits.definitions import AdapterQuota, adapter_quota
 
 THREADS = 8

@@ -35,6 +35,7 @@ from loramux.common.settings.serving import (
     UploadSettings,
     ValidationSettings,
 )
+from loramux.common.settings.suggestions import suggestion_for
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +155,8 @@ def load_settings(path: Path) -> Settings:
     try:
         settings = msgspec.convert(data, Settings)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{path}: {error}") from None
+        suggestion = suggestion_for(str(error), Settings)
+        raise SettingsError(f"{path}: {error}" + (f"; {suggestion}" if suggestion else "")) from None
     _check_names(settings, path)
     return resolve_paths(settings, path.resolve().parent)
 

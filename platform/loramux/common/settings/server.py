@@ -46,6 +46,10 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """A path below which the API is answered too, such as /llm, for a proxy that sends it along. The console is not."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the API from a browser, with a key: https://app.example, or * for all."""
+    ready_when: Literal["any", "all"] = "any"
+    """any: /health/ready answers 200 while any base has an engine that serves, and a base whose engines cannot be
+    started is loaded again after a pause. all: 200 only while every base has one, and the server ends when a base has
+    lost its engines, so that its supervisor starts it again."""
     max_upload_bytes: Positive = 2 << 30
     """The largest upload."""
     lame_duck_seconds: Seconds = 1.0

@@ -281,7 +281,7 @@ class AdapterRepository(TenantScoped):
         uncounted = revision.deleted_at - (revision.counted_until or revision.created_at)
         revision.counted_until = at - max(0, uncounted)
         revision.state, revision.deleted_at, revision.purge_at, revision.expires_at = READY, None, None, None
-        await self._record_event(webhooks.READY, adapter, revision, at)
+        await self._record_event(webhooks.RESTORED, adapter, revision, at)
 
     def _visible(self) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
         return AdapterRow.tenant_id == self._tenant, AdapterRow.deleted_at.is_(None)

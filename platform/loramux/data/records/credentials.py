@@ -6,7 +6,7 @@ tenant. A session copies no rights: it names the key or the member whose rights 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import (
@@ -30,7 +30,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
-from loramux.data.records.base import Base, Repository, TenantScoped, table_of
+from loramux.data.records.base import Base, Repository, TenantScoped, among, table_of
 from loramux.data.records.tenants import MemberRow, ProjectRow, TenantRow, TierRow
 
 
@@ -221,6 +221,16 @@ class KeyRepository(TenantScoped):
         """Return whether a key of this chain of rotations still works."""
         statement = select(KeyRow.id).where(KeyRow.tenant_id == self._tenant, *_in_line(line, now))
         return await self._session.scalar(statement.limit(1)) is not None
+
+
+async def names_of_actors(session: AsyncSession, ids: Collection[str], tenant: TenantId | None) -> dict[str, str]:
+    """Return the names of keys, and the identities of members, by id; of those of `tenant`, or of all tenants."""
+    keys = select(KeyRow.id, KeyRow.name).where(among(session, KeyRow.id, ids), KeyRow.name != "")
+    members = select(MemberRow.id, MemberRow.subject).where(among(session, MemberRow.id, ids))
+    if tenant is not None:
+        keys = keys.where(KeyRow.tenant_id == tenant)
+        members = members.where(MemberRow.tenant_id == tenant)
+    return {id: name for statement in (keys, members) for id, name in await session.execute(statement)}
 
 
 async def keys_made_by(session: AsyncSession, maker: str) -> Sequence[KeyRow]:

@@ -196,10 +196,13 @@ class RequestRepository(Repository):
         before: str | None,
         limit: int,
         project: ProjectId | None = None,
+        *,
+        background: bool = True,
     ) -> list[AnsweredRequest]:
         """List the tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
 
-        `before` is a request's id; `project` is the only one whose requests are listed, None: all.
+        `before` is a request's id; `project` is the only one whose requests are listed, None: all. `background`: those
+        of the service tiers BACKGROUND too.
         """
         digests = (
             select(RevisionRow.digest)
@@ -213,6 +216,8 @@ class RequestRepository(Repository):
         )
         if project is not None:
             statement = statement.where(RequestRow.project_id == project)
+        if not background:
+            statement = statement.where(*(~RequestRow.tier.endswith(f"/{tier}") for tier in BACKGROUND))
         newest = newest_first(statement, RequestRow, tenant, before, limit)
         return [to_struct(AnsweredRequest, row) for row in await self._session.scalars(newest)]
 

@@ -35,10 +35,16 @@ from loramux.data.records.tenants import TenantRow, lock_tenant
 READY = "adapter.revision.ready"
 REJECTED = "adapter.revision.rejected"
 RETIRED = "adapter.revision.retired"
+RESTORED = "adapter.revision.restored"
+PROMOTED, CANARY_STARTED, ROLLED_BACK = "adapter.alias.promoted", "adapter.canary.started", "adapter.alias.rolled_back"
+"""Changes of an alias by a caller. What a guard takes back is CANARY_ROLLED_BACK."""
 CANARY_ROLLED_BACK = "adapter.canary.rolled_back"
 SHADOW_STARTED, SHADOW_ENDED = "adapter.shadow.started", "adapter.shadow.ended"
 BATCH_KINDS = tuple(f"batch.{end}" for end in ("completed", "failed", "expired", "cancelled"))
-KINDS = (READY, REJECTED, RETIRED, CANARY_ROLLED_BACK, SHADOW_STARTED, SHADOW_ENDED, *BATCH_KINDS)
+KINDS = (
+    *(READY, REJECTED, RETIRED, RESTORED, PROMOTED, CANARY_STARTED, ROLLED_BACK, CANARY_ROLLED_BACK),
+    *(SHADOW_STARTED, SHADOW_ENDED, *BATCH_KINDS),
+)
 
 PENDING = text("state = 'pending'")
 

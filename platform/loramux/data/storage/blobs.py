@@ -1,10 +1,5 @@
 """Adapters' files under their digest: kept in an object store, served from a cache on this machine.
 
-    StorageError
-    ├── BlobMissing          503  no such content is stored
-    ├── BlobCorrupt          503  the stored files have another digest than their name
-    └── StorageUnavailable   503  the object store does not answer, or refuses, or a disk is full
-
 A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints,
 so it can be computed in a shell. A content with a bundle has a third line, for `bundle.json`.
 
@@ -23,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from loramux.common.bundle import BUNDLE_FILE
-from loramux.data.storage.objects import Objects, Staging, StorageError, open_objects
+from loramux.data.storage.errors import StorageError, StorageFaults
+from loramux.data.storage.objects import Objects, Staging, open_objects
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -88,11 +84,12 @@ class BlobStore:
     from a thread.
     """
 
-    def __init__(self, objects: Objects, cache: Path) -> None:
-        """`cache` is a folder on this machine's disk, shared by its processes only."""
+    def __init__(self, objects: Objects, cache: Path, faults: StorageFaults) -> None:
+        """`cache` is a folder on this machine's disk, shared by its processes only; `faults` counts what fails."""
         self.objects = objects
         """Store of objects that are no contents: parts of uploads."""
-        self._staging = Staging(cache / "incoming")
+        self.faults = faults
+        self._staging = Staging(cache / "incoming", faults)
         self._cache = ContentCache(cache, self._staging)
 
     def staging(self) -> AbstractContextManager[Path]:
@@ -116,7 +113,8 @@ class BlobStore:
 
     def adopt(self, folder: Path, digest: str) -> None:
         """Move a sealed folder into the cache, so that it is not fetched and read again."""
-        self._cache.adopt(folder, digest)
+        with self.faults.of_disk():
+            self._cache.adopt(folder, digest)
 
     def is_stored(self, digest: str) -> bool:
         """Return whether the store has the content."""
@@ -128,13 +126,14 @@ class BlobStore:
 
         Raises BlobMissing, BlobCorrupt or StorageUnavailable.
         """
-        folder = self._cache.verified(digest)
-        while folder is None:
-            with self.staging() as fetched:
-                self._fetch(digest, fetched)
-                self._cache.adopt(fetched, digest)
-            folder = self._cache.known(digest)
-        return folder
+        with self.faults.of_disk():
+            folder = self._cache.verified(digest)
+            while folder is None:
+                with self.staging() as fetched:
+                    self._fetch(digest, fetched)
+                    self._cache.adopt(fetched, digest)
+                folder = self._cache.known(digest)
+            return folder
 
     def known_directory(self, digest: str) -> Path | None:
         """Return the same folder where no file needs to be read, else None; fast enough for an event loop."""
@@ -182,7 +181,8 @@ class BlobStore:
 
 def open_blobs(where: str, cache: str, options: Mapping[str, str]) -> BlobStore:
     """Open the store at `where`, a folder or a URL, with a cache on this machine. Raises StorageUnavailable."""
-    return BlobStore(open_objects(where, options), Path(cache))
+    faults = StorageFaults()
+    return BlobStore(open_objects(where, options, faults), Path(cache), faults)
 
 
 _Signature = tuple[tuple[int, int, int], ...]

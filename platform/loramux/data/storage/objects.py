@@ -8,7 +8,6 @@ Everything here blocks: call it from a thread.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import secrets
@@ -16,15 +15,13 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import obstore
-from obstore.exceptions import BaseError
 from obstore.store import LocalStore, from_url
 
-from loramux.common.errors import LoramuxError
+from loramux.data.storage.errors import StorageFaults
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig, S3Config
@@ -40,53 +37,26 @@ SILENCE = timedelta(seconds=30)
 LONGEST = timedelta(hours=1)
 
 
-class StorageError(LoramuxError):
-    """Base of storage's errors; the messages are for operators."""
-
-    code = "storage_unavailable"
-    status = HTTPStatus.SERVICE_UNAVAILABLE
-    retry_after = 1
-    public_message = "The storage of adapters does not answer; what was confirmed before is kept. Please retry."
-
-
-class StorageUnavailable(StorageError):
-    """The store does not answer, or refuses. The message repeats its answer, for the operator and not for a tenant."""
-
-
-_SHORTAGES = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE})
-"""Errors of a machine that lacks something which it may have again: space, files, a disk that answers."""
-
-
-@contextmanager
-def shortages_are_outages() -> Iterator[None]:
-    """Raise StorageUnavailable for a full or failing disk: it is the operator's to mend, and a retry may help."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _SHORTAGES:
-            raise
-        raise StorageUnavailable(f"this machine's disk: {error}") from error
-
-
 class Objects:
     """Any object store that obstore supports: readers see a put completely or not at all."""
 
-    def __init__(self, store: ObjectStore) -> None:
+    def __init__(self, store: ObjectStore, faults: StorageFaults) -> None:
         self._store = store
+        self._faults = faults
 
     def put(self, name: str, data: bytes) -> None:
         """Store `data` durably, replacing an object of that name."""
-        with _store_errors():
+        with self._faults.of_store(is_absence=True):
             obstore.put(self._store, name, data, use_multipart=False)
 
     def put_file(self, name: str, file: Path) -> None:
         """Store a file that is not written to any more, durably, replacing an object of that name."""
-        with _store_errors():
+        with self._faults.of_store(is_absence=True):
             obstore.put(self._store, name, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
 
     def read(self, name: str) -> Iterator[bytes]:
         """Yield the object's bytes, PART or more at a time. Raises FileNotFoundError."""
-        with _store_errors():
+        with self._faults.of_store():
             for data in obstore.get(self._store, name).stream(PART):
                 yield bytes(data)
 
@@ -98,12 +68,12 @@ class Objects:
 
     def names(self, prefix: str) -> list[str]:
         """List the objects under `prefix/`."""
-        with _store_errors():
+        with self._faults.of_store(is_absence=True):
             return sorted(found["path"] for page in obstore.list(self._store, prefix) for found in page)
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; absent ones are ignored."""
-        with _store_errors():
+        with self._faults.of_store():
             try:
                 obstore.delete(self._store, names)
             except FileNotFoundError:  # some stores stop at the first that is not there
@@ -129,10 +99,10 @@ class Folder(Objects):
     obstore's own writer for folders neither syncs nor tidies up after a kill, so this class writes by itself.
     """
 
-    def __init__(self, root: Path) -> None:
-        super().__init__(LocalStore(root, mkdir=True))
+    def __init__(self, root: Path, faults: StorageFaults) -> None:
+        super().__init__(LocalStore(root, mkdir=True), faults)
         self._root = root
-        self._staging = Staging(root / "incoming")
+        self._staging = Staging(root / "incoming", faults)
 
     def put(self, name: str, data: bytes) -> None:
         """Store `data`; return when it is on the disk."""
@@ -148,7 +118,8 @@ class Folder(Objects):
 
     def fetch(self, name: str, target: Path) -> None:
         """Link the object, or copy it on to another disk. Raises FileNotFoundError."""
-        _link_or_copy(self._root / name, target)
+        with self._faults.of_disk():
+            _link_or_copy(self._root / name, target)
 
     def delete_under(self, prefix: str) -> None:
         """Remove the folder."""
@@ -171,32 +142,21 @@ class Folder(Objects):
             _sync(self._root / folder)
 
 
-def open_objects(where: str, options: Mapping[str, str]) -> Objects:
+def open_objects(where: str, options: Mapping[str, str], faults: StorageFaults | None = None) -> Objects:
     """Open the folder `where`, or the object store at a URL like s3://bucket/prefix with obstore's options.
 
-    Raises StorageUnavailable where obstore does not know the URL or an option.
+    `faults` counts what fails. Raises StorageUnavailable where obstore does not know the URL or an option.
     """
+    faults = faults or StorageFaults()
     if "://" not in where:
-        return Folder(Path(where))
+        return Folder(Path(where), faults)
     client: ClientConfig = {"timeout": LONGEST, "read_timeout": SILENCE}
     if any(value.startswith("http://") for value in options.values()):
         client["allow_http"] = True
     config = cast("S3Config", dict(options))  # or Google's, or Azure's: obstore checks the names
-    with _store_errors():
+    with faults.of_store():
         made = from_url(where, config=config, client_options=client, retry_config=RETRIES)
-    return Objects(made)
-
-
-@contextmanager
-def _store_errors() -> Iterator[None]:
-    try:
-        yield
-    except (BaseError, ValueError) as error:
-        raise StorageUnavailable(f"the object store: {error}") from error
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of obstore's Rust; it derives from BaseException
-            raise
-        raise StorageUnavailable(f"the object store: its options do not fit together: {error}") from error
+    return Objects(made, faults)
 
 
 def _link_or_copy(file: Path, target: Path) -> None:
@@ -219,8 +179,9 @@ def _sync(path: Path) -> None:
 class Staging:
     """This process's area in a folder shared by any number of processes."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, faults: StorageFaults) -> None:
         self._root = root
+        self._faults = faults
         root.mkdir(parents=True, exist_ok=True)
         self._area = root / secrets.token_hex(8)
         self._lock = _claim(self._area)
@@ -229,11 +190,15 @@ class Staging:
     def folder(self) -> Iterator[Path]:
         """Yield an empty folder, removed when the block ends; finished files are renamed out of it.
 
-        A disk that is full in the block raises StorageUnavailable: all that is written to disks goes this way.
+        A disk that is full, refuses or fails in the block raises StorageUnavailable: all that is written to disks goes
+        this way. A disk that is not mounted any more has no area: nothing is written to the one below it.
         """
-        with shortages_are_outages():
+        with self._faults.of_disk():
             folder = self._area / secrets.token_hex(8)
-            folder.mkdir()
+            try:
+                folder.mkdir()
+            except FileNotFoundError:
+                raise self._faults.absent(f"this server's folder {self._area} has gone") from None
             try:
                 yield folder
             finally:
@@ -243,7 +208,8 @@ class Staging:
         """Remove a folder of the same file system in one step for all readers; does nothing where it is absent."""
         doomed = self._area / secrets.token_hex(8)
         try:
-            path.rename(doomed)
+            with self._faults.of_disk():
+                path.rename(doomed)
         except FileNotFoundError:
             return
         shutil.rmtree(doomed, ignore_errors=True)

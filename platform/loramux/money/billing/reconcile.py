@@ -36,7 +36,8 @@ from loramux.data.records.errors import ChainBroken
 from loramux.data.records.ledger import EngineCountRepository, LedgerRepository
 from loramux.data.records.sinks import SinkProgress, newest_parked, sink_progress
 from loramux.data.records.usage import DailyUsageRepository, QuantityRepository
-from loramux.data.storage.objects import Objects, StorageUnavailable
+from loramux.data.storage.errors import StorageUnavailable
+from loramux.data.storage.objects import Objects
 from loramux.money.billing.catalog import subscriptions_of
 from loramux.money.billing.errors import LedgerAltered, ReconciliationRuns
 from loramux.money.billing.invoices import Bill, Invoice, Tax, bill, digest, invoice_lines, read_invoice

@@ -160,11 +160,17 @@ class UsageService:
         return await asyncio.to_thread(query.answer, totals, now)
 
     async def answered_by(
-        self, principal: Principal, adapter: str, before: str | None = None, limit: int = 100
+        self,
+        principal: Principal,
+        adapter: str,
+        before: str | None = None,
+        limit: int = 100,
+        *,
+        background: bool = True,
     ) -> list[AnsweredRequest]:
         """List the caller's requests to `adapter` of its own, or to `tenant/adapter`, newest first.
 
-        `before`: the id of the last page's last request.
+        `before`: the id of the last page's last request. `background`: those without a waiting caller too.
         """
         owner, _, name = adapter.rpartition("/")
         owner = owner or principal.tenant_name
@@ -172,7 +178,7 @@ class UsageService:
             return []
         async with self._database.read() as session:
             return await RequestRepository(session).answered_by(
-                principal.tenant, owner, name, before, limit, principal.bound_project
+                principal.tenant, owner, name, before, limit, principal.bound_project, background=background
             )
 
     async def rows(self, tenant: TenantId) -> list[UsageTotals]:
