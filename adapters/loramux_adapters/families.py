@@ -4,7 +4,7 @@ A family that joins its layers as Llama does needs one row here, such as `Family
 small model in `tests/support/adapter_zoo.py`; the tests then compare its tokens with PEFT's and the row with
 transformers' modules. No other module names a family. This one loads neither torch nor transformers.
 
-A model of text and images has a row of its own, and its text the facts of the row of `text_type`, if there is one.
+A model of text and images has its own row. Its text takes the facts of the row of `text_type`, if there is one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ExpertForm:
     """The mixture of experts in a family's layers."""
 
     router: str = "gate"
-    """Name of the module that chooses the experts. If it has no weight of its own, a linear in it is a site."""
+    """Name of the module that chooses the experts. If it has no weight itself, a linear in it is a site."""
     is_transposed: bool = False
     """The weights are stored as `[experts, in_features, out_features]`."""
     alternates_gate_and_up: bool = False

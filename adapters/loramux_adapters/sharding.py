@@ -334,4 +334,4 @@ CUTS: Mapping[Cut, Callable[[Any], dict[str, Rule]]] = {
     "heads and their norms": _normed_by_head,
     "key heads": _hybrid,
 }
-"""Rules of a family beside those of all families, from its text's config."""
+"""Rules that a cut adds to those of all families, from the text's config."""

@@ -23,7 +23,7 @@ OTHER_SUBJECTS = (
     "platform/loramux/constraints/tools.py",  # ways of writing tool calls, by vLLM's names of them
     "platform/loramux/common/settings/serving.py",
     "platform/loramux/serving/calls.py",
-    "platform/loramux/simulator/hardware.py",  # sizes of published models, for the planner
+    "platform/loramux/simulator/hardware.py",  # the planner's sizes of published models
 )
 
 

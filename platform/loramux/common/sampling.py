@@ -9,7 +9,7 @@ value, and its `Parameter` says what else the code needs to know. From it derive
     which rows a sampler has to steer         `loramux.engine.execution.sampler`
     the columns of a step on a GPU            `loramux.engine.execution.device_sampler`
     the warm-up                               `loramux.engine.execution.gpu_runner`
-    the table in docs/models.md               `loramux_api.reference`
+    the table in docs/models.md               `tools/reference.py`
 """
 
 from __future__ import annotations
@@ -42,32 +42,27 @@ class Parameter:
     """Further values of a request that mean the neutral one."""
 
 
+_FACTOR, _PENALTY = Meta(ge=0.01, le=100.0), Meta(ge=-2, le=2)
+_TEMPERATURE, _SHARE = Meta(ge=0, le=2), Meta(ge=0, le=1)
+
+
 class TokenSelection(msgspec.Struct, frozen=True, kw_only=True):
     """The table. The order is the usual one: logits first, then the draw, from top to bottom."""
 
-    repetition_penalty: Annotated[
-        float, Parameter("logits", 1.1, Meta(ge=0.01, le=100.0), recommended=Meta(ge=0.01, le=100.0))
-    ] = 1.0
-    presence_penalty: Annotated[float, Parameter("logits", 0.1, Meta(ge=-2, le=2))] = 0.0
-    frequency_penalty: Annotated[float, Parameter("logits", 0.1, Meta(ge=-2, le=2))] = 0.0
+    repetition_penalty: Annotated[float, Parameter("logits", 1.1, _FACTOR, recommended=_FACTOR)] = 1.0
+    presence_penalty: Annotated[float, Parameter("logits", 0.1, _PENALTY)] = 0.0
+    frequency_penalty: Annotated[float, Parameter("logits", 0.1, _PENALTY)] = 0.0
     logit_bias: Annotated[dict[int, float], Parameter("logits", {0: 1.0}, Meta(ge=-100, le=100))] = {}
     allowed_token_ids: Annotated[tuple[int, ...], Parameter("logits", (0, 1))] = ()
     """The only tokens to choose from; empty: all. Not with a constraint."""
-    temperature: Annotated[float, Parameter("draw", 0.7, Meta(ge=0, le=2), recommended=Meta(ge=0, le=2))] = 1.0
+    temperature: Annotated[float, Parameter("draw", 0.7, _TEMPERATURE, recommended=_TEMPERATURE)] = 1.0
     """0 chooses the most likely token (greedy)."""
     top_k: Annotated[
-        int,
-        Parameter(
-            "draw",
-            3,
-            Meta(ge=-1, le=2**31 - 1),
-            recommended=Meta(ge=0, lt=1 << 31),
-            other_neutrals=(-1,),
-        ),
+        int, Parameter("draw", 3, Meta(ge=-1, le=2**31 - 1), recommended=Meta(ge=0, lt=1 << 31), other_neutrals=(-1,))
     ] = 0
     """0 keeps every token."""
-    top_p: Annotated[float, Parameter("draw", 0.9, Meta(ge=0, le=1), recommended=Meta(gt=0, le=1))] = 1.0
-    min_p: Annotated[float, Parameter("draw", 0.01, Meta(ge=0, le=1), recommended=Meta(ge=0, le=1))] = 0.0
+    top_p: Annotated[float, Parameter("draw", 0.9, _SHARE, recommended=Meta(gt=0, le=1))] = 1.0
+    min_p: Annotated[float, Parameter("draw", 0.01, _SHARE, recommended=_SHARE)] = 0.0
 
 
 NEUTRAL = TokenSelection()
@@ -79,7 +74,7 @@ KINDS: Mapping[str, type] = {name: kind.__origin__ for name, kind in _TYPES.item
 STEERING = tuple(name for name, one in PARAMETERS.items() if one.acts_on == "logits")
 """The parameters that change logits."""
 PENALTIES = tuple(name for name in STEERING if name in KINDS)
-"""Those of them that are one number: they change the logits of tokens that the prompt or the answer holds."""
+"""The parameters of STEERING that are one number. They change logits of tokens that the prompt or the answer holds."""
 DRAWING = tuple(name for name, one in PARAMETERS.items() if one.acts_on == "draw")
 """The parameters of a draw."""
 RECOMMENDED = tuple(name for name, one in PARAMETERS.items() if one.recommended is not None)
