@@ -4,6 +4,7 @@
 value, and its `Parameter` says what else the code needs to know. From it derive:
 
     fields and refusals of request bodies     `loramux_api.schemas.sampling`
+    fields that an endpoint must not ignore   `loramux_api.unknown_fields`
     defaults of checkpoints and of bundles    `loramux.common.bundle`, `loramux.catalog.validation.bundle`
     the engine's own check of a request       `loramux.engine.worker`
     which rows a sampler has to steer         `loramux.engine.execution.sampler`
