@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -217,7 +217,10 @@ def _sampling() -> Iterator[Variant]:
     floats, ints, pairs = torch.ones(rows), torch.ones(rows, dtype=torch.int32), torch.zeros(32, dtype=torch.int32)
     penalties = Penalties(pairs, pairs, pairs.bool(), floats, floats, floats)
     bias = LogitBias(pairs, pairs, torch.zeros(32))
-    plain = SamplingBatch(floats, ints, floats, floats, ints.long(), ints)
+    columns: dict[str, Any] = dict.fromkeys(
+        (one.name for one in fields(SamplingBatch) if one.default is MISSING), floats
+    )
+    plain = SamplingBatch(**columns | {"top_k": ints, "seed": ints.long(), "step": ints})
     for vocab, batch in ((128_256, plain), (151_936, replace(plain, penalties=penalties, bias=bias))):
         logits = torch.empty(rows, vocab, dtype=torch.bfloat16)
         for launch in prepare_sample(logits, batch, torch.empty(rows, dtype=torch.int64)):

@@ -1,7 +1,8 @@
 """Reference pages that are generated from the code: `python tools/reference.py docs`.
 
-docs/settings.md comes from the settings' types and docstrings, docs/metrics.md from `metrics.FAMILIES`: both are in the
-repository, and a test compares them with the code. docs/http.md comes from the OpenAPI document, docs/commands.md from
+docs/settings.md comes from the settings' types and docstrings, docs/metrics.md from `metrics.FAMILIES`, and tables in
+docs/models.md from `loramux_adapters.families` and `loramux.common.sampling`: they are in the repository, and a test
+compares them with the code. docs/http.md comes from the OpenAPI document, docs/commands.md from
 the help of the command line: both are made when the site is built (`make docs`).
 """
 
@@ -13,12 +14,14 @@ import json
 import sys
 import types
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 import msgspec
 
+from loramux.common.sampling import KINDS, NEUTRAL, PARAMETERS
 from loramux.common.settings.file import Settings
+from loramux_adapters import families as model_families
 from loramux_api import vllm_metrics
 from loramux_api.app import create_app
 from loramux_api.cli.main import main
@@ -240,7 +243,51 @@ def _help_text(command: click.Command) -> list[str]:
     return lines[:-1]
 
 
+def families_table() -> str:
+    """Return the table of model families in docs/models.md."""
+    kinds: dict[str, tuple[list[str], list[str]]] = {}
+    for family in model_families.FAMILIES.values():
+        text = model_families.family_of_text(family.text_type or family.model_type)
+        in_place = kinds.setdefault(family.kind, ([], []))
+        in_place[0 if text.fuses_layers else 1].append(family.model_type)
+    lines = [
+        "| kind | `model_type`, with fused layers | `model_type`, with transformers' own layers |",
+        "|---|---|---|",
+        *(f"| {kind} | {', '.join(fused) or '–'} | {', '.join(own) or '–'} |" for kind, (fused, own) in kinds.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def sampling_table() -> str:
+    """Return the table of sampling parameters in docs/models.md."""
+    lines = ["| parameter | values | neutral | acts on | recommended by checkpoints |", "|---|---|---|---|---|"]
+    for name, one in PARAMETERS.items():
+        values = "token ids" if one.range is None else f"{one.range.ge:g} to {one.range.le:g}"
+        if one.range is not None and name not in KINDS:
+            values += " for each token"
+        elif one.range is not None and KINDS[name] is int:
+            values = _type_name(Annotated[int, one.range])
+        neutral = " or ".join(f"`{_literal(one)}`" for one in (getattr(NEUTRAL, name), *one.other_neutrals))
+        recommended = "yes" if one.recommended is not None else "–"
+        lines.append(f"| `{name}` | {values} | {neutral} | {one.acts_on} | {recommended} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(page: str, text: str) -> str:
+    """Return the text of a written page with its generated tables made anew, each between two comments."""
+    for name, write in TABLES.get(page, {}).items():
+        begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
+        before, found, rest = text.partition(begin)
+        _, ends, after = rest.partition(end)
+        assert found, f"docs/{page} has no place for the table {name}"
+        assert ends, f"docs/{page}: the place for the table {name} has no end"
+        text = f"{before}{begin}\n{write()}\n{end}{after}"
+    return text
+
+
 PAGES = {"metrics.md": metrics_page, "settings.md": settings_page}
+TABLES = {"models.md": {"families": families_table, "sampling": sampling_table}}
+"""Generated tables of pages that are written by hand, by page."""
 SITE_PAGES = {"commands.md": commands_page, "http.md": http_page}
 
 
@@ -334,3 +381,6 @@ def _first_paragraph(struct: type) -> str:
 if __name__ == "__main__":
     for page, write in {**PAGES, **SITE_PAGES}.items():
         (Path(sys.argv[1]) / page).write_text(write())
+    for page in TABLES:
+        path = Path(sys.argv[1]) / page
+        path.write_text(with_tables(page, path.read_text()))

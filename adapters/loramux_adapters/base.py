@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.errors import BaseUnusable
+from loramux_adapters.families import EXPERT_PARAMETERS, ROUTERS, SAME_INPUT
 from loramux_adapters.joined import JoinedLinear, joined_linears
 
 if TYPE_CHECKING:
@@ -93,8 +94,7 @@ class BaseDescription:
     joined: Mapping[str, JoinedLinear] = field(default_factory=dict)
     """The parts of joined linears, by the last part of the linears' names."""
     alternates_gate_and_up: bool = False
-    """The outputs of a mixture's `gate_up_proj` are the gate's and up's in turn (gpt-oss), and not one behind the
-    other."""
+    """Outputs of a mixture's `gate_up_proj` belong to the gate and to up in turn, and are not two halves."""
 
     def without_head(self) -> BaseDescription:
         """Return the base as adapters see it that are trained without the output head, for vectors or classes."""
@@ -107,27 +107,10 @@ class BaseDescription:
         return (*self.modules, *self.others)
 
 
-SAME_INPUT = (
-    {"q_proj", "k_proj", "v_proj"},
-    {"gate_proj", "up_proj"},
-    {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},
-    {"in_proj_qkvz", "in_proj_ba"},
-)
-"""Names of sibling linears to which transformers feeds the same tensor."""
-
-
-EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
-"""`[experts, out_features, in_features]` each, in the order in which transformers registers them; where the module says
-`is_transposed`, `[experts, in_features, out_features]` (gpt-oss)."""
-
-ROUTERS = ("gate", "router")
-"""Names of the module that chooses a mixture's experts. Where it has no weight of its own, a linear in it is a site."""
-
-
 def input_of(module: str) -> tuple[str, str]:
     """Return a key that is equal for linears that read the same input."""
     parent, _, attribute = module.rpartition(".")
-    return parent, next((min(family) for family in SAME_INPUT if attribute in family), attribute)
+    return parent, next((min(group) for group in SAME_INPUT if attribute in group), attribute)
 
 
 def siblings(module: str, modules: Iterable[str]) -> list[str]:

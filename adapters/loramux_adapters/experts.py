@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
-from loramux_adapters.base import EXPERT_PARAMETERS, ParameterShape, expert_name, expert_weights, mixtures
+from loramux_adapters.base import ParameterShape, expert_name, expert_weights, mixtures
+from loramux_adapters.families import EXPERT_PARAMETERS
 from loramux_adapters.ranks import Ranks
 from loramux_kernels.device import runs_triton
 from loramux_kernels.lora import lora_expand, lora_shrink

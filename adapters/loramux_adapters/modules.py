@@ -19,6 +19,7 @@ from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, QuantizedLinear, base_linear, weight_of
 from loramux_adapters.experts import ExpertRouter, Experts, GroupedExperts, install_mixtures
+from loramux_adapters.families import NormForm
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels.decoder_layer import LayerLinear
 from loramux_kernels.lora import lora_expand, lora_shrink, rescale
@@ -118,15 +119,15 @@ class LoraLinear(nn.Module):
 
 
 class SummedNorm(nn.Module):
-    """Replaces a norm over all heads together (OLMo) where each rank has some of the heads: RMSNorm whose squares are
-    added up over the ranks."""
+    """Replaces a norm over all heads together, of which each rank has some: RMSNorm whose squares are added up over
+    the ranks."""
 
-    def __init__(self, base: Any, ranks: Ranks) -> None:
-        """`base`: the family's own norm."""
+    def __init__(self, base: Any, form: NormForm, ranks: Ranks) -> None:
+        """`base`: the family's own norm, of this form."""
         super().__init__()
         self.weight: torch.Tensor = base.weight
         self._eps = float(base.variance_epsilon)
-        self._rounds_last = type(base).__name__.startswith("Olmo2") or type(base).__name__.startswith("Olmo3")
+        self._rounds_last = form.rounds_last
         self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -208,7 +209,7 @@ class AdaptedEmbedding(nn.Module):
 
     @property
     def _factor(self) -> torch.Tensor | float:
-        """The factor of transformers' scaled embeddings (Gemma 3), rounded as transformers rounds it."""
+        """The factor of transformers' scaled embeddings, rounded as transformers rounds it."""
         scale = getattr(self.base, "embed_scale", None)
         return 1.0 if scale is None else torch.as_tensor(scale).to(self.weight)
 
@@ -274,7 +275,7 @@ def install(
     packed_bytes = _packed_bytes(model)
     for name, width in base.norms.items():
         if shard is not None and shard.sharding.outputs(name, shard.ranks.rank, width) is not None:
-            replace_module(model, name, SummedNorm(model.get_submodule(name), shard.ranks))
+            replace_module(model, name, SummedNorm(model.get_submodule(name), shard.sharding.family.norm, shard.ranks))
         replace_module(model, name, AdaptedNorm(name, model.get_submodule(name), bank))
     if (vocabulary := base.vocabulary) is None:
         return BaseWeights(linears, {}, packed_bytes)

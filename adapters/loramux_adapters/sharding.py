@@ -24,16 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, parameter_of
 from loramux_adapters.errors import BaseUnusable
+from loramux_adapters.families import Cut, family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 IMAGES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
 """Names of what reads images: not served, and not cut."""
-
-DERIVED_WIDTH = frozenset(("olmoe", "qwen2_vl_text", "qwen2_5_vl_text"))
-"""Families whose classes derive a head's width from the number of heads, which a narrower config would change: their
-whole model is made without memory, and its parameters are cut."""
 
 NARROWED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
@@ -106,12 +103,8 @@ class Sharding:
         """`config` is the whole model's."""
         self.size = size
         self.config = config
+        self.family = family_of(config)
         self._rules = rules_of(config.get_text_config())
-
-    @property
-    def narrows_parameters(self) -> bool:
-        """Is the model of a rank made from the whole config?"""
-        return self.config.get_text_config().model_type in DERIVED_WIDTH
 
     def narrowed_config(self) -> PretrainedConfig:
         """Return the config of a rank's model."""
@@ -173,7 +166,7 @@ class Sharding:
         is_expert = len(shape) == (2 if is_vector else 3) and not key.endswith("conv1d.weight")
         first = 1 if is_expert else 0
         places = [first, first + 1]
-        if is_expert and _is_transposed(self.config):
+        if is_expert and self.family.experts is not None and self.family.experts.is_transposed:
             places.reverse()
         for place, dimension in zip(places, (rule.outputs, rule.inputs), strict=True):
             if dimension is not None:
@@ -225,10 +218,6 @@ def _share_length(dimension: Dimension | None, length: int, size: int, name: str
     return sum(part.share_length(size, name) for part in dimension(length))
 
 
-def _is_transposed(config: PretrainedConfig) -> bool:
-    return config.get_text_config().model_type == "gpt_oss"
-
-
 # The table.
 
 
@@ -242,7 +231,7 @@ def _halves(length: int) -> Parts:
 
 
 def _pairs(length: int) -> Parts:
-    """Gate and up in turns (gpt-oss)."""
+    """Gate and up in turn."""
     return (ShardPart(length // 2, 2),)
 
 
@@ -266,7 +255,7 @@ FEED_FORWARD = {
     "gate_up_proj": Rule(outputs=_halves),
     "experts.gate_up_proj": Rule(outputs=_halves),
     "experts.down_proj": Rule(inputs=_plain),
-    # as checkpoints name them: Mixtral's and PhiMoE's experts, StarCoder 2, Granite's mixtures
+    # names that only some families' checkpoints have
     "w1": Rule(outputs=_plain),
     "w3": Rule(outputs=_plain),
     "w2": Rule(inputs=_plain),
@@ -292,7 +281,10 @@ def rules_of(text: Any) -> dict[str, Rule]:
         "sinks": Rule(outputs=_plain),
         "qkv_proj": Rule(outputs=_joined(ShardPart(heads, width), *[ShardPart(kv_heads, width, repeats=True)] * 2)),
     }
-    return rules | FAMILY_RULES.get(text.model_type, lambda _text: {})(text)
+    family = family_of(text)
+    if family.experts is not None and family.experts.alternates_gate_and_up:
+        rules["experts.gate_up_proj"] = Rule(outputs=_pairs)
+    return rules | CUTS[family.cut](text)
 
 
 def _latent(text: Any) -> dict[str, Rule]:
@@ -306,24 +298,20 @@ def _latent(text: Any) -> dict[str, Rule]:
     }
 
 
-def _gpt_oss(_text: Any) -> dict[str, Rule]:
-    return {"experts.gate_up_proj": Rule(outputs=_pairs)}
-
-
 def _normed(text: Any) -> dict[str, Rule]:
-    """OLMo: queries and keys are normalised over all heads together."""
+    """Queries and keys are normalised over all heads together."""
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return {"q_norm": Rule(outputs=_units(width)), "k_norm": Rule(outputs=_units(width, repeats=True))}
 
 
-def _cohere(_text: Any) -> dict[str, Rule]:
+def _normed_by_head(_text: Any) -> dict[str, Rule]:
     """A norm's weight has a row for each head."""
     rows = Rule(outputs=_plain)
     return {"q_norm": rows, "k_norm": Rule(outputs=_units(1, repeats=True))}
 
 
 def _hybrid(text: Any) -> dict[str, Rule]:
-    """Qwen3-Next and Qwen3.5: queries come with a gate of the same width; linear attention is cut by its key heads."""
+    """Queries come with a gate of the same width; linear attention is cut by its key heads."""
     keys, values = text.linear_num_key_heads, text.linear_num_value_heads
     key_dim, value_dim, each = text.linear_key_head_dim, text.linear_value_head_dim, values // keys
     mixed = _joined(ShardPart(keys, key_dim), ShardPart(keys, key_dim), ShardPart(keys, each * value_dim))
@@ -339,10 +327,11 @@ def _hybrid(text: Any) -> dict[str, Rule]:
     }
 
 
-FAMILY_RULES: Mapping[str, Callable[[Any], dict[str, Rule]]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), _latent),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _hybrid),
-    **dict.fromkeys(("olmo2", "olmo3", "olmoe"), _normed),
-    "gpt_oss": _gpt_oss,
-    "cohere": _cohere,
+CUTS: Mapping[Cut, Callable[[Any], dict[str, Rule]]] = {
+    "heads": lambda _text: {},
+    "latent heads": _latent,
+    "heads and norms over all heads": _normed,
+    "heads and their norms": _normed_by_head,
+    "key heads": _hybrid,
 }
+"""Rules that a cut adds to those of all families, from the text's config."""

@@ -12,6 +12,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from loramux.common.sampling import KINDS, PARAMETERS
+from loramux.common.sampling import NEUTRAL as _NEUTRAL
 from loramux.serving.errors import InvalidRequest
 
 MAX_UNKNOWN = 64
@@ -38,10 +40,9 @@ MEANINGFUL: Mapping[str, tuple[str, ...]] = {
     "structured_outputs": ("text", "output_config", "response_format"),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ("structured_outputs", "text")),
     **dict.fromkeys(("json_schema", "regex", "grammar", "format"), ("response_format", "text", "output_config")),
-    **dict.fromkeys(("n", "logit_bias", "logprobs", "top_logprobs", "echo", "best_of", "use_beam_search"), ()),
-    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty"), ()),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos", "stop_token_ids"), ()),
-    **dict.fromkeys(("allowed_token_ids", "prompt_logprobs", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(PARAMETERS, ()),
+    **dict.fromkeys(("n", "logprobs", "top_logprobs", "echo", "best_of", "use_beam_search", "seed"), ()),
+    **dict.fromkeys(("min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("do_sample", "num_beams", "typical_p", "top_a", "tfs_z", "top_n_sigma", "mirostat"), ()),
     **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"), ()),
     **dict.fromkeys(("guidance_scale", "negative_prompt", "no_repeat_ngram_size", "penalty_alpha"), ()),
@@ -50,11 +51,11 @@ MEANINGFUL: Mapping[str, tuple[str, ...]] = {
 }
 """Fields that change the answer at endpoints or servers that have them, with the fields that say the same elsewhere."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("n", "best_of", "num_beams", "repetition_penalty", "top_p", "typical_p", "tfs_z"), (1,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens", "top_a", "mirostat"), (0,)),
+    **{name: (getattr(_NEUTRAL, name), *PARAMETERS[name].other_neutrals) for name in KINDS if name != "temperature"},
+    **dict.fromkeys(("n", "best_of", "num_beams", "typical_p", "tfs_z"), (1,)),
+    **dict.fromkeys(("min_tokens", "top_a", "mirostat"), (0,)),
     **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range", "smoothing_factor"), (0,)),
     **dict.fromkeys(("no_repeat_ngram_size", "penalty_alpha"), (0,)),
-    "top_k": (-1, 0),
     "do_sample": (True,),
     "guidance_scale": (1,),
 }

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 
@@ -166,6 +167,9 @@ class Draw:
     """Share of the best token's probability that a token must have."""
 
 
+_abi_fields = attrgetter(*(field[0] for field in DrawAbi._fields_))
+
+
 def most_likely_tokens(logits: torch.Tensor) -> list[int | None]:
     """Return the most likely token of each row of `logits` `[rows, vocab]`, of any float dtype: the first of equals.
 
@@ -199,7 +203,7 @@ def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     if not draws or (native := native_for(logits)) is None:
         return draw_tokens_reference(logits, draws)
     assert logits.stride(1) == 1, "a row is contiguous"
-    rows = (DrawAbi(d.row, d.top_k, d.temperature, d.top_p, d.min_p, d.number) for d in draws)
+    rows = (DrawAbi(*_abi_fields(draw)) for draw in draws)
     asked = (DrawAbi * len(draws))(*rows)
     tokens = torch.empty(len(draws), dtype=torch.int64)
     native.loramux_draw_tokens(

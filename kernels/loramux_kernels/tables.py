@@ -153,7 +153,7 @@ class Norm:
     """float32[width], contiguous; where a model stores its distance from one, the one is added."""
     eps: float
     rounds_first: bool
-    """The normalised values are rounded to the input's dtype before the product with the weight, as in Llama."""
+    """The normalised values are rounded to the input's dtype before the product with the weight."""
 
     @cached_property
     def abi(self) -> NormAbi:

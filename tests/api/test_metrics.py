@@ -16,7 +16,7 @@ from site_fixture import Site
 from loramux.engine.messages import EngineMeters, EngineStats, RoutingFacts
 from loramux_api import vllm_metrics
 from loramux_api.metrics import ENGINE_FAMILIES, FAMILIES
-from reference import PAGES
+from reference import PAGES, TABLES, with_tables
 
 DOCS = Path(__file__).parents[2] / "docs"
 UNITS = re.compile(r"_(ms|milliseconds|minutes|hours|kb|mb|gb|kilobytes|megabytes|gigabytes|percent|secs?|s)(_total)?$")
@@ -144,6 +144,12 @@ def test_every_statistic_of_the_engine_has_a_family() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_generated_page_is_current(page: str) -> None:
     assert (DOCS / page).read_text() == PAGES[page](), "run: python tools/reference.py docs"
+
+
+@pytest.mark.parametrize("page", TABLES)
+def test_generated_tables_of_a_written_page_are_current(page: str) -> None:
+    text = (DOCS / page).read_text()
+    assert text == with_tables(page, text), "run: python tools/reference.py docs"
 
 
 def test_every_setting_is_documented() -> None:

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
+from loramux.common.sampling import DRAWING, given_numbers
 from loramux.common.settings.file import Settings
 from loramux.common.units import TokenCounts
 from loramux.engine.messages import SamplingParams
@@ -30,13 +31,14 @@ from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, Body, InferenceRequest, Unsupported
 from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.problems import ErrorAnswer, problem_of
-from loramux_api.schemas.sampling import Int64, Positive, RepetitionPenalty, StopString
+from loramux_api.schemas.sampling import Int64, Positive, StopString, taking_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 20
 """The default of LoRAX."""
 _OWN = "adapters are uploaded to this server (POST /v1/adapters) and named `adapter` or `tenant/adapter`."
 
 
+@taking_numbers(without=("presence_penalty", "frequency_penalty", "min_p"))
 class GenerateParameters(Body, kw_only=True):
     """LoRAX's parameters; null is the same as absent."""
 
@@ -45,13 +47,9 @@ class GenerateParameters(Body, kw_only=True):
     do_sample: bool | None = None
     max_new_tokens: Positive | None = None
     ignore_eos_token: bool | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     return_full_text: bool | None = None
     stop: Annotated[list[StopString], Meta(max_length=16)] | None = None
     seed: Int64 | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     details: bool | None = None
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -100,21 +98,17 @@ def to_request(body: GenerateBody, base: str) -> GenerationRequest:
 
 def _sampling(given: GenerateParameters) -> SamplingParams:
     """Return LoRAX's sampling: greedy unless `do_sample` or one of the sampling numbers is set."""
-    chosen = given.temperature is not None or given.top_k is not None or given.top_p is not None
-    sampled = given.do_sample or chosen
-    if given.do_sample and given.temperature == 0:
+    numbers = given_numbers(given)
+    sampled = given.do_sample or not numbers.keys().isdisjoint(DRAWING)
+    if given.do_sample and numbers.get("temperature") == 0:
         raise InvalidRequest(
             "'parameters.temperature' is 0, which samples nothing, and 'do_sample' is true; leave one of them out.",
             field="parameters.temperature",
         )
-    temperature = 1.0 if given.temperature is None else given.temperature
     return SamplingParams(
+        **numbers if sampled else numbers | {"temperature": 0.0},
         max_tokens=0,
-        temperature=temperature if sampled else 0.0,
-        top_p=1.0 if given.top_p is None else given.top_p,
-        top_k=max(given.top_k or 0, 0),
         seed=given.seed,
-        repetition_penalty=given.repetition_penalty or 1.0,
         ignore_eos=bool(given.ignore_eos_token),
         logprobs=0,
     )

@@ -18,6 +18,7 @@ from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
 from loramux.common.errors import LoramuxError
+from loramux.common.sampling import given_numbers
 from loramux.common.units import TokenCounts
 from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
@@ -342,7 +343,7 @@ class ResponseWriter(Writer):
 
     def _response(self) -> ResponseObject:
         """Return the response as it begins: mostly what was asked for."""
-        body = self._body
+        body, numbers = self._body, given_numbers(self._body)
         given = body.text.format if body.text else None
         format = {"type": "text"} if given is None else _without_null(given)
         return ResponseObject(
@@ -357,12 +358,12 @@ class ResponseWriter(Writer):
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             service_tier=self._answer.service_tier,
-            temperature=body.temperature,
+            temperature=numbers.get("temperature"),
             text={"format": format, "verbosity": "medium"},
             tool_choice="auto" if body.tool_choice is None else _without_null(body.tool_choice),
             tools=body.tools or [],
             top_logprobs=body.top_logprobs or 0,
-            top_p=body.top_p,
+            top_p=numbers.get("top_p"),
             user=body.user,
         )
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from loramux.common.sampling import given_numbers
 from loramux.constraints.formats import JsonSchema
 from loramux.serving.errors import GatewayError, InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
@@ -28,11 +29,11 @@ from loramux_api.schemas.sampling import (
     MAX_USER_LENGTH,
     Int64,
     Positive,
-    RepetitionPenalty,
     SamplingBody,
     StopString,
     left_out,
     sampling_params,
+    taking_numbers,
 )
 from loramux_api.schemas.tools import (
     ALL,
@@ -208,17 +209,13 @@ class PromptBody(InferenceBody, kw_only=True):
         return left_out_tools(types, (tool.where for tool in _offered(self.tools or [])))
 
 
+@taking_numbers(without=("presence_penalty", "frequency_penalty"))
 class MessageBody(PromptBody, kw_only=True):
     """Anthropic's fields, and vLLM's names of sampling parameters that Anthropic does not have."""
 
     max_tokens: Positive
     """The most tokens of the answer. One that the context does not hold ends as `model_context_window_exceeded`."""
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    repetition_penalty: RepetitionPenalty | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool | None = None
     metadata: MessageMetadata | None = None
@@ -279,12 +276,8 @@ def _shared(body: MessageBody) -> SamplingBody:
     """Return the fields that all endpoints share, under their common names."""
     return SamplingBody(
         model=body.model,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
+        **given_numbers(body),
         seed=body.seed,
-        repetition_penalty=body.repetition_penalty,
         service_tier="default" if body.service_tier == "standard_only" else body.service_tier,
     )
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
+from loramux.common.sampling import given_numbers
 from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
@@ -27,9 +28,8 @@ from loramux_api.schemas.sampling import (
     MAX_USER_LENGTH,
     Int64,
     JsonSchemaFormat,
-    Penalty,
+    LogitBias,
     Positive,
-    RepetitionPenalty,
     ResponseFormat,
     SamplingBody,
     StopString,
@@ -38,6 +38,7 @@ from loramux_api.schemas.sampling import (
     asked_format,
     left_out,
     sampling_params,
+    taking_numbers,
 )
 from loramux_api.schemas.tools import (
     ALL,
@@ -179,6 +180,7 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Accepted and without effect: events are never padded."""
 
 
+@taking_numbers()
 class ResponseBody(InferenceBody, kw_only=True):
     """OpenAI's fields, and vLLM's names of sampling parameters that OpenAI does not have. Null is as good as absent."""
 
@@ -188,18 +190,11 @@ class ResponseBody(InferenceBody, kw_only=True):
     instructions: str | None = None
     """A system turn before the input."""
     max_output_tokens: Positive | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: LogitBias | None = None
     """By token id, written as a text."""
     structured_outputs: StructuredOutputs | None = None
     """The format of the answer's text, in vLLM's words."""
@@ -301,14 +296,8 @@ def _shared(body: ResponseBody) -> SamplingBody:
     """Return the fields that all endpoints share, under their common names."""
     return SamplingBody(
         model=body.model,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
+        **given_numbers(body),
         seed=body.seed,
-        repetition_penalty=body.repetition_penalty,
-        presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty,
         stop=body.stop,
         stop_token_ids=body.stop_token_ids,
         ignore_eos=body.ignore_eos,

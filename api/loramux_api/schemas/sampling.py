@@ -7,19 +7,21 @@ of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Protocol, cast
+from collections.abc import Callable, Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
 
-from loramux.common.bundle import SamplingDefaults
+from loramux.common.sampling import KINDS, PARAMETERS, RECOMMENDED, given_numbers, with_numbers
 from loramux.constraints.formats import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
 from loramux.data.entities import ServiceTier
-from loramux.engine.messages import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, SamplingParams
+from loramux.engine.messages import SamplingParams
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, Prompt, Truncation
-from loramux_api.bodies import InferenceBody, Unsupported
+from loramux_api.bodies import Body, InferenceBody, Unsupported
+
+T = TypeVar("T", bound=Body)
 
 MAX_CHOICES = 128
 MAX_TOP_LOGPROBS = 20
@@ -30,8 +32,7 @@ _SHOWN, _SHOWN_KEYS = 40, 3
 _token_id = re.compile(r"-?[0-9]{1,18}")
 _NO_SEARCH = "answers are sampled, not searched for; ask for 'n' choices with 'logprobs', and take the likeliest."
 
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)]
+LogitBias = Annotated[dict[str, Annotated[float, PARAMETERS["logit_bias"].range]], Meta(max_length=1024)]
 Positive = Annotated[int, Meta(ge=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=512)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -163,20 +164,18 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """With `include_usage`: every chunk brings the usage so far."""
 
 
+def taking_numbers(*, without: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
+    """Decorate a body that takes the numbers of `loramux.common.sampling`, within their ranges."""
+    return with_numbers([name for name in KINDS if name not in without], lambda parameter: parameter.range)
+
+
+@taking_numbers()
 class SamplingBody(InferenceBody, kw_only=True):
     """Sampling and the end of generation; null is the same as absent."""
 
     model: str
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """0 and -1 keep every token."""
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     seed: Int64 | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=1024)] | None = None
+    logit_bias: LogitBias | None = None
     """By token id, written as a text."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
@@ -300,15 +299,9 @@ def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | Non
             field="logprob_token_ids",
         )
     return SamplingParams(
+        **given_numbers(body),
         max_tokens=body.max_tokens or 0,
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
         seed=body.seed,
-        repetition_penalty=body.repetition_penalty or 1.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_biases(body.logit_bias or {}),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         allowed_token_ids=tuple(body.allowed_token_ids or ()),
@@ -336,8 +329,4 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 def left_out(body: SamplingBody) -> frozenset[str]:
     """Return the parameters that the caller leaves to the model's recommendation."""
-    return frozenset(name for name in SamplingDefaults.__struct_fields__ if getattr(body, name) is None)
-
-
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
+    return frozenset(RECOMMENDED).difference(given_numbers(body))

@@ -16,6 +16,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from loramux.common.sampling import RECOMMENDED, with_numbers
+
 BUNDLE_FILE = "bundle.json"
 """The file of a stored content; contents without one have no bundle."""
 MAX_BUNDLE_BYTES = 4 << 20
@@ -87,14 +89,9 @@ class AddedToken(msgspec.Struct, frozen=True, kw_only=True):
     special: bool = False
 
 
+@with_numbers(RECOMMENDED, lambda parameter: parameter.recommended)
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters for requests that leave them out; None where there is no default."""
-
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
+    """Sampling parameters for requests that leave them out; None: there is no default."""
 
     @classmethod
     def valid(cls, saved: Mapping[str, object]) -> SamplingDefaults:

@@ -16,10 +16,9 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from loramux.common.bundle import SamplingDefaults
+from loramux.common.sampling import TokenSelection
 from loramux.common.units import TokenCounts
 from loramux.engine.metrics import Distribution
-
-MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 
 
 class ServiceClass(enum.StrEnum):
@@ -30,31 +29,18 @@ class ServiceClass(enum.StrEnum):
     BATCH = "batch"
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters of choosing tokens and of ending. Token ids only: stop *strings* are the gateway's.
+class SamplingParams(TokenSelection, frozen=True, kw_only=True):
+    """Parameters of choosing tokens, and of ending. Token ids only: stop *strings* are the gateway's.
 
-    The order is the usual one: penalties, logit_bias and allowed_token_ids on the logits, then temperature, top_k,
-    top_p, min_p. Log probabilities are the model's, before all of them.
+    Log probabilities are the model's, before any parameter.
     """
 
     max_tokens: int
-    temperature: float = 1.0
-    """0 chooses the most likely token (greedy)."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 keeps every token."""
-    min_p: float = 0.0
     seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
     stop_token_ids: tuple[int, ...] = ()
     """Ends generation; the stop token itself is counted and reported, and its text is never shown."""
     min_tokens: int = 0
     ignore_eos: bool = False
-    allowed_token_ids: tuple[int, ...] = ()
-    """The only tokens to choose from; empty: all. Not with a constraint."""
     logprobs: int | None = None
     """None: none. 0: the chosen token's. n > 0: also those of the n most likely tokens."""
     logprob_token_ids: tuple[int, ...] = ()

@@ -21,14 +21,13 @@ import msgspec
 from transformers.utils.logging import disable_progress_bar
 
 from loramux.common import logs
+from loramux.common.sampling import range_fault
 from loramux.common.settings.file import Settings
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.assembly import freeze_garbage
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import (
-    MAX_REPETITION_PENALTY,
-    MIN_REPETITION_PENALTY,
     Cancel,
     Command,
     EngineCount,
@@ -154,21 +153,8 @@ def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
         return EngineFault("internal_error", message)
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= size:
         return EngineFault("internal_error", f"logprobs must be 0 to {size}.")
-    numbers = {
-        "temperature": (0 <= sampling.temperature < math.inf, "of at least 0"),
-        "top_p": (0 <= sampling.top_p < math.inf, "of at least 0"),
-        "min_p": (0 <= sampling.min_p < math.inf, "of at least 0"),
-        "repetition_penalty": (
-            MIN_REPETITION_PENALTY <= sampling.repetition_penalty <= MAX_REPETITION_PENALTY,
-            f"from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
-        ),
-        "presence_penalty": (math.isfinite(sampling.presence_penalty), "of either sign"),
-        "frequency_penalty": (math.isfinite(sampling.frequency_penalty), "of either sign"),
-        "logit_bias": (all(map(math.isfinite, sampling.logit_bias.values())), "of either sign for each token"),
-    }
-    for name, (is_valid, limit) in numbers.items():
-        if not is_valid:
-            return EngineFault("internal_error", f"{name} must be a finite number {limit}.")
+    if message := range_fault(sampling):
+        return EngineFault("internal_error", message)
     return None
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapter_zoo import HYBRIDS, RECIPES, SERVED, Asked, Zoo, load, serve
+from adapter_zoo import FAMILIES, HYBRIDS, RECIPES, SERVED, SMALL, Asked, Zoo, load, serve
 
 from loramux.engine.engine import build_engine
 from loramux.engine.execution.attention import KvLayout, probe_layers
 from loramux.engine.execution.checkpoint import load_checkpoint
 from loramux.engine.execution.fused_layers import FusedFeedForward, FusedLayer, FusedNorm, FusedStack, fuse_layers
 from loramux.engine.execution.runner import Forward, StepInputs
+from loramux_adapters.families import family_of
 from loramux_kernels.native.loader import native_library
 from loramux_kernels.packed_linear import Panels, choose_format
 from loramux_kernels.tables import AttentionBatch
@@ -23,7 +24,7 @@ KEPT = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen3_5_moe_images"),
 )
 """Families whose layers stay transformers' own."""
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "dots1")
+MIXTURES = tuple(family for family in SERVED if family_of(FAMILIES[family][0](**SMALL | FAMILIES[family][1])).experts)
 """Families whose layers have experts, which no one call computes."""
 NEVER_IN_ONE_CALL = ("olmo2", "olmo3", "arcee")
 """Families whose queries and keys are normalised over all heads, or whose network has no gate."""

@@ -42,6 +42,7 @@ from loramux.common.bundle import (
     extend_tokenizer,
 )
 from loramux.common.errors import Rejection
+from loramux.common.sampling import RECOMMENDED, with_numbers
 from loramux.common.settings.serving import ToolParser
 from loramux.common.tokenizer_file import LoadedTokenizer, load_tokenizer, read_tokenizer, tokenizer_difference
 
@@ -52,9 +53,7 @@ T = TypeVar("T")
 _SECTIONS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
 """Parts of tokenizer.json that decide how text becomes tokens; truncation and padding are for training."""
 
-_GENERATION_READ = frozenset(
-    (*SamplingDefaults.__struct_fields__, "max_new_tokens", "eos_token_id", "stop_strings", "do_sample")
-)
+_GENERATION_READ = frozenset((*RECOMMENDED, "max_new_tokens", "eos_token_id", "stop_strings", "do_sample"))
 _GENERATION_HARMLESS = frozenset(
     (
         *("transformers_version", "_from_model_config", "use_cache", "pad_token_id", "bos_token_id", "max_length"),
@@ -89,14 +88,10 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     matryoshka_dimensions: tuple[int, ...] = ()
 
 
+@with_numbers(RECOMMENDED, lambda _: None)
 class _Generation(msgspec.Struct, kw_only=True):
     """The fields of a generation_config.json that are served."""
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
     max_new_tokens: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     stop_strings: str | tuple[str, ...] | None = None
@@ -204,6 +199,8 @@ def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
     """
     settings = _of_settings(folder)
     generation = _of_generation(folder)
+    greedy = {"temperature": 0.0} if generation.do_sample is False else {}
+    recommended = {name: getattr(generation, name) for name in RECOMMENDED} | greedy
     config = _object(folder, TOKENIZER_CONFIG_FILE)
     added = _added_tokens(folder, config, base, num_tokens)
     special = _special_tokens(config, base)
@@ -216,13 +213,7 @@ def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
         special_tokens={} if own is None else base.special_tokens | special,
         added_tokens=added,
         eos_token_ids=_eos_token_ids(generation, special, added, base, num_tokens),
-        sampling=SamplingDefaults(
-            temperature=0.0 if generation.do_sample is False else generation.temperature,
-            top_p=generation.top_p,
-            top_k=generation.top_k,
-            min_p=generation.min_p,
-            repetition_penalty=generation.repetition_penalty,
-        ),
+        sampling=SamplingDefaults(**recommended),
         max_tokens=generation.max_new_tokens,
         stop=settings.stop or _listed(generation.stop_strings),
         system_prompt=settings.system_prompt,

@@ -41,7 +41,6 @@ from loramux.engine.execution.loader import LoadedModel, load_model
 from loramux.engine.execution.runner import decoder_of
 from loramux.engine.messages import AdapterRef, Pooling, Request, SamplingParams, TokenEvent
 from loramux_adapters.base import (
-    EXPERT_PARAMETERS,
     BaseDescription,
     VocabularyShape,
     auto_class,
@@ -50,6 +49,7 @@ from loramux_adapters.base import (
 )
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import AdapterConfig, LoraConfig, Task
+from loramux_adapters.families import EXPERT_PARAMETERS
 from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, read_config
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import read_header

@@ -11,7 +11,7 @@ LoRA (`loramux_adapters.modules`). Decoder layers whose parts are all known beco
 (`fused_layers`); in the others attention is one registered function over pages of KV (`attention`). Linear attention
 keeps its states in the same pages. Logits are computed only for rows that sample or are scored
 (`logits_to_keep`). So a new architecture needs no model code, but a test that shows its tokens to be transformers'
-(`checkpoint.SUPPORTED`).
+(`loramux_adapters.families`).
 
 **A row's result depends on its own sequence only.** Rows of one adapter are contiguous and served by segments; every
 sequence reads its own pages; rotary factors do not depend on the longest sequence; a sampled token depends on its

@@ -5,7 +5,7 @@ arrives as None, queries and keys arrive rotated. `attend` writes the step's KV 
 own pages, so the packed batch of one needs no mask and no cache object. It serves the layers that stay transformers'
 own; `fused_layers` calls the same kernels for the others.
 
-**Linear attention.** A hybrid model (Qwen3-Next, Qwen3.5) has layers that keep no KV. What such a layer remembers of a
+**Linear attention.** A hybrid model has layers that keep no KV. What such a layer remembers of a
 sequence is one matrix a head and the last inputs of a short convolution, however long the sequence is. The states of
 all these layers together take a fixed number of pages, which the sequence holds in front of its KV
 (`PageBudget.state_pages`). They are cut into *units* as large as one head's matrix, and a unit never straddles a page.
@@ -28,6 +28,7 @@ from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_adapters.base import MODEL_LOCK
+from loramux_adapters.families import family_of
 from loramux_kernels.gated_delta import gated_delta_prompt, gated_delta_step
 from loramux_kernels.paged_attention import paged_attention, write_kv
 from loramux_kernels.tables import AttentionBatch, KvLayer
@@ -306,9 +307,6 @@ def _layer_index(module: nn.Module) -> int:
     return index
 
 
-LINEAR_ATTENTION = ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet")
-"""transformers' modules that are replaced."""
-
 STATE_DTYPE = torch.float32
 """States are sums over all tokens of a sequence, whatever the model's dtype is."""
 
@@ -494,6 +492,8 @@ def install_linear_attention(model: PreTrainedModel, layout: StateLayout, pool: 
 
 
 def _nets(model: PreTrainedModel) -> dict[int, Any]:
-    layers = enumerate(model.get_decoder().layers)
-    nets = ((index, getattr(layer, "linear_attn", None)) for index, layer in layers)
-    return {index: net for index, net in nets if type(net).__name__ in LINEAR_ATTENTION}
+    """Return transformers' modules of linear attention by layer."""
+    if family_of(model.config).states is None:
+        return {}
+    nets = ((index, getattr(layer, "linear_attn", None)) for index, layer in enumerate(model.get_decoder().layers))
+    return {index: net for index, net in nets if net is not None}

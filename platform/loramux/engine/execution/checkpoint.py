@@ -40,33 +40,10 @@ from loramux.engine.execution.quantized_checkpoint import (
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_adapters.base_weights import QuantizedLinear
+from loramux_adapters.families import FAMILIES, SWITCHING_ROPES, family_of
 from loramux_kernels.device import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
-
-SUPPORTED = frozenset(
-    (
-        *("llama", "qwen2", "qwen3", "mistral", "ministral", "ministral3", "gemma", "gemma2", "gemma3_text", "phi3"),
-        *("olmo2", "olmo3", "granite", "granite_swa", "smollm3", "glm", "glm4", "cohere", "cohere2", "exaone4"),
-        *("seed_oss", "ernie4_5", "hunyuan_v1_dense", "starcoder2", "arcee", "apertus", "cwm"),
-        *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "glm4_moe", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
-        *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
-        *("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe"),
-        *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe", "dots1"),
-    )
-)
-"""`model_type`s whose tokens a test holds against PEFT's; others may call the attention function and still go wrong."""
-
-FIXED_ROPE = frozenset(("default", "linear", "llama3", "yarn"))
-"""Rotary embeddings whose factors depend on the position alone."""
-
-SWITCHING_ROPE = frozenset(("longrope", "dynamic"))
-"""Rotary embeddings whose factors depend on the sequence's length too, from some length on; served up to there.
-
-transformers takes the longest position of the batch for that length. LongRoPE (Ding et al., 2024) switches from its
-short to its long factors beyond `original_max_position_embeddings`; dynamic NTK rescales beyond
-`max_position_embeddings`.
-"""
 
 LEFTOVERS = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors that older versions of transformers saved and that follow from the config: the only ones without a place."""
@@ -197,10 +174,10 @@ def read_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"{directory / 'config.json'} cannot be read: {_first_sentence(error)}") from error
-    if config.model_type not in SUPPORTED:
+    if config.model_type not in FAMILIES:
         raise UnsupportedModel(
             f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
-            f"supported are {', '.join(sorted(SUPPORTED))}."
+            f"supported are {', '.join(sorted(FAMILIES))}."
         )
     if not is_mxfp4(config):
         format_of(vars(config))
@@ -210,21 +187,21 @@ def read_config(directory: Path) -> PretrainedConfig:
             "config.json asks for attention that sees later tokens (use_bidirectional_attention or is_causal = false); "
             "generation needs causal attention, so give a checkpoint of a causal language model."
         )
+    served = family_of(config).ropes
     for rope in rope_parameters_of(config):
-        if (kind := rope.get("rope_type", "default")) not in FIXED_ROPE | SWITCHING_ROPE:
+        if (kind := rope.get("rope_type", "default")) not in served:
             raise UnsupportedModel(
-                f"config.json's rope_type = {kind!r} is not served; "
-                f"supported are {', '.join(sorted(FIXED_ROPE | SWITCHING_ROPE))}."
+                f"config.json's rope_type = {kind!r} is not served; supported are {', '.join(sorted(served))}."
             )
     return config
 
 
 def is_mxfp4(config: PretrainedConfig) -> bool:
-    """Is it gpt-oss as it is published, with experts of four-bit floats? transformers turns them into exact halves."""
-    return (
-        config.model_type == "gpt_oss"
-        and (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
-    )
+    """Are the experts four-bit floats, as this family is published? transformers turns them into exact halves."""
+    experts = family_of(config).experts
+    if experts is None or not experts.is_published_in_mxfp4:
+        return False
+    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[dict[str, Any]]:
@@ -238,7 +215,7 @@ def max_positions(config: PretrainedConfig) -> int:
     config = config.get_text_config()
     limits = [config.max_position_embeddings]
     for rope in rope_parameters_of(config):
-        if rope.get("rope_type") in SWITCHING_ROPE:
+        if rope.get("rope_type") in SWITCHING_ROPES:
             original = rope.get("original_max_position_embeddings")
             limits.append(original or getattr(config, "original_max_position_embeddings", None) or limits[0])
     return int(min(limits))
@@ -249,24 +226,23 @@ def _freeze_rope(model: PreTrainedModel) -> None:
 
     transformers' rotary modules ask `rope_type` before they update their factors; "default" never updates.
     """
+    recomputes = family_of(model.config).recomputes_rope
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        if type(module).__name__ == "PhimoeRotaryEmbedding":
+        if recomputes and kind is not None:
             _keep_factors(module)
-        if isinstance(kind, str) and kind in SWITCHING_ROPE:
+        if isinstance(kind, str) and kind in SWITCHING_ROPES:
             module.rope_type = "default"
         elif isinstance(kind, dict):
-            module.rope_type = {layer: "default" if k in SWITCHING_ROPE else k for layer, k in kind.items()}
+            module.rope_type = {layer: "default" if k in SWITCHING_ROPES else k for layer, k in kind.items()}
 
 
 def _keep_factors(rotary: Any) -> None:
-    """Give Phi-3.5-MoE the factors that it was built with, and the scale of short sequences.
-
-    Its own module computes them on the host in every forward, and asks the batch for the scale: no CUDA graph holds
-    either.
+    """Give a rotary module of a family that `recomputes_rope` the factors that it was built with, and the scale of
+    short sequences: no CUDA graph holds what a forward computes on the host.
     """
     rope = rotary.config.rope_parameters
-    if rope["rope_type"] in SWITCHING_ROPE:
+    if rope["rope_type"] in SWITCHING_ROPES:
         rotary.attention_scaling = rope["short_mscale"]
         rotary.config = SimpleNamespace(rope_parameters=rope | {"rope_type": "default"})
     rotary.rope_init_fn = lambda _config: (rotary.inv_freq, rotary.attention_scaling)

@@ -19,10 +19,12 @@ import secrets
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
 
+from loramux.common.sampling import DRAWING, KINDS, NEUTRAL, PENALTIES
 from loramux.engine.execution.constraints import TokenMasks, token_words
 from loramux.engine.execution.sampler import (
     LARGEST,
@@ -40,6 +42,10 @@ from loramux_kernels.sampling import forbid_tokens, sample
 from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
 _SEED_BITS = 63
+
+_FLOATS, _INTS = ([name for name in DRAWING if KINDS[name] is kind] for kind in (float, int))
+_penalties = attrgetter(*PENALTIES)
+_NO_PENALTIES = _penalties(NEUTRAL)
 
 _NO_TOKEN = -2
 """Crosses to the host where a row's logits have no finite maximum, or its token is outside the vocabulary."""
@@ -171,16 +177,15 @@ class DeviceSampler:
 
     def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
         params = [sequence.request.sampling for sequence in sequences]
-        floats = np.array([[_temperature(p), p.top_p, p.min_p] for p in params], dtype=np.float32).T
-        temperature, top_p, min_p = aligned_rows(floats, self._device)
-        # A vocabulary has fewer than 2^31 tokens, so a larger top_k keeps all as well.
-        ints = [[min(p.top_k, 2**31 - 1) for p in params], [r.num_output_tokens for r in sequences]]
-        top_k, step = aligned_rows(np.array(ints, dtype=np.int32), self._device)
+        floats = [[_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS]
+        # A vocabulary has fewer than 2^31 tokens, so that a larger bound keeps all as well.
+        ints = [[min(getattr(p, name), 2**31 - 1) for p in params] for name in _INTS]
+        *own_ints, step = aligned_rows(
+            np.array([*ints, [r.num_output_tokens for r in sequences]], dtype=np.int32), self._device
+        )
+        own_floats = aligned_rows(np.array(floats, dtype=np.float32), self._device)
         return SamplingBatch(
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
+            **dict(zip(_FLOATS + _INTS, [*own_floats, *own_ints], strict=True)),
             seed=to_device(np.array([self._seed(sequence) for sequence in sequences], dtype=np.int64), self._device),
             step=step,
             penalties=self._penalties(sequences, previous),
@@ -195,15 +200,16 @@ class DeviceSampler:
 
     def _penalties(self, sequences: list[Sequence], previous: SampledTokens | None) -> Penalties | None:
         params = [sequence.request.sampling for sequence in sequences]
-        factors = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
-        penalised = [row for row, own in enumerate(factors) if own != (1.0, 0.0, 0.0)]
+        factors = [_penalties(p) for p in params]
+        penalised = [row for row, own in enumerate(factors) if own != _NO_PENALTIES]
         if not penalised:
             return None
         own = [sequences[row] for row in penalised]
         drawn = None if previous is None else previous.tokens
         sources = [0 if previous is None else previous.row_of.get(sequence, 0) for sequence in own]
         columns = aligned_rows(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T, self._device)
-        return Penalties(*self._histories.flat(own, penalised, drawn, sources), *columns)
+        named = dict(zip((name.removesuffix("_penalty") for name in PENALTIES), columns, strict=True))
+        return Penalties(*self._histories.flat(own, penalised, drawn, sources), **named)
 
     def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:
         params = [sequence.request.sampling for sequence in sampled.sequences]

@@ -14,7 +14,7 @@ what that call does, and serve all other steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,53 +25,37 @@ from transformers.activations import ACT2FN
 
 from loramux.engine.execution.attention import AttentionStep, LayerShape
 from loramux_adapters.bank import AdapterBank
+from loramux_adapters.families import GATES, Family, NormForm, family_of
 from loramux_adapters.modules import AdaptedNorm, GroupedLinear, LoraLinear, replace_module
 from loramux_kernels.decoder_layer import DecoderLayer, DecoderLayers, LayerAdapters
 from loramux_kernels.layer_operators import Activation, gated, rms_norm, rope_write_kv
 from loramux_kernels.paged_attention import paged_attention
 from loramux_kernels.tables import Norm, OwnWeights, Rotation
 
-FUSED = frozenset(
-    f"{family}DecoderLayer"
-    for family in (
-        *("Llama", "Qwen2", "Qwen3", "Mistral", "Gemma", "Gemma2", "Gemma3", "Phi3", "Olmo2", "Olmo3", "Granite"),
-        *("GraniteSWA", "SmolLM3", "SeedOss", "Cwm", "Arcee", "Mixtral", "Qwen2Moe", "Qwen3Moe", "Glm4Moe", "Dots1"),
-    )
-)
-"""transformers' layers that are two sublayers as above, with queries and keys turned by halves. Others may have the
-same parts and yet join them differently: GLM-4 turns neighbouring elements, Ministral 3 scales queries by position."""
-
-ROUNDS_LAST = ("Gemma", "Olmo2", "Olmo3")
-"""Families whose norms multiply in float32 before they round."""
-
-TURNS_BY_LAYER = ("Gemma3", "Olmo3", "GraniteSWA")
-"""Families whose layers turn queries and keys by different angles."""
-
-ACTIVATIONS: dict[type[nn.Module], Activation] = {
-    type(ACT2FN["silu"]): "silu",
-    type(ACT2FN["gelu_pytorch_tanh"]): "gelu_tanh",
-}
-
 
 def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
     """Replace the decoder layers of `model` whose every part is known, and its last norm; return how many were."""
+    family = family_of(model.config)
+    if not family.fuses_layers:
+        return 0
     decoder: Any = model.get_decoder()
+    norm = type(_base_of(decoder.norm))
     fused = 0
     for index, (layer, shape) in enumerate(zip(decoder.layers, layers, strict=True)):
-        if type(layer).__name__ in FUSED and _is_known(layer):
-            decoder.layers[index] = FusedLayer(layer, shape)
+        if _is_known(layer, norm):
+            decoder.layers[index] = FusedLayer(layer, shape, family)
             fused += 1
-    if fused and _is_norm(decoder.norm):
-        replace_module(decoder, "norm", FusedNorm(decoder.norm))
-    _stack(decoder)
+    if fused:
+        replace_module(decoder, "norm", FusedNorm(decoder.norm, family.norm))
+    _stack(decoder, family)
     return fused
 
 
-def _stack(decoder: Any) -> None:
+def _stack(decoder: Any, family: Family) -> None:
     """Put layers that one call computes behind one module: all together, or each where some are left or turn apart."""
     described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in decoder.layers]
     whole = [layer for layer in described if layer is not None]
-    if len(whole) == len(described) and not type(decoder).__name__.startswith(TURNS_BY_LAYER):
+    if len(whole) == len(described) and not family.angles_by_layer:
         decoder.layers = nn.ModuleList([FusedStack(list(decoder.layers), whole, is_last=True)])
         return
     for index, layer in enumerate(described):
@@ -79,15 +63,12 @@ def _stack(decoder: Any) -> None:
             decoder.layers[index] = FusedStack([decoder.layers[index]], [layer], index == len(described) - 1)
 
 
-def _is_known(layer: Any) -> bool:
+def _is_known(layer: Any, norm_class: type[nn.Module]) -> bool:
+    """Are all norms of one class, and the projections those of attention?"""
     norms = [child for name, child in layer.named_modules() if name.endswith("norm")]
     attention = layer.self_attn
     projects = all(hasattr(attention, f"{x}_proj") for x in "qkvo") or hasattr(attention, "qkv_proj")
-    return projects and all(_is_norm(norm) for norm in norms)
-
-
-def _is_norm(module: nn.Module) -> bool:
-    return type(_base_of(module)).__name__.endswith("RMSNorm")
+    return projects and all(type(_base_of(norm)) is norm_class for norm in norms)
 
 
 def _base_of(norm: nn.Module) -> Any:
@@ -98,16 +79,15 @@ def _base_of(norm: nn.Module) -> Any:
 class FusedNorm(nn.Module):
     """Replaces a norm. Families differ in what they store and where they round."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: nn.Module, form: NormForm) -> None:
         super().__init__()
         base = _base_of(norm)
-        name = type(base).__name__
         self._of_adapters = norm.own_weights if isinstance(norm, AdaptedNorm) else None
-        self._stores_distance_from_one = name.startswith("Gemma")
-        eps = base.eps if self._stores_distance_from_one else base.variance_epsilon
+        self._stores_distance_from_one = form.stores_distance_from_one
+        eps = base.eps if hasattr(base, "eps") else base.variance_epsilon
         weight = base.weight.detach()
         factors = 1.0 + weight.float() if self._stores_distance_from_one else weight.to(torch.float32, copy=True)
-        self.norm = Norm(factors, eps, rounds_first=not name.startswith(ROUNDS_LAST))
+        self.norm = Norm(factors, eps, rounds_first=not form.rounds_last)
 
     def _own_weights(self, vectors: int = 1) -> OwnWeights | None:
         if self._of_adapters is None:
@@ -143,7 +123,7 @@ class FusedAttention(nn.Module):
     qkv_proj: nn.Module
     o_proj: nn.Module
 
-    def __init__(self, attention: Any, shape: LayerShape) -> None:
+    def __init__(self, attention: Any, shape: LayerShape, form: NormForm) -> None:
         super().__init__()
         self.is_joined = hasattr(attention, "qkv_proj")
         for name in ("qkv_proj", "o_proj") if self.is_joined else ("q_proj", "k_proj", "v_proj", "o_proj"):
@@ -154,7 +134,7 @@ class FusedAttention(nn.Module):
         kv = shape.num_kv_heads
         self.num_heads = heads
         self._widths = [heads * shape.key_dim, kv * shape.key_dim, kv * shape.value_dim]
-        self.norms = [FusedNorm(getattr(attention, name)) for name in QK_NORMS if hasattr(attention, name)]
+        self.norms = [FusedNorm(getattr(attention, name), form) for name in QK_NORMS if hasattr(attention, name)]
         self.norms_heads = bool(self.norms) and len(self.norms[0].norm.weight) == shape.key_dim
         self.turns = bool(getattr(attention, "use_rope", True))
 
@@ -169,7 +149,7 @@ class FusedAttention(nn.Module):
         """Map `[T, hidden_size]` to the same shape."""
         rows, shape = x.shape[0], self.shape
         query, key, value = self._project(x)
-        if self.norms and not self.norms_heads:  # OLMo 2: over all heads together
+        if self.norms and not self.norms_heads:  # over all heads together
             query, key = (norm.normalise(part) for norm, part in zip(self.norms, (query, key), strict=True))
         query, key = query.view(rows, -1, shape.key_dim), key.view(rows, -1, shape.key_dim)
         of_query, of_key = None, None
@@ -255,9 +235,9 @@ class PackedFeedForward(nn.Module):
         return y[0]
 
 
-def _feed_forward(network: Any) -> nn.Module:
+def _feed_forward(network: Any, activations: Set[str]) -> nn.Module:
     activation: Any = getattr(network, "act_fn", None) or getattr(network, "activation_fn", None)
-    known = ACTIVATIONS.get(type(activation))
+    known = next((GATES[name] for name in activations if type(ACT2FN[name]) is type(activation)), None)
     if known is None or not hasattr(network, "down_proj"):
         return PackedFeedForward(network)
     return FusedFeedForward(network, known)
@@ -273,10 +253,10 @@ class _Norms:
     after_network: FusedNorm | None
 
     @classmethod
-    def of(cls, layer: Any) -> _Norms:
+    def of(cls, layer: Any, form: NormForm) -> _Norms:
         """Find them: `post_attention_layernorm` stands before the network where no other norm does."""
-        named = {name: FusedNorm(norm) for name, norm in layer.named_children() if _is_norm(norm)}
-        if "post_feedforward_layernorm" in named:  # Gemma, OLMo 2
+        named = {name: FusedNorm(norm, form) for name, norm in layer.named_children() if name.endswith("norm")}
+        if "post_feedforward_layernorm" in named:
             return cls(
                 named.get("input_layernorm"),
                 named["post_attention_layernorm"],
@@ -339,11 +319,11 @@ def _norm_of(norm: FusedNorm | None) -> Norm | None:
 class FusedLayer(nn.Module):
     """Replaces a decoder layer."""
 
-    def __init__(self, layer: Any, shape: LayerShape) -> None:
+    def __init__(self, layer: Any, shape: LayerShape, family: Family) -> None:
         super().__init__()
-        self.self_attn = FusedAttention(layer.self_attn, shape)
-        self.mlp = _feed_forward(layer.mlp)
-        self.norms = _Norms.of(layer)
+        self.self_attn = FusedAttention(layer.self_attn, shape, family.norm)
+        self.mlp = _feed_forward(layer.mlp, family.activations)
+        self.norms = _Norms.of(layer, family.norm)
         self.factor = float(getattr(layer, "residual_multiplier", 1.0))
 
     def forward(

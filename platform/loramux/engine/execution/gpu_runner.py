@@ -18,11 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from loramux.common.sampling import PARAMETERS
 from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.cuda_graphs import (
@@ -179,19 +181,9 @@ class GpuRunner:
 
 
 ROWS = 2
-EVERYTHING = SamplingParams(
-    max_tokens=4,
-    min_tokens=2,
-    temperature=0.7,
-    top_k=3,
-    top_p=0.9,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    logit_bias={0: 1.0},
-    logprobs=1,
-)
+EXAMPLES: dict[str, Any] = {name: parameter.example for name, parameter in PARAMETERS.items()}
+EVERYTHING = SamplingParams(max_tokens=4, min_tokens=2, logprobs=1, **EXAMPLES)
+"""Every parameter at once, none of them neutral."""
 
 
 def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shapes: Items[AttentionShape]) -> None:

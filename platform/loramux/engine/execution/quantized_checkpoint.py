@@ -6,7 +6,7 @@ its quantizer, an extension point, puts a `QuantizedLinear` where codes are, so 
 itself. Activations are never rounded: of formats that would (W8A8), the weights are served, which is more exact.
 
 Sources: the saved layouts of AutoGPTQ and GPTQModel, AutoAWQ's "gemm" version, bitsandbytes' quant_state,
-compressed-tensors' pack-, int- and float-quantized compressors, and DeepSeek-V3's block-wise FP8.
+compressed-tensors' pack-, int- and float-quantized compressors, and block-wise FP8.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of
 from loramux_adapters.base import LinearShape
 from loramux_adapters.base_weights import QuantizedLinear
+from loramux_adapters.families import MXFP4_FAMILIES
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, blocks_of_rows, pack_nibbles
 
 Stored = Mapping[str, torch.Tensor]
@@ -80,7 +81,7 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
 
 SERVED = (
     "gptq of 4 or 8 bits, awq (gemm), bitsandbytes (nf4, fp4, int8), compressed-tensors (fp8, int8, pack-quantized "
-    "int4 and int8), fp8 in blocks, and gpt-oss in mxfp4"
+    f"int4 and int8), fp8 in blocks, and {', '.join(MXFP4_FAMILIES)} in mxfp4"
 )
 
 

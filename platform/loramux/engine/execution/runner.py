@@ -170,7 +170,7 @@ Decode = Callable[[torch.Tensor], torch.Tensor]
 def decoder_of(model: PreTrainedModel) -> nn.Module:
     """Return the part of the model before its head."""
     decoder: nn.Module = model.get_decoder()
-    return model.get_submodule("model") if decoder is model else decoder  # Llama 4's calls itself its decoder
+    return model.get_submodule("model") if decoder is model else decoder  # a model may call itself its decoder
 
 
 class Forward:

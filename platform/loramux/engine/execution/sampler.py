@@ -31,10 +31,12 @@ import struct
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import numpy as np
 import torch
 
+from loramux.common.sampling import DRAWING, NEUTRAL, STEERING
 from loramux.engine.execution.constraints import TokenMasks
 from loramux.engine.messages import EngineFault, PromptLogprob, PromptLogprobs, SamplingParams, TokenEvent, TopLogprob
 from loramux.engine.scheduling.sequence import Chunk, Sequence
@@ -42,6 +44,11 @@ from loramux_kernels.device import to_host
 from loramux_kernels.sampling import Draw, draw_tokens, forbid_tokens, most_likely_tokens
 
 _NEVER = float("-inf")
+
+_steering = attrgetter(*STEERING)
+_NEUTRAL = _steering(NEUTRAL)
+_KEEPING = tuple(name for name in DRAWING if name != "temperature")
+"""Parameters that remove tokens from a draw."""
 
 MIN_TEMPERATURE = 1e-4
 """Lower temperatures count as this one: the same tokens."""
@@ -248,16 +255,14 @@ def is_plain_greedy(sequence: Sequence) -> bool:
 
 def is_steered(sequence: Sequence) -> bool:
     """May a penalty, a bias or allowed tokens change the sequence's logits?"""
-    p = sequence.request.sampling
-    penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
-    return bool(p.logit_bias or p.allowed_token_ids) or penalties != (1.0, 0.0, 0.0)
+    return _steering(sequence.request.sampling) != _NEUTRAL
 
 
 def draw_of(params: SamplingParams, seed: int, num_output: int, row: int) -> Draw:
     """Return how the token behind `num_output` generated ones is drawn from a row of logits."""
     temperature = min(max(params.temperature, MIN_TEMPERATURE), LARGEST)
     number = uniform(seed, num_output)
-    return Draw(row, temperature, number, params.top_k, params.top_p, params.min_p)
+    return Draw(row, temperature, number, **{name: getattr(params, name) for name in _KEEPING})
 
 
 def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torch.Tensor:

@@ -173,7 +173,7 @@ def _narrowed_class(sharding: Sharding) -> tuple[Any, PretrainedConfig]:
     """Return the class of a rank's model, and the config from which it is made."""
     narrowed = sharding.narrowed_config()
     model_class = auto_class(narrowed)._model_mapping[type(narrowed)]
-    if sharding.narrows_parameters:
+    if sharding.family.derives_head_width:
         narrowed, model_class = copy.deepcopy(sharding.config), _with_narrow_parameters(model_class, sharding)
     if model_class.config_class is narrowed.sub_configs.get("text_config"):  # the text by itself, as AutoModel does
         narrowed = narrowed.get_text_config()

@@ -1,0 +1,209 @@
+"""Model families: one row for each `model_type` that is served, with every fact about it that the code needs.
+
+A family that joins its layers as Llama does needs one row here, such as `Family("new", fuses_layers=True)`, and one
+small model in `tests/support/adapter_zoo.py`; the tests then compare its tokens with PEFT's and the row with
+transformers' modules. No other module names a family. This one loads neither torch nor transformers.
+
+A model of text and images has its own row. Its text takes the facts of the row of `text_type`, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from loramux_kernels.layer_operators import Activation
+
+Cut = Literal["heads", "latent heads", "heads and norms over all heads", "heads and their norms", "key heads"]
+"""Rules by which attention is divided among ranks (`sharding.py`):
+
+    heads                           queries, keys and values by their heads
+    latent heads                    multi-head latent attention: latents are whole, and what is made of them is a head's
+    heads and norms over all heads  the norms of queries and keys are over all heads together: so are their weights
+    heads and their norms           the norms' weights have a row for each head
+    key heads                       queries come with a gate of the same width; linear attention is cut by key heads
+"""
+
+GATES: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Activations of gated networks, by transformers' names, and the kernels' names of them."""
+
+SIBLINGS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(("gate_proj", "up_proj")))
+"""Names of sibling linears that read the same input in most families."""
+
+FIXED_ROPES = frozenset(("default", "linear", "llama3", "yarn"))
+"""Rotary embeddings whose factors depend on the position alone."""
+
+SWITCHING_ROPES = frozenset(("longrope", "dynamic"))
+"""Rotary embeddings whose factors depend on the sequence's length too, from some length on; served up to there.
+
+transformers takes the longest position of the batch for that length. LongRoPE (Ding et al., 2024) switches from its
+short to its long factors beyond `original_max_position_embeddings`; dynamic NTK rescales beyond
+`max_position_embeddings`.
+"""
+
+EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
+"""Stacked weights of a mixture's experts, `[experts, out_features, in_features]` each, in the order in which
+transformers registers them; see `ExpertForm.is_transposed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormForm:
+    """The RMSNorm of a family."""
+
+    rounds_last: bool = False
+    """The product with the weight is taken in float32, before the result is rounded to the model's dtype."""
+    stores_distance_from_one: bool = False
+    """The saved weight is the factor minus one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertForm:
+    """The mixture of experts in a family's layers."""
+
+    router: str = "gate"
+    """Name of the module that chooses the experts. If it has no weight itself, a linear in it is a site."""
+    is_transposed: bool = False
+    """The weights are stored as `[experts, in_features, out_features]`."""
+    alternates_gate_and_up: bool = False
+    """Outputs of `gate_up_proj` belong to the gate and to up in turn, and are not two halves."""
+    is_published_in_mxfp4: bool = False
+    """Published checkpoints hold the weights as four-bit floats (MXFP4)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One model family."""
+
+    model_type: str
+    """transformers' name of the family, as in config.json."""
+    text_type: str = ""
+    """The `model_type` of the text, if the family reads images too; empty: it is text alone."""
+    fuses_layers: bool = False
+    """The layer is two sublayers on one residual stream, as `fused_layers.py` describes them, with queries and keys
+    rotated by halves. Other layers may have the same parts and yet join them differently."""
+    norm: NormForm = NormForm()
+    """The form of all norms; read if `fuses_layers`, or if ranks share a norm."""
+    angles_by_layer: bool = False
+    """Layers rotate queries and keys by different angles."""
+    activations: frozenset[str] = frozenset(GATES)
+    """Activations, of GATES, with which a gated network is computed in fewer operators. With another one it runs as
+    transformers' own module."""
+    same_input: tuple[frozenset[str], ...] = SIBLINGS
+    """Groups of sibling linears to which transformers feeds the same tensor."""
+    experts: ExpertForm | None = None
+    cut: Cut = "heads"
+    derives_head_width: bool = False
+    """transformers' classes derive a head's width from the number of heads, which a narrower config would change: a
+    rank's model is made from the whole config, without memory, and its parameters are cut."""
+    states: Literal["gated delta"] | None = None
+    """The recurrence of layers with linear attention, which keep states in the place of KV; None: there are none."""
+    ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
+    """The rope types that are served."""
+    recomputes_rope: bool = False
+    """The rotary module computes its factors in every forward, on the host, and asks the whole batch for their scale;
+    it is given those that it was built with."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of model, as docs/models.md names it."""
+        if self.text_type:
+            return "the text of a model of text and images"
+        if self.states:
+            return "hybrid with linear attention" + (", mixture of experts" if self.experts else "")
+        if self.experts:
+            return "mixture of experts" + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
+        return "dense"
+
+
+GEMMA_NORM = NormForm(rounds_last=True, stores_distance_from_one=True)
+OLMO_NORM = NormForm(rounds_last=True)
+HYBRID_SIBLINGS = (
+    *SIBLINGS,
+    frozenset(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+    frozenset(("in_proj_qkvz", "in_proj_ba")),
+)
+
+ROWS = (
+    Family("llama", fuses_layers=True),
+    Family("qwen2", fuses_layers=True),
+    Family("qwen3", fuses_layers=True),
+    Family("mistral", fuses_layers=True),
+    Family("ministral"),
+    Family("ministral3"),  # scales queries by their positions
+    Family("gemma", fuses_layers=True, norm=GEMMA_NORM),
+    Family("gemma2", fuses_layers=True, norm=GEMMA_NORM),
+    Family("gemma3_text", fuses_layers=True, norm=GEMMA_NORM, angles_by_layer=True),
+    Family("phi3", fuses_layers=True),
+    Family("olmo2", fuses_layers=True, norm=OLMO_NORM, cut="heads and norms over all heads"),
+    Family("olmo3", fuses_layers=True, norm=OLMO_NORM, angles_by_layer=True, cut="heads and norms over all heads"),
+    Family("granite", fuses_layers=True),
+    Family("granite_swa", fuses_layers=True, angles_by_layer=True),
+    Family("smollm3", fuses_layers=True),
+    Family("glm"),  # rotates neighbouring elements, as glm4 does
+    Family("glm4"),
+    Family("cohere", cut="heads and their norms"),
+    Family("cohere2"),
+    Family("exaone4"),
+    Family("seed_oss", fuses_layers=True),
+    Family("ernie4_5"),
+    Family("hunyuan_v1_dense"),
+    Family("starcoder2"),
+    Family("arcee", fuses_layers=True),
+    Family("apertus"),
+    Family("cwm", fuses_layers=True),
+    Family("mixtral", fuses_layers=True, experts=ExpertForm()),
+    Family("qwen2_moe", fuses_layers=True, experts=ExpertForm()),
+    Family("qwen3_moe", fuses_layers=True, experts=ExpertForm()),
+    Family(
+        "gpt_oss",
+        experts=ExpertForm("router", is_transposed=True, alternates_gate_and_up=True, is_published_in_mxfp4=True),
+    ),
+    Family("glm4_moe", fuses_layers=True, experts=ExpertForm()),
+    Family("granitemoe", experts=ExpertForm("router")),
+    Family("granitemoeshared", experts=ExpertForm("router")),
+    Family("olmoe", experts=ExpertForm(), cut="heads and norms over all heads", derives_head_width=True),
+    Family("phimoe", experts=ExpertForm("router"), recomputes_rope=True),
+    Family("ernie4_5_moe", experts=ExpertForm()),
+    Family("dots1", fuses_layers=True, experts=ExpertForm()),
+    Family("deepseek_v2", experts=ExpertForm(), cut="latent heads"),
+    Family("deepseek_v3", experts=ExpertForm(), cut="latent heads"),
+    Family("glm4_moe_lite", experts=ExpertForm(), cut="latent heads"),
+    Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states="gated delta"),
+    Family("qwen3_next", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
+    Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
+    Family("gemma3", text_type="gemma3_text"),
+    Family("mistral3", text_type="mistral"),
+    Family("qwen2_vl", text_type="qwen2_vl_text", derives_head_width=True),
+    Family("qwen2_5_vl", text_type="qwen2_5_vl_text", derives_head_width=True),
+    Family("qwen3_vl", text_type="qwen3_vl_text"),
+    Family("qwen3_5", text_type="qwen3_5_text"),
+    Family("qwen3_5_moe", text_type="qwen3_5_moe_text"),
+)
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in ROWS}
+"""Families that are served, by `model_type`: tests hold their tokens to PEFT's. Others may call the attention function
+and still go wrong, and are refused at start."""
+
+SAME_INPUT = tuple(dict.fromkeys(group for family in ROWS for group in family.same_input))
+"""Names of sibling linears to which transformers feeds the same tensor, of all families."""
+
+MXFP4_FAMILIES = tuple(family.model_type for family in ROWS if family.experts and family.experts.is_published_in_mxfp4)
+
+ROUTERS = tuple(dict.fromkeys(family.experts.router for family in ROWS if family.experts))
+"""Names of the modules that choose experts, of all families."""
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """Return the row of the text that `config` describes; a row without any known fact if there is none."""
+    return family_of_text(config.get_text_config().model_type)
+
+
+def family_of_text(model_type: str) -> Family:
+    """Return the row of a text model's `model_type`."""
+    if model_type in FAMILIES:
+        return FAMILIES[model_type]
+    return next((row for row in FAMILIES.values() if row.text_type == model_type), Family(model_type))
