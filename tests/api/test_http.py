@@ -105,6 +105,7 @@ def test_body_of_another_encoding_is_refused(site: Site, encoding: str) -> None:
         gzip.compress(b"{}") + gzip.compress(b"{}"),
         b"",
     ],
+    ids=["plain", "cut", "more", "twice", "empty"],
 )
 def test_body_that_is_no_whole_gzip_stream_is_refused(site: Site, sent: bytes) -> None:
     with site.http() as http:

@@ -20,8 +20,7 @@ from loramux.money.billing.reconcile import LedgerProof
 from loramux.money.exports.delivery import SinkDelivery
 from loramux.money.usage.service import UsageService
 from loramux.serving.adapters import AdapterService
-from loramux.serving.bases import ServedBases
-from loramux.serving.service import CompletionService
+from loramux.serving.service import CompletionService, ServedBases
 from loramux_api.openapi import OperatorController
 from loramux_api.parameters import BeforeSequence, PageLimit
 from loramux_api.schemas.admin import (

@@ -31,8 +31,8 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.units import SECOND
-from loramux.serving.bases import ServedBases
 from loramux.serving.errors import InvalidRequest
+from loramux.serving.service import ServedBases
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.bodies import AnyRequest, Body
 from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE

@@ -41,6 +41,7 @@ from loramux_api.schemas.sampling import (
 )
 from loramux_api.schemas.tools import (
     MAX_TOOLS,
+    NO_TOOLS,
     Toolbox,
     ToolChoice,
     ToolDefinition,
@@ -165,8 +166,9 @@ class ChatBody(SamplingBody, kw_only=True):
 
     def without_effect(self) -> Iterator[str]:
         """Yield the tools that are left out."""
-        types = ((f"tools[{i}]", tool.type) for i, tool in enumerate(self.tools or []))
-        return left_out_tools(types, (tool.where for tool in chat_tools(self.tools or [])))
+        if self.tools:
+            types = ((f"tools[{i}]", tool.type) for i, tool in enumerate(self.tools))
+            yield from left_out_tools(types, (tool.where for tool in chat_tools(self.tools)))
 
     @property
     def shows_thought(self) -> bool:
@@ -176,7 +178,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
 def toolbox(body: ChatBody) -> Toolbox:
     """Return the tools that can be offered. Raises InvalidRequest."""
-    return Toolbox(list(chat_tools(body.tools or [])))
+    return Toolbox(list(chat_tools(body.tools))) if body.tools else NO_TOOLS
 
 
 def asked_effort(body: ChatBody) -> str | None:
@@ -232,10 +234,12 @@ def _options(body: ChatBody) -> ChatOptions:
     template = caller_variables(body.chat_template_kwargs)
     if body.enable_thinking is not None:
         template["enable_thinking"] = body.enable_thinking
-    tools = toolbox(body)
-    use = tools.use(chat_choice(body.tool_choice), parallel=body.parallel_tool_calls is not False)
-    if use is not None:
-        template["tools"] = tools.template
+    use = None
+    if body.tools or body.tool_choice is not None:
+        tools = toolbox(body)
+        use = tools.use(chat_choice(body.tool_choice), parallel=body.parallel_tool_calls is not False)
+        if use is not None:
+            template["tools"] = tools.template
     return ChatOptions(
         template=template,
         size=json_size(template),

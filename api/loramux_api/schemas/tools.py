@@ -209,6 +209,9 @@ class Toolbox:
         )
 
 
+NO_TOOLS = Toolbox(())
+
+
 def chat_tools(tools: Iterable[ToolDefinition]) -> Iterator[OfferedTool]:
     """Yield the tools of a chat that can be offered. Raises InvalidRequest."""
     for i, tool in enumerate(tools):

@@ -230,11 +230,11 @@ class EngineGroup:
         for member in self._members.values():
             supervised = member.supervise(common, self._serve_with, self._note_failing)
             self._tasks.append(asyncio.create_task(supervised, name=f"engine {member.name}"))
-        policy = ScalingPolicy(
-            min_engines=self._range.min, max_engines=self._range.most, target_wait_s=self._range.target_wait_s
-        )
-        self._scaler = Autoscaler(policy, self._now())
         if self._range.most > self._range.min:
+            policy = ScalingPolicy(
+                min_engines=self._range.min, max_engines=self._range.most, target_wait_s=self._range.target_wait_s
+            )
+            self._scaler = Autoscaler(policy, self._now())
             self._tasks.append(asyncio.create_task(self._scale_periodically(), name="scaling"))
         return common
 
@@ -577,7 +577,7 @@ class EngineGroup:
 
     def _scale(self) -> None:
         """Start engines that rest, or drain engines, as the autoscaler decides."""
-        if self._scaler is None or self._range.most <= self._range.min:
+        if self._scaler is None:
             return
         now = self._now()
         decision = self._scaler.decide(self._base, [member.view for member in self._members.values()], now)

@@ -277,7 +277,7 @@ class Generation:
         self._note_token(choice)
         if self._finished:
             choice.last = delta  # it goes out with the finish reason
-        elif delta.has_news:
+        elif delta.token_ids or delta.text or delta.thought or delta.calls or delta.pooled:
             self._put(delta)
         if choice.output.finish_reason is not None and event.finish_reason is None:
             self._engines.cancel(choice.request.id)

@@ -214,11 +214,6 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """The text repeats the thoughts of earlier deltas, which were none: the model has ended its answer without an end
     of the thought that the prompt had opened. A whole answer has no thought then."""
 
-    @property
-    def has_news(self) -> bool:
-        """Is there anything for the reader in it?"""
-        return bool(self.token_ids or self.text or self.thought or self.calls or self.pooled)
-
 
 class Classes(msgspec.Struct, frozen=True):
     """The classes of a classifier, and how its numbers become their probabilities."""

@@ -389,7 +389,7 @@ class OutputProcessor:
             index=self.index,
             text=text,
             thought=parts.thought,
-            calls=() if is_cut else join_calls(parts.calls),
+            calls=() if is_cut or not parts.calls else join_calls(parts.calls),
             thought_tokens=self._count_thought(is_unended=parts.is_unended_thought),
             token_ids=token_ids,
             logprobs=logprobs,

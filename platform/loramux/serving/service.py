@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import math
 import time
 import uuid
@@ -10,8 +11,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from http import HTTPStatus
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import msgspec
@@ -24,14 +26,15 @@ from loramux.common.units import TokenCounts
 from loramux.data.entities import ServiceTier
 from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.requests import BACKGROUND, SHADOW, OpenedRequest, charged_tier, service_tier
-from loramux.engine.messages import AdapterRef, Constraint, Request, SamplingParams, ServiceClass
+from loramux.engine.messages import AdapterRef, Constraint, ModelFacts, Request, SamplingParams, ServiceClass
 from loramux.engine.metrics import SECONDS, Histogram
+from loramux.fleet.group import EngineGroup
+from loramux.fleet.member import EngineStatus, UnknownEngine
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.usage.errors import UnknownRequest
 from loramux.money.usage.idempotency import StoredAnswer
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import Settlement
-from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.checks import (
     as_answered_by,
     check_allowed_tokens,
@@ -46,7 +49,7 @@ from loramux.serving.checks import (
     resolve_max_tokens,
 )
 from loramux.serving.errors import Draining, EngineDown, NotAllowed
-from loramux.serving.formats import Format, Formats
+from loramux.serving.formats import Format, Formats, GrammarTrials
 from loramux.serving.generation import Generation
 from loramux.serving.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
 from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
@@ -91,6 +94,60 @@ class TokenizedText(NamedTuple):
     def pieces(self) -> list[str]:
         """The tokens as the vocabulary writes them."""
         return self.tokenizer.pieces(self.token_ids)
+
+
+@dataclass(frozen=True)
+class ServedBase:
+    """A base model as requests meet it."""
+
+    name: str
+    """In requests."""
+    engines: EngineGroup
+    facts: ModelFacts
+    tokenizer: Tokenizer
+    trials: GrammarTrials
+    former_names: tuple[str, ...] = ()
+    share_cache: bool = False
+    """A tenant's projects find each other's KV of the base model; tenants never do."""
+    tool_parser: str | None = None
+    """How it writes calls of tools; None: as its chat template says."""
+
+    @cached_property
+    def format(self) -> Format:
+        """What it makes of text."""
+        return Format(self.tokenizer, tool_parser=self.tool_parser)
+
+    @property
+    def context(self) -> int:
+        """The most tokens, prompt and answer, of a request."""
+        return self.facts.context
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name for the backend, which changes when the backend does."""
+        facts = self.facts
+        backend = f"{version('loramux')} {facts.dtype} {facts.kv_cache_dtype} {facts.vocab_size} {facts.max_model_len}"
+        return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
+
+
+class ServedBases(dict[str, ServedBase]):
+    """The served bases by name; the first is the default. Loading and retiring changes it while requests run."""
+
+    def of_record(self, recorded: str) -> ServedBase | None:
+        """Return the base that serves what was uploaded for the base `recorded`."""
+        return next((base for base in self.values() if recorded in (base.name, *base.former_names)), None)
+
+    def engines(self) -> list[EngineStatus]:
+        """Describe the engines of every base."""
+        return [status for base in self.values() for status in base.engines.statuses()]
+
+    def order_engine(self, name: str, *, restart: bool, seconds: float) -> EngineStatus:
+        """Begin to drain or restart the engine of that name. Raises UnknownEngine or EngineBusy."""
+        for base in self.values():
+            if name in base.engines.names:
+                return base.engines.order(name, restart=restart, seconds=seconds)
+        names = [engine for base in self.values() for engine in base.engines.names]
+        raise UnknownEngine(f"there is no engine {name[:80]!r}; there are {', '.join(names)}", "engine")
 
 
 class ReadRequest(NamedTuple):

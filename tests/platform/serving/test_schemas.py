@@ -16,7 +16,7 @@ from loramux.constraints.notations import special_names
 from loramux.constraints.schemas import References, kinds
 from loramux.constraints.tools import STYLES, Tool, ToolUse, write_tools
 from loramux.constraints.values import Spelling
-from loramux.serving.calls import CallDelta, joined, scanner_of
+from loramux.serving.calls import CallDelta, join_calls, scanner_of
 
 
 @cache
@@ -359,13 +359,13 @@ def test_chunk_has_one_entry_for_each_call(style: str) -> None:
         scanner = scanner_of(chosen, use)
         chunks = [scanner.push(text[:cut]), scanner.push(text[cut:])]
         assert all(len({one.index for one in chunk}) == len(chunk) for chunk in chunks)
-        whole = joined(one for chunk in chunks for one in chunk)
+        whole = join_calls(one for chunk in chunks for one in chunk)
         assert [(one.name, json.loads(one.arguments)) for one in whole] == [("f", {"a": 1})] * 2
 
 
 def test_entries_of_one_call_are_joined_in_the_order_of_calls() -> None:
     first = CallDelta(index=0, id="a", name="f", arguments='{"a"')
-    news = joined([first, CallDelta(index=1, name="g"), CallDelta(index=0, arguments=": 1}")])
+    news = join_calls([first, CallDelta(index=1, name="g"), CallDelta(index=0, arguments=": 1}")])
     assert [(one.index, one.id, one.name, one.arguments) for one in news] == [
         (0, "a", "f", '{"a": 1}'),
         (1, None, "g", ""),
