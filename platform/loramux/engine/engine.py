@@ -306,6 +306,8 @@ class Engine:
             adapters_pinned=len(self._pins),
             adapters_host=self._store.num_cached,
             adapters_host_bytes=self._store.cached_bytes,
+            step_graphs=self._runner.graphs.recorded,
+            step_graphs_missing=self._runner.graphs.missing,
         )
 
     def _stats_if_due(self) -> EngineStats | None:

@@ -244,6 +244,8 @@ def snapshot(
     adapters_pinned: int,
     adapters_host: int,
     adapters_host_bytes: int,
+    step_graphs: int = 0,
+    step_graphs_missing: int = 0,
 ) -> EngineStats:
     """Counters and gauges of this moment, as a message."""
     counters, memory = scheduler.state.counters, scheduler.memory
@@ -263,6 +265,8 @@ def snapshot(
         adapters_pinned=adapters_pinned,
         adapters_host=adapters_host,
         adapters_host_bytes=adapters_host_bytes,
+        step_graphs=step_graphs,
+        step_graphs_missing=step_graphs_missing,
         adapter_load_seconds=counters.adapter_load_seconds.total,
         service_gap=meter.gap,
         ended=ended.tokens,
