@@ -109,7 +109,10 @@ class VocabularyExtras:
         y.copy_(torch.where(found, self.rows.gather(place) * factor, y))
 
     def change_logits(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        """Change the base's logits `y` `[n, tokens]` of the hidden states `x` `[n, hidden_size]` in place."""
+        """Change the base's logits `y` `[n, width]` of the hidden states `x` `[n, hidden_size]` in place.
+
+        `width` is at least the adapter's tokens; another adapter of the step may have more.
+        """
         if self.rows is not None:
             own = self.rows.times_rows(x)
             if self.token_ids is None:
@@ -118,7 +121,7 @@ class VocabularyExtras:
                 y[:, self.token_ids] = own
         if self.pair is not None:
             a, b, scale = self.pair
-            y += b.times_rows(a.times_rows(x)) * scale
+            y[:, : b.rows] += b.times_rows(a.times_rows(x)) * scale
         if self.columns is not None:
             for tokens, block in self.columns.blocks():
                 y[:, tokens] = torch.addcmul(block[:, 1], y[:, tokens], block[:, 0])

@@ -234,7 +234,8 @@ class AdaptedHead(nn.Module):
         return self.base.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, tokens]`, as wide as any row's tokens."""
+        """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, width]`: the base's tokens, or at least as
+        many as any row has. `StepExtras.forbid_unknown` rules out what a row does not have."""
         y = rows_linear(x, self._rows, self.base.bias)
         if self._ranks is not None:
             y = self._ranks.gather_columns(y)
@@ -243,12 +244,26 @@ class AdaptedHead(nn.Module):
             y = y[..., : self._bank.num_tokens].contiguous()
         extras = self._bank.extras
         if extras is not None and extras.most_tokens > y.shape[-1]:
-            y = functional.pad(y, (0, extras.most_tokens - y.shape[-1]))
+            y = functional.pad(y, (0, padded_width(extras.most_tokens, y.shape[-1]) - y.shape[-1]))
         if extras is not None and extras.head:
             logits, rows = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
             for part, first, last in extras.head:
                 part.change_logits(logits[first:last], rows[first:last])
         return y
+
+
+ALIGNMENT = 16
+"""Triton compiles a kernel anew for an integer that is divisible by it, and reads rows of such a width faster."""
+
+
+def padded_width(num_tokens: int, base_tokens: int) -> int:
+    """Return the width of logits that hold `num_tokens`: divisible by `ALIGNMENT` if, and only if, the base's is.
+
+    Kernels that were compiled for the base's logits then serve these too; a compilation would stop every request.
+    """
+    if base_tokens % ALIGNMENT == 0:
+        return -(-num_tokens // ALIGNMENT) * ALIGNMENT
+    return num_tokens if num_tokens % ALIGNMENT else num_tokens + 1
 
 
 def _bias(linear: nn.Linear | QuantizedLinear) -> torch.Tensor | None:

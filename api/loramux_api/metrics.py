@@ -79,6 +79,12 @@ ENGINE_FAMILIES: dict[str, Family] = {
     "adapters_pinned": _engine("adapters_pinned", "gauge", "Adapters that a pin keeps in the pool."),
     "adapters_host": _engine("adapters_host", "gauge", "Adapters in the host's memory, read and checked."),
     "adapters_host_bytes": _engine("adapters_host_bytes", "gauge", "Bytes of the adapters in the host's memory."),
+    "step_graphs": _engine("step_graphs", "gauge", "Recordings of steps that are CUDA graphs; 0 on a CPU."),
+    "step_graphs_missing": _engine(
+        "step_graphs_missing",
+        "gauge",
+        "Recordings of steps that no CUDA graph could be made of. Such steps take the host 10 to 20 times as long.",
+    ),
     "adapter_loads": _engine("adapter_loads", "counter", "Adapters that were loaded into the pool."),
     "adapter_load_seconds": _engine(
         "adapter_load_seconds", "counter", "Seconds that loads of adapters took, summed over loads."

@@ -449,6 +449,8 @@ class Engine(ApiObject, frozen=True, kw_only=True):
     """Times that it was started."""
     problem: str | None = None
     """The reason of its last end."""
+    step_graphs_missing: int = 0
+    """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
 
 
 class Base(ApiObject, frozen=True, kw_only=True):

@@ -52,3 +52,13 @@ def test_token_rows_replace_only_their_tokens() -> None:
     wanted[:, tokens] = x @ rows.T
     part.change_logits(logits, x)
     torch.testing.assert_close(logits, wanted)
+
+
+def test_head_pair_changes_its_own_tokens_where_another_adapter_of_the_step_has_more() -> None:
+    a, b = torch.randn(2, 4), torch.randn(11, 2)
+    part = VocabularyExtras(pair=(scattered(a, 8, 1), scattered(b, 8, 2), 0.5))
+    x, logits = torch.randn(3, 4), torch.randn(3, 16)
+    wanted = logits.clone()
+    wanted[:, :11] += 0.5 * (x @ a.T @ b.T)
+    part.change_logits(logits, x)
+    torch.testing.assert_close(logits, wanted)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from adapter_zoo import Zoo, load
 
 from loramux.engine.engine import Engine, build_engine
-from loramux.engine.execution.runner import CompletedStep, CpuRunner
+from loramux.engine.execution.runner import CompletedStep, CpuRunner, StepGraphs
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Step
 
@@ -16,6 +16,7 @@ class LateRunner:
     """Knows its tokens at once and tells them when asked, as a GPU does; puts its own where the host has PENDING."""
 
     runs_ahead = True
+    graphs = StepGraphs()
 
     def __init__(self, inner: CpuRunner) -> None:
         self.bank = inner.bank

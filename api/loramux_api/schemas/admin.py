@@ -69,6 +69,8 @@ class EngineObject(msgspec.Struct, kw_only=True):
     """Times that it was started."""
     problem: str | None
     """The reason of its last end."""
+    step_graphs_missing: int
+    """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
 
 
 def engine_object(status: EngineStatus) -> EngineObject:
@@ -80,6 +82,7 @@ def engine_object(status: EngineStatus) -> EngineObject:
         requests=status.requests,
         starts=status.starts,
         problem=status.problem,
+        step_graphs_missing=status.step_graphs_missing,
     )
 
 

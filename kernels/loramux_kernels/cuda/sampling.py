@@ -27,6 +27,10 @@ from loramux_kernels.tables import SamplingBatch
 BLOCK = 4096
 """Tokens that a program holds at once, and the most that a row may list."""
 
+BLOCK_CHUNKS = 32
+"""Chunks whose winners a program compares at once. A vocabulary's number of chunks is no constant of a kernel, so that
+adapters with more tokens than the base compile none."""
+
 PAIRS = 1024
 """(row, token) pairs that a program of penalties or bias takes."""
 
@@ -59,7 +63,7 @@ def prepare_forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor
     return Launch(_forbid, (len(rows), triton.cdiv(logits.shape[1], BLOCK)), arguments, num_warps=4, num_stages=1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words"])
 def _forbid(
     logits: tl.tensor, rows: tl.tensor, words: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor,
     num_words: tl.tensor, BLOCK: tl.constexpr,
@@ -106,7 +110,7 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
         "chunks": chunks,
         "listed": logits.new_empty(rows, BLOCK, dtype=torch.float32),
         "listed_token": logits.new_empty(rows, BLOCK, dtype=torch.int32),
-        "BLOCK_CHUNKS": triton.next_power_of_2(chunks),
+        "BLOCK_CHUNKS": BLOCK_CHUNKS,
     }
     scan = Launch(_scan, (rows, chunks), shared, num_warps=4, num_stages=1)
     return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=32, num_stages=1)]
@@ -218,7 +222,7 @@ def _scan(
     tl.store(chunk_token + place, chunk * BLOCK + at)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks"])
 def _finish(
     logits: tl.tensor, chunk_best: tl.tensor, chunk_token: tl.tensor, listed: tl.tensor, listed_token: tl.tensor,
     tokens: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
@@ -227,10 +231,15 @@ def _finish(
 ) -> None:  # fmt: skip
     """The winner among a row's chunks, or the whole race where tokens are ruled out."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.arange(0, BLOCK_CHUNKS)
-    bests = tl.load(chunk_best + row * chunks + chunk, mask=chunk < chunks, other=_NEVER)
-    best, at = tl.max(bests, axis=0, return_indices=True)
-    winner = tl.load(chunk_token + row * chunks + at)
+    best = tl.full((), _NEVER, tl.float32)
+    winner = tl.load(chunk_token + row * chunks)
+    for start in range(0, chunks, BLOCK_CHUNKS):
+        chunk = start + tl.arange(0, BLOCK_CHUNKS)
+        bests = tl.load(chunk_best + row * chunks + chunk, mask=chunk < chunks, other=_NEVER)
+        best_here, at = tl.max(bests, axis=0, return_indices=True)
+        # The first of equals wins.
+        winner = tl.where(best_here > best, tl.load(chunk_token + row * chunks + start + at), winner)
+        best = tl.maximum(best, best_here)
     heat = tl.load(temperature + row)
     if (heat != 0.0) & _rules_out(row, vocab, top_k, top_p, min_p):
         source = logits + row * logits_stride

@@ -19,6 +19,7 @@ and SGLang (overlap schedule) hide the host's time in the same way.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -54,6 +55,8 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, StepTimeline, count_step, snapshot
 from loramux_adapters.plan import PlanLimits
+
+logger = logging.getLogger(__name__)
 
 STATS_INTERVAL_S = 1.0
 """Seconds between two reports with statistics while the engine is busy."""
@@ -120,6 +123,15 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     return Engine(parts, settings, wake)
 
 
+def drafts_refused(runs_ahead: bool, has_states: bool) -> str | None:
+    """Return why nothing is drafted on this device or for this model; None if drafts are possible."""
+    if has_states:
+        return "the model has linear attention, whose states cannot go back over a draft that was refused"
+    if runs_ahead:
+        return "on a GPU a step is launched before the host knows the tokens that a draft would follow"
+    return None
+
+
 class Engine:
     """A loaded model, its scheduler and its pool. Not thread-safe: one worker owns it."""
 
@@ -148,10 +160,12 @@ class Engine:
         state_pages = parts.facts.state_pages
         budget = PageBudget(parts.facts.pages_total, settings.engine.block_size, state_pages)
         policy = Policy.from_settings(settings, parts.weight_bytes / parts.runner.bank.page_bytes)
-        if self._runner.runs_ahead:  # drafts follow tokens that the host does not know yet
+        if policy.max_draft_tokens and (reason := drafts_refused(self._runner.runs_ahead, bool(state_pages))):
+            speculation = settings.engine.speculation
+            logger.warning('engine.speculation = "%s" has no effect: %s. Set it to "off".', speculation, reason)
             policy = replace(policy, max_draft_tokens=0)
-        if state_pages:  # a state is that of all tokens so far: it can neither go back nor be shared
-            policy = replace(policy, max_draft_tokens=0, prefix_cache=False)
+        if state_pages:  # a state is that of all tokens so far: it cannot be shared
+            policy = replace(policy, prefix_cache=False)
         self.scheduler = Scheduler(
             SchedulerLimits.from_settings(
                 settings.engine, parts.facts.max_model_len, on_cpu=not self._runner.runs_ahead
@@ -306,6 +320,8 @@ class Engine:
             adapters_pinned=len(self._pins),
             adapters_host=self._store.num_cached,
             adapters_host_bytes=self._store.cached_bytes,
+            step_graphs=self._runner.graphs.recorded,
+            step_graphs_missing=self._runner.graphs.missing,
         )
 
     def _stats_if_due(self) -> EngineStats | None:

@@ -416,6 +416,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     adapters_host: int = 0
     """Adapters kept in the host's memory."""
     adapters_host_bytes: int = 0
+    step_graphs: int = 0
+    """Recordings of steps that are CUDA graphs; 0 on a CPU."""
+    step_graphs_missing: int = 0
+    """Recordings of steps that no CUDA graph could be made of: such steps are launched one operator at a time."""
     adapter_loads: int = 0
     adapter_load_seconds: float = 0.0
     adapter_evictions: int = 0

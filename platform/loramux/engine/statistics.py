@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from operator import attrgetter
+from typing import Any
 
 import msgspec
 
@@ -240,16 +241,14 @@ def snapshot(
     ended: EngineCount,
     *,
     timeline: Iterable[StepSample] = (),
-    weight_bytes: int,
-    adapters_pinned: int,
-    adapters_host: int,
-    adapters_host_bytes: int,
+    **gauges: Any,
 ) -> EngineStats:
-    """Counters and gauges of this moment, as a message."""
+    """Counters and gauges of this moment, as a message. `gauges` are those that the scheduler does not know."""
     counters, memory = scheduler.state.counters, scheduler.memory
     pages = memory.counts
     return EngineStats(
         **{name: getattr(counters, name) for name in COUNTED},
+        **gauges,
         waiting=len(scheduler.queue),
         running=len(scheduler.running),
         pages_total=pages.total,
@@ -260,13 +259,9 @@ def snapshot(
         pages_free=pages.free,
         kv_pages_in_host=memory.swap.num_held,
         adapters_resident=len(memory.residency.resident),
-        adapters_pinned=adapters_pinned,
-        adapters_host=adapters_host,
-        adapters_host_bytes=adapters_host_bytes,
         adapter_load_seconds=counters.adapter_load_seconds.total,
         service_gap=meter.gap,
         ended=ended.tokens,
-        weight_bytes=weight_bytes,
         meters=EngineMeters(
             queue_seconds=counters.queue_seconds.distribution,
             adapter_load_seconds=counters.adapter_load_seconds.distribution,

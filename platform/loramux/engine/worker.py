@@ -87,6 +87,7 @@ def serve(
 def _loop(engine: Engine, inbox: Inbox, send: Callable[[Report], None]) -> None:
     stopping = False
     engine.announce = send
+    send(StepReport([], engine.stats()))  # pages and recordings of steps are known before the first request
     while not (stopping and engine.is_idle):
         wait = engine.wait_seconds
         arrived = _arrived(inbox, wait if engine.is_idle else min(wait, HEARTBEAT_S))

@@ -76,6 +76,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Times that it was started."""
     problem: str | None
     """The reason why it does not serve, or did not before its last start."""
+    step_graphs_missing: int = 0
+    """Recordings of steps that run without a CUDA graph; 0 on a CPU."""
 
 
 class FleetEngine:
@@ -150,6 +152,7 @@ class FleetEngine:
             requests=len(self.requests),
             starts=self._num_starts,
             problem=self.problem,
+            step_graphs_missing=self.stats.step_graphs_missing,
         )
 
     async def start(self, others: ModelFacts | None = None) -> ModelFacts:

@@ -10,6 +10,7 @@ import dataclasses
 import heapq
 import math
 import random
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -276,7 +277,12 @@ class SimulatedEngine:
         self.host = SimulatedHost(scenario.swap_bytes, scenario.page_bytes, device)
         self.residency = Residency(self.pool, self.store, self.clock)
         self.scheduler = Scheduler(
-            SchedulerLimits(scenario.max_num_seqs, scenario.max_num_batched_tokens, scenario.model.max_model_len),
+            SchedulerLimits(
+                scenario.max_num_seqs,
+                scenario.max_num_batched_tokens,
+                scenario.model.max_model_len,
+                scenario.max_mixed_prefill_tokens or sys.maxsize,
+            ),
             PageBudget(scenario.num_pages, scenario.block_size),
             self.pool,
             self.residency,

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from loramux.engine.messages import ServiceClass
-from loramux.engine.scheduling.policy import Policy
+from loramux.engine.scheduling.policy import Policy, default_mixed_prefill_tokens
 from loramux.simulator.hardware import Device, Model
 from loramux.simulator.scenario import Scenario, ScenarioError
 from loramux.simulator.simulation import Simulation
@@ -199,6 +199,8 @@ class Planner:
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
+            # As an engine has it that is started with the planned settings; ranks share a device that is a CPU.
+            max_mixed_prefill_tokens=default_mixed_prefill_tokens(on_cpu=self._device.is_shared_by_ranks),
             policy=Policy(class_shares=dict(zip(ServiceClass, settings.class_shares, strict=True))),
             clients=(),
         )

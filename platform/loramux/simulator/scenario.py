@@ -180,6 +180,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Bytes of the host's memory for KV of preempted requests."""
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
+    max_mixed_prefill_tokens: Count | None = None
+    """The most prompt tokens of a step in which sequences decode; None: no limit of its own."""
     policy: Policy = Policy()
     """The engine's own, with the values that differ."""
     order: str = "fair"

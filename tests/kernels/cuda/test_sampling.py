@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loramux_kernels.cuda.sampling import BLOCK, sample
+from loramux_kernels.cuda.sampling import BLOCK, BLOCK_CHUNKS, sample
 from loramux_kernels.sampling import arrival_times, exclude, sample_reference, steer
 from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
@@ -113,6 +113,16 @@ def test_sampling_greedy_takes_the_first_of_equals(device):
     logits = torch.zeros(2, BLOCK + 10, device=device)
     logits[1, [7, BLOCK + 3]] = 1.0
     assert check(logits, batch_of(2, device, temperature=0.0)).tolist() == [0, 7]
+
+
+def test_sampling_compares_more_chunks_than_a_program_holds_at_once(device):
+    """The best token is in the last chunk of the first block, in the first of the second, and in both."""
+    edge = BLOCK_CHUNKS * BLOCK
+    logits = torch.zeros(4, edge + 10, device=device)
+    logits[0, edge - 1] = logits[1, edge] = 1.0
+    logits[2, [edge - 1, edge]] = 1.0
+    tokens = check(logits, batch_of(4, device, temperature=0.0))
+    assert tokens.tolist() == [edge - 1, edge, edge - 1, 0]
 
 
 def test_sampling_flat_rows_race_over_the_whole_vocabulary(device):

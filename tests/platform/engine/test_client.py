@@ -65,6 +65,18 @@ def test_client_concurrent_requests_answer_as_peft_does(settings: Settings, zoo_
     with_engine(settings, use)
 
 
+def test_client_has_statistics_before_the_first_request(settings: Settings) -> None:
+    async def use(engine: EngineClient) -> None:
+        for _ in range(300):
+            if engine.stats().pages_total:
+                break
+            await asyncio.sleep(0.01)
+        assert engine.stats().pages_total > 0
+        assert engine.stats().steps == engine.stats().step_graphs_missing == 0
+
+    with_engine(settings, use)
+
+
 def test_client_forgotten_request_frees_its_pages(settings: Settings, zoo_of) -> None:
     zoo = zoo_of("llama")
 

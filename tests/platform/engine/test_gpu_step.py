@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from adapter_zoo import Zoo
+from delayed_runner import late_engine
 from scheduler_harness import decoding
 
 from loramux.common.settings.file import Settings
@@ -15,6 +19,7 @@ from loramux.engine.execution import device_sampler
 from loramux.engine.execution.assembly import _gpu_pool_bytes
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
+    Recording,
     StepBuffers,
     choose_recorder,
     decode_buckets,
@@ -24,7 +29,7 @@ from loramux.engine.execution.cuda_graphs import (
     step_buckets,
 )
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.runner import pack
+from loramux.engine.execution.runner import StepGraphs, pack
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
@@ -121,24 +126,60 @@ def test_function_that_waits_for_the_device_is_not_put_into_a_graph(caplog) -> N
     assert "without CUDA graphs" in caplog.text
 
 
-def test_recording_that_fails_is_replaced_by_calls_with_one_warning(caplog) -> None:
-    buffer, recorded = torch.zeros(3), []
+def test_recording_that_fails_is_replaced_by_a_call_and_the_others_are_graphs(caplog) -> None:
+    """A reason is logged once."""
+    buffer, asked = torch.zeros(3), []
 
     def record(function, inputs):
-        if len(recorded) == 2:
-            raise torch.OutOfMemoryError("no memory for a third graph")
-        recorded.append(function)
-        return record_calls(function, inputs)
+        asked.append(function)
+        if len(asked) in (1, 3):
+            raise torch.OutOfMemoryError(f"no memory for graph {len(asked)}")
+        if len(asked) == 4:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return Recording(function, inputs, is_graph=True)
 
     record_either = or_calls(record)
-    outputs = torch.zeros(5, 3)
-    recordings = [record_either(lambda n=n: outputs[n].copy_(buffer + n), buffer) for n in range(5)]
+    outputs = torch.zeros(6, 3)
+    recordings = [record_either(lambda n=n: outputs[n].copy_(buffer + n), buffer) for n in range(6)]
     buffer.fill_(4)
     for recording in recordings:
         recording.replay()
-    assert outputs[:, 0].tolist() == [4, 5, 6, 7, 8]
-    assert len(recorded) == 2
-    assert caplog.text.count("recording failed: no memory for a third graph") == 1
+    assert outputs[:, 0].tolist() == [4, 5, 6, 7, 8, 9]
+    assert [one.is_graph for one in recordings] == [False, True, False, False, True, True]
+    assert caplog.text.count("recording failed") == 2
+    assert caplog.text.count("OutOfMemoryError: no memory for graph 1") == 1
+
+
+def test_engines_of_one_process_record_one_after_the_other() -> None:
+    inside, most = [], []
+
+    def record(function, inputs):
+        inside.append(function)
+        time.sleep(0.02)
+        most.append(len(inside))
+        inside.pop()
+        return record_calls(function, inputs)
+
+    def record_all() -> None:
+        record_either = or_calls(record)
+        for _ in range(4):
+            record_either(lambda: None, None)
+
+    engines = [threading.Thread(target=record_all) for _ in range(3)]
+    for engine in engines:
+        engine.start()
+    for engine in engines:
+        engine.join()
+    assert most == [1] * 12
+
+
+def test_failed_recordings_are_counted_in_the_statistics(tmp_path) -> None:
+    """Of a runner's two kinds of recordings."""
+    zoo = Zoo("llama", tmp_path)
+    engine, runner = late_engine(zoo)
+    runner.graphs = StepGraphs(recorded=190, missing=2)
+    stats = engine.stats()
+    assert (stats.step_graphs, stats.step_graphs_missing) == (190, 2)
 
 
 def bank_of(num_sites: int, max_rank: int, num_pages: int, max_slots: int) -> AdapterBank:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from loramux.engine.execution.runner import PooledVectors, Pooler
+from loramux.engine.execution.runner import PooledVectors, Pooler, StepGraphs
 from loramux.engine.execution.sampler import NO_SCORES
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import ModelFacts, TokenEvent
@@ -57,6 +57,7 @@ class SimulatedRunner:
 
     def __init__(self, plan: Plan, store: SimulatedStore) -> None:
         self.runs_ahead = plan.runs_ahead
+        self.graphs = StepGraphs()
         self.bank = SimpleNamespace(
             pool=SimpleNamespace(dtype=None), page_bytes=1 << 16, page_elements=1, bytes_of=lambda slot: 1
         )

@@ -67,7 +67,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The most tokens in one step: decoding first, prefill fills the rest."""
     max_mixed_prefill_tokens: Positive | None = None
     """The most prompt tokens in a step in which sequences decode: their next tokens wait for it. Unset: 256 on a CPU,
-    as many as fit on a GPU."""
+    512 on a GPU."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
     """The longest prompt and answer together. Unset: the model's own limit."""
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
@@ -84,7 +84,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Keep full pages of KV for requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"
     """ngram: draft the tokens that followed an earlier occurrence of the latest ones, and verify several in one step,
-    where that is faster by the measured times. Answers stay the same. On a CPU; without effect on a GPU."""
+    where that is faster by the measured times. Answers stay the same. On a CPU; on a GPU, and for models with linear
+    attention, it has no effect, and the log says so at start."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     """The longest draft of a sequence in one step."""
     share_base_cache_between_projects: bool = False

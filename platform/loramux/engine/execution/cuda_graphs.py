@@ -23,7 +23,8 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -33,7 +34,7 @@ from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepInputs
+from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepGraphs, StepInputs
 from loramux.engine.scheduling.sequence import PENDING
 from loramux_adapters.bank import StepExtras
 from loramux_kernels.cuda.work_lists import (
@@ -51,6 +52,10 @@ from loramux_kernels.device import stage, to_device
 from loramux_kernels.tables import AttentionBatch, Segments
 
 logger = logging.getLogger(__name__)
+
+RECORDING = threading.Lock()
+"""Held while a step is recorded: engines of one process record one after the other, because a recording synchronises
+the device and empties the allocator's cache, which fails while another one is under way."""
 
 NO_SLOT = -1
 """A padding row in `slot_mapping`: its KV is stored nowhere."""
@@ -170,6 +175,8 @@ class Recording:
     replay: Callable[[], object]
     inputs: object
     """The owners of everything that the recorded launches read, the model's own weights aside; held, never read."""
+    is_graph: bool = False
+    """`replay` launches a CUDA graph. If not, it calls the function, which takes the host 10 to 20 times as long."""
 
 
 class GraphRecorder(Protocol):
@@ -194,14 +201,24 @@ class CudaGraphs:
 
     def __call__(self, function: Callable[[], object], inputs: object) -> Recording:
         """Run `function` once outside the graph, for what is made on first use: kernels, tables, workspaces."""
-        self._warm_up.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._warm_up):
-            function()
-        torch.cuda.current_stream(self._device).wait_stream(self._warm_up)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, **self._options):
-            function()
-        return Recording(graph.replay, inputs)
+        current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        self._warm_up.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._warm_up):
+                function()
+            current.wait_stream(self._warm_up)
+            # `graph` leaves its own stream current if the capture's end fails; the outer context restores `current`.
+            # By thread: what the other threads of the process ask of CUDA (loads, another engine's steps) is allowed.
+            with (
+                torch.cuda.stream(current),
+                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local", **self._options),
+            ):
+                function()
+        except RuntimeError:
+            # The allocator may still count the failed capture as one that fills the pool, and would refuse the next.
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
+        return Recording(graph.replay, inputs, is_graph=True)
 
 
 def record_calls(function: Callable[[], object], inputs: object) -> Recording:
@@ -218,17 +235,21 @@ def choose_recorder(function: Callable[[], object], device: torch.device) -> Gra
 
 
 def or_calls(record: GraphRecorder) -> GraphRecorder:
-    """Record by `record`, and by calls from the first function on that it fails for (memory, a new driver)."""
-    failed = False
+    """Record by `record`, one function at a time in this process, and by calls those that it fails for.
+
+    A function that fails says nothing about the next one: a smaller bucket fits into memory that was too little.
+    """
+    reasons: set[str] = set()
 
     def record_either(function: Callable[[], object], inputs: object) -> Recording:
-        nonlocal failed
-        if not failed:
-            try:
+        try:
+            with RECORDING:
                 return record(function, inputs)
-            except RuntimeError as error:  # torch's out-of-memory error is one
-                failed = True
-                logger.warning("some steps run without CUDA graphs, slower: recording failed: %s", error)
+        except RuntimeError as error:  # torch's out-of-memory error is one
+            reason = type(error).__name__  # messages differ in their numbers of bytes
+            if reason not in reasons:
+                logger.warning("a step runs without a CUDA graph, slower: recording failed: %s: %s", reason, error)
+            reasons.add(reason)
         return record_calls(function, inputs)
 
     return record_either
@@ -246,6 +267,12 @@ class _Graph:
             assert packed.segments is not None
             self.tile_map.refill(packed.segments, np.asarray(ranks, dtype=np.int64))
         self.recording.replay()
+
+
+def count_graphs(recorded: Collection[_Graph]) -> StepGraphs:
+    """Count the recordings that are graphs, and those that are calls."""
+    graphs = sum(one.recording.is_graph for one in recorded)
+    return StepGraphs(graphs, len(recorded) - graphs)
 
 
 class DecodeGraphs:
@@ -269,6 +296,11 @@ class DecodeGraphs:
             for rows in reversed(self._buckets)  # the largest first: the others fit into its memory
             for kind in (None, *DECODE_SHAPES)
         }
+
+    @property
+    def count(self) -> StepGraphs:
+        """How many of the recordings are graphs."""
+        return count_graphs(self._graphs.values())
 
     def run(self, packed: PackedStep, ranks: Sequence[int]) -> torch.Tensor:
         """Return the logits `[S, vocab]` of a decode step that the buffers hold; valid until the next run.
@@ -313,6 +345,11 @@ class DecoderGraphs:
         self._graphs = {
             (rows, kind): self._record(record, rows, kind) for rows in reversed(self._buckets) for kind in KINDS
         }
+
+    @property
+    def count(self) -> StepGraphs:
+        """How many of the recordings are graphs."""
+        return count_graphs(self._graphs.values())
 
     def decoder_of(self, packed: PackedStep, ranks: Sequence[int], extras: StepExtras | None) -> Decode | None:
         """Return the decoder of a step that the buffers hold; None where it is larger than what was recorded.

@@ -35,7 +35,15 @@ from loramux.engine.execution.cuda_graphs import (
     choose_recorder,
 )
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
-from loramux.engine.execution.runner import NONE_POOLED, Forward, PackedStep, PooledVectors, Pooler, pack
+from loramux.engine.execution.runner import (
+    NONE_POOLED,
+    Forward,
+    PackedStep,
+    PooledVectors,
+    Pooler,
+    StepGraphs,
+    pack,
+)
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
@@ -100,6 +108,8 @@ class GpuRunner:
         self._decoder_graphs = decoder_graphs
         self._block_size = block_size
         self._previous: SampledTokens | None = None
+        whole, decoders = decode_graphs.count, decoder_graphs.count
+        self.graphs = StepGraphs(whole.recorded + decoders.recorded, whole.missing + decoders.missing)
 
     @classmethod
     @torch.inference_mode()

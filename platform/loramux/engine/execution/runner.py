@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -59,6 +59,15 @@ class LaunchedStep(Protocol):
         order; waits until the device has them."""
 
 
+class StepGraphs(NamedTuple):
+    """Recordings of steps, of which a GPU's runner has one for each bucket of rows and kind of step."""
+
+    recorded: int = 0
+    """Recordings that are CUDA graphs."""
+    missing: int = 0
+    """Recordings that are calls, because no graph could be made: such steps are slower."""
+
+
 class Runner(Protocol):
     """Starts steps, in order."""
 
@@ -67,6 +76,9 @@ class Runner(Protocol):
 
     bank: AdapterBank
     """The adapters that steps may name."""
+
+    graphs: StepGraphs
+    """Its recordings of steps; none on a CPU."""
 
     def launch(self, step: Step) -> LaunchedStep:
         """Start a step."""
@@ -380,6 +392,7 @@ class CpuRunner:
     """Runs each step to its end and samples on the host: on a CPU there is no device that could work meanwhile."""
 
     runs_ahead = False
+    graphs = StepGraphs()
 
     def __init__(
         self,

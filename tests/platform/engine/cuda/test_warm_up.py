@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
+import dataclasses
 import random
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,34 +13,19 @@ from formats import FormatZoo
 from llguidance import LLMatcher
 from msgspec.structs import replace
 from recorded_steps import recorded
+from specializations import specialization
 
 from loramux.engine.execution.cuda_graphs import Recording
 from loramux.engine.execution.gpu_runner import warm_up
 from loramux.engine.messages import Constraint
+from loramux_adapters.bank import StepExtras
+from loramux_adapters.modules import AdaptedHead
 from loramux_kernels.cuda.launch import Launch
+from loramux_kernels.cuda.sampling import prepare_forbid, prepare_sample
+from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DIGITS = Constraint(grammar=LLMatcher.grammar_from_regex("[0-9]{5}"), field="f")
-
-
-def specialization(launch: Launch) -> tuple[object, ...]:
-    """Everything that Triton compiles a kernel anew for."""
-    function: Any = launch.kernel
-    generic = getattr(function, "kwargs", None) or {p.name: p.do_not_specialize for p in function.params}
-    never = set(generic.get("do_not_specialize") or ()) if "do_not_specialize" in generic else set(generic)
-    keys: list[object] = [function.__name__, launch.num_warps, launch.num_stages]
-    for name, parameter in inspect.signature(function.fn).parameters.items():
-        value = launch.arguments[name]
-        if "constexpr" in str(parameter.annotation) or value is None:
-            keys.append((name, value))
-        elif isinstance(value, torch.Tensor):
-            keys.append((name, value.dtype, value.data_ptr() % 16 == 0))
-        elif isinstance(value, float):
-            keys.append((name, float))
-        else:
-            special = () if name in never else (value == 1, value % 16 == 0)
-            keys.append((name, -(2**31) <= value < 2**31, special))
-    return tuple(keys)
 
 
 def record_and_run(function, inputs) -> Recording:
@@ -78,3 +63,46 @@ def test_kernels_of_any_traffic_were_compiled_at_the_start(tmp_path, monkeypatch
     assert len(at_start) > 20
     late = sorted(str(one) for one in seen - at_start)
     assert not late, "\n".join(late)
+
+
+def sampling_kernels(logits: torch.Tensor) -> set[tuple[object, ...]]:
+    """Return what is compiled to choose tokens from `logits` with everything that a request may ask for."""
+    rows = len(logits)
+    ints, floats = torch.zeros(rows, dtype=torch.int32), torch.ones(rows)
+    batch = SamplingBatch(
+        temperature=floats,
+        top_k=ints,
+        top_p=floats.clone(),
+        min_p=floats.clone(),
+        seed=ints.long(),
+        step=ints.clone(),
+        penalties=Penalties(ints.clone(), ints.clone(), ints.bool(), floats.clone(), floats.clone(), floats.clone()),
+        bias=LogitBias(ints.clone(), ints.clone(), floats.clone()),
+    )
+    words = torch.zeros(rows, -(-logits.shape[1] // 32), dtype=torch.int32)
+    plain = dataclasses.replace(batch, penalties=None, bias=None)
+    launches = [
+        prepare_forbid(logits, ints.long(), words),
+        *prepare_sample(logits, batch, ints.long()),
+        *prepare_sample(logits, plain, ints.long()),
+    ]
+    return {specialization(launch) for launch in launches}
+
+
+@pytest.mark.parametrize("base_tokens", [97, 4096, 32_000, 32_768, 50_257, 128_256, 151_936, 262_144])
+def test_logits_of_adapters_with_added_tokens_compile_no_kernel(base_tokens: int) -> None:
+    """Tokens of Llama 3, Mistral, GPT-2, Qwen2 and Gemma 3 among them: aligned or not, a power of two or not."""
+    bank = SimpleNamespace(extras=None, num_tokens=base_tokens)
+    with torch.inference_mode():
+        head = AdaptedHead(torch.nn.Linear(4, base_tokens, bias=False, dtype=torch.bfloat16), bank)
+        hidden = torch.ones(2, 4, dtype=torch.bfloat16)
+        at_start = sampling_kernels(head(hidden))
+        for added in (1, 7, 16, 31, 100, 256, 4096):
+            num_tokens = base_tokens + added
+            bank.extras = StepExtras(None, None, None, embedding=(), head=(), tokens=((num_tokens, 0, 1),))
+            logits = head(hidden)
+            assert num_tokens <= logits.shape[1] <= num_tokens + 15
+            late = sorted(str(one) for one in sampling_kernels(logits) - at_start)
+            assert not late, "\n".join([f"{added} added:", *late])
+            bank.extras.forbid_unknown(logits, base_tokens)
+            assert logits.isfinite().sum(dim=1).tolist() == [num_tokens, base_tokens]
