@@ -41,6 +41,7 @@ class LinearFormat(Protocol):
 def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
     """Return the fastest format on this machine for unquantized weights like `weight`."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        # Our panels need the processor's bf16 dot products, which take inputs in pairs. oneDNN knows AMX.
         if has_bf16_tiles() or not multiplies_bf16_pairs() or weight.shape[1] % 2:
             return OneDnn if one_dnn_packs(weight) else Plain
         return Panels
@@ -219,6 +220,7 @@ class Coded:
             return self._multiply_dequantized(x) if not runs_triton(x) else self._multiply_on_gpu(x)
         assert self._native is not None, "packed for it"
         if native_for(x) is None:
+            # The compiled operators do not serve x's dtype on this processor.
             return self(x.float()).to(x.dtype)
         if self._order is not None:
             x = x[:, self._order]

@@ -188,6 +188,7 @@ def _to_int8(weight: torch.Tensor) -> QuantizedWeight:
     """
     values = weight.float()
     scales = values.abs().amax(dim=1, keepdim=True) / 127
+    # The scale of a row of zeros is 0, and must not divide.
     steps = values / scales.clamp(min=torch.finfo(torch.float32).tiny)
     codes = steps.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
     return QuantizedWeight("int8", codes, scales, weight.shape[1], weight.shape[1])
@@ -222,6 +223,7 @@ def blocks_of_rows(
 
 def _largest_divisor(width: int, block: int) -> int:
     """Return the longest run that never crosses the end of a row of `width` or of a block."""
+    # Euclid's algorithm: the run is the greatest common divisor.
     while width % block:
         width, block = block, width % block
     return block

@@ -142,6 +142,7 @@ def philox(key: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> tuple[torch
     c2 = c3 = torch.zeros_like(c0)
     k0, k1 = key & _WORD, key >> 32 & _WORD
     for _ in range(10):
+        # The multipliers, and below the additions to the key, are the constants of Philox 4x32.
         left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = (right >> 32 & _WORD) ^ c1 ^ k0, (left >> 32 & _WORD) ^ c3 ^ k1
         c1, c3 = right & _WORD, left & _WORD

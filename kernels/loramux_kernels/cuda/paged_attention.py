@@ -341,6 +341,7 @@ def _attend(
         )  # fmt: skip
         e = tl.arange(0, BLOCK_VALUE)
         inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
+        # The total of a row that saw no token is 0.
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         if partial < 0:
             out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
@@ -348,6 +349,7 @@ def _attend(
         else:
             slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
+            # -inf for a row that saw no token: its weight in the merge is 0.
             tl.store(partial_lse + slot, highest + tl.log2(total), mask=has_row)
 
 

@@ -372,6 +372,7 @@ class EngineClient:
         ended = event.finish_reason is not None
         listener = self._listeners.pop(event.request_id, None) if ended else self._listeners.get(event.request_id)
         if listener is None:
+            # The request was forgotten: its tokens were used, and no listener bills them.
             if event.count is not None:
                 self.unclaimed_tokens += event.count.tokens.total
             return

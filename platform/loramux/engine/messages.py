@@ -121,7 +121,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     report_start: bool = False
     """Report before each step or load for it, until its first token, and after the step: events with `is_worked_on`."""
     num_tokens: int = 0
-    """Number of tokens of its revision if it exceeds the model's: the revision's embedding has rows for them. Else
+    """Size of its revision's vocabulary if it exceeds the model's, because the revision's embedding has more rows. Else
     0."""
     eos_token_ids: tuple[int, ...] = ()
     """Tokens that end the answer instead of the model's; empty: the model's."""

@@ -136,8 +136,8 @@ class FleetEngine:
 
     @property
     def view(self) -> EngineView:
-        """Facts that routing knows of it. Made only when statistics arrive, because the view names every resident
-        adapter."""
+        """Facts that routing knows of it. Kept until statistics arrive or its state changes, because making it takes
+        time: it names every resident adapter."""
         stats = self.stats
         if self._view is None or self._viewed is not stats or self._view.state is not self.state:
             self._view = view_of(self.name, self._base, self.state, stats, self.client.stats_at)

@@ -176,7 +176,7 @@ class LoaderThreads:
             self._start_thread()
 
     def submit(self, key: str, read: Callable[[], R], write: Callable[[R], T]) -> StoreJob[T]:
-        """Queue a job. If an earlier read of the same key hangs, the job fails at once."""
+        """Queue a job. It fails at once if a read of the same key hangs, or if too many reads hang."""
         job: StoreJob[T] = StoreJob()
         if key in self._hung or len(self._hung) >= MAX_HUNG_READS:
             job.set_exception(TimeoutError("the storage does not answer: earlier reads of it have not ended."))

@@ -199,6 +199,7 @@ class KvSwap:
         """Return whether copying the KV of `sequence` out and back takes less time than computing it again."""
         if (copying := self._costs.copy_seconds) is None:
             return False
+        # Twice: out now, and back later.
         return 2.0 * self._num_pages(sequence) * copying < self._costs.compute_seconds(sequence.num_computed)
 
     def save(self, sequence: SequenceKv) -> None:
@@ -275,6 +276,7 @@ class AdapterPins:
         pin = self._pins.get(ref.digest)
         if pin is None:
             pin = self._pins[ref.digest] = _Pin()
+            # A pin counts like a request: its revision is inspected, and stays known until the pin is released.
             self._residency.acquire(ref)
         pin.owners.add(owner)
         if pin.is_in_pool:

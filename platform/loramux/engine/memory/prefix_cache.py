@@ -63,6 +63,7 @@ class PrefixCache:
         At least one token is left to compute, because logits are needed. A second call continues where the first ended.
         """
         prefix, size = sequence.prefix_pages, self._block_size
+        # Since an earlier call, pages may have been evicted or their revision retired.
         while prefix and (prefix[-1].is_evicted or prefix[-1].tree.closed):
             prefix.pop()
         tree = self._trees.get(sequence.kv_identity)
@@ -80,6 +81,7 @@ class PrefixCache:
         """Begin to run `sequence` with its `prefix_pages`, which stay until the sequence is released."""
         prefix = sequence.prefix_pages
         if prefix:
+            # Only the last page can be a leaf, because each other page has a child.
             self._leaves.drop(prefix[-1])
             now = self._residency.now
             for page in prefix:
@@ -113,6 +115,7 @@ class PrefixCache:
         """Give back the own pages of a `sequence` that stops; its cached pages stay until their room is needed."""
         prefix, pages = sequence.prefix_pages, sequence.drop_kv()
         self._pool.give_back(pages[len(prefix) :], PageUse.KV)
+        # From the last page to the first: removing a page of a closed tree makes its parent a leaf.
         while prefix:
             page = prefix.pop()
             page.users -= 1
@@ -136,6 +139,7 @@ class PrefixCache:
         for identity in [identity for identity in self._trees if identity.digest == digest]:
             tree = self._trees.pop(identity)
             tree.closed = True
+            # Children before parents, which are no leaves until then.
             for page in reversed(list(tree)):
                 if page.is_leaf:
                     self._remove(page)
@@ -149,6 +153,7 @@ class PrefixCache:
     def _count(self, page: CachedPage) -> None:
         """Note a new page of a tree."""
         tree = page.tree
+        # A new page counts as a part of a use: the estimated chance that it is ever used again.
         page.recency = self._residency.now + math.log2(tree.reuse_share)
         tree.num_published += 1
         tree.num_pages += 1

@@ -52,6 +52,7 @@ class RankedItems(Generic[ItemT, RankT]):
         """Add `item`, or rank it again after its rank has fallen."""
         ticket = self._tickets[item] = next(self._next_ticket)
         heapq.heappush(self._heap, (self._rank(item), ticket, item))
+        # A rebuild removes more than half of the entries, so its cost for each `put` is constant, amortised.
         if len(self._heap) > 2 * len(self._tickets) + 64:
             self._discard_stale_entries()
 

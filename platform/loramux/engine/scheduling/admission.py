@@ -123,6 +123,7 @@ class CapacityPolicy:
         adapters = self._residency.pinned_pages(sequence.digest)
         reserved, reserve = self._kept_for_other_classes(sequence, leaving), self._budget.reserve
         likely = self._likely_pages(sequence)
+        # Only flows that hold less than the reserve may use it.
         if likely > reserve or sequence.flow.num_pages + likely > reserve:
             reserved += reserve
         if not leaving:  # answers most calls if the pool is large

@@ -294,6 +294,7 @@ class PromptLookup:
         if self._next is None:
             return []
         followed = self._history[self._next : min(self._next + most, self._length)]
+        # np.resize repeats `followed` if the history ends before `most` tokens.
         drafted: list[int] = np.resize(followed, most).tolist()
         return drafted
 
@@ -301,6 +302,7 @@ class PromptLookup:
         """Append the new tokens; keep the place that was found if it predicted them, else drop it."""
         start, stop = self._length, len(token_ids)
         if stop > len(self._history):
+            # Doubled: appending a token takes constant time, amortised.
             self._history = np.resize(self._history, 2 * stop)
         self._history[start:stop] = token_ids[start:]
         self._length = stop

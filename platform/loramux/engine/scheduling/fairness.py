@@ -220,6 +220,7 @@ class FairQueue(Generic[CounterT]):
 
     def lift(self, party: CounterT, units: float, max_lift: float) -> None:
         """Count service on other engines. Without another waiting party there is no order to change."""
+        # Skipped parties wait too: the first in order may be one of them.
         self.reset_skips()
         first = self._by_projected.first()
         if first is not None and (len(self._by_projected) > 1 or first is not party):

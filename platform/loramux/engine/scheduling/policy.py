@@ -182,6 +182,7 @@ class PageBudget:
         from one plan to the next.
         """
         size = self.block_size
+        # Sequences counted so far, by the number of tokens in their last page.
         remainders = [0] * size
         full_pages, peak, already, count = 0, 0, 0, 0
         counted: set[CachedPage] = set()
@@ -206,6 +207,8 @@ class PageBudget:
                     if page.users < 2 and page not in about_to:
                         break
                     counted.add(page)
+            # With r tokens in the last page, r + rest tokens take one page, two if they exceed
+            # `size`, and none if both are 0.
             grown, rest = divmod(growth, size)
             over = sum(remainders[size - rest + 1 :]) if rest else -remainders[0]
             peak = max(peak, full_pages + count * (grown + 1) + over)

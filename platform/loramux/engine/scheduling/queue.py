@@ -170,6 +170,7 @@ class RequestQueue:
             self._forget_flows(request.service_class)
             flow = Flow(weight=request.weight, tenant=request.tenant, group=self.classes[request.service_class])
             self._flows[key] = flow
+            # Inactive until its first request is pushed.
             self._inactive[request.service_class].put(flow)
         flow.reweigh(request.weight)
         return flow
@@ -182,6 +183,7 @@ class RequestQueue:
             self._by_digest[sequence.digest][sequence] = None
         self._length += 1
         self.num_changes += 1
+        # Kept for `remove`: the sequence's estimates may change while it waits.
         sequence.queued = work
         for counter in (flow, flow.group):
             counter.queued.add(work)

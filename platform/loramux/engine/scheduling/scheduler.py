@@ -193,6 +193,7 @@ class Scheduler:
             if chunk.drafts:
                 drafted += len(chunk.drafts)
                 accepted = self.speculation.note_verified(chunk)
+                # The plan charged one token. Only now it is known how many drafts were accepted.
                 self.queue.charge(sequence.flow, 2.0 * accepted)
                 self.state.trim(sequence)
                 computed -= len(chunk.drafts) - accepted  # the KV of rejected drafts is overwritten
@@ -275,6 +276,7 @@ class Scheduler:
                 continue  # no token is left, or it was preempted for a sequence before it
             elif computed < (pages - state_pages) * size or self._extend(sequence, computed + 1, builder):
                 builder.add_row(sequence, computed)
+                # A plain row costs two units. Any other may cost a prompt token, or the load of its adapter.
                 is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
                 (decoding if is_plain else others).append(sequence)
         self._limit_prompts(builder, now)
@@ -316,11 +318,13 @@ class Scheduler:
 
     def _rows(self) -> list[Sequence]:
         """Return the running sequences, without those that are suspended or exceed the number of rows."""
+        # No counter exceeds the peak: in most steps no flow can be suspended, and rows need no check.
         if any(group.tenants.peak > group.ceiling for group in self.queue.groups):
             rows = [s for s in self.running if s.flow.served <= s.flow.group.ceiling]
         else:
             rows = [*self.running]
         if len(rows) > self.state.limits.max_num_seqs:
+            # The sequences of the most-served classes and tenants sit out.
             rows.sort(key=lambda s: (s.flow.group.served, s.flow.served))
             del rows[self.state.limits.max_num_seqs :]
         return rows

@@ -149,6 +149,7 @@ class SchedulerState:
             self._close_member(sequence.group, sequence)
         if sequence.digest is not None:
             self.memory.release(sequence.digest)
+        # A load is charged with progress. Without progress it is charged here, or it would be free.
         if sequence.load_units:
             self.queue.charge(sequence.flow, sequence.load_units)
         del self.sequences[sequence.id]
