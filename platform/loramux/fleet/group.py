@@ -180,7 +180,7 @@ class EngineGroup:
         self._base = base.name
         self._range = base.engines
         self._scaler: Autoscaler | None = None
-        """Autoscaler; None before the start."""
+        """Autoscaler; None before the start, and if the number of engines is fixed."""
         self._runs: dict[str, Run] = {}
         """Requests that have not ended, by id."""
         self._waiting: dict[str, Run] = {}
