@@ -28,8 +28,8 @@ BLOCK = 4096
 """Tokens that a program holds at once, and the most tokens that a row may list."""
 
 BLOCK_CHUNKS = 32
-"""Chunks whose winners a program compares at once. A vocabulary's number of chunks is no constant of a kernel, so that
-adapters with more tokens than the base compile none."""
+"""Chunks whose winners a program compares at once. The number of chunks of a vocabulary is not a constant of the
+kernel: adapters with more tokens than the base then need no compilation."""
 
 PAIRS = 1024
 """Number of (row, token) pairs of penalties or bias that a program takes."""

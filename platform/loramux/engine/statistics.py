@@ -244,7 +244,7 @@ def snapshot(
     timeline: Iterable[StepSample] = (),
     **gauges: Any,
 ) -> EngineStats:
-    """Return the counters and gauges of this moment as a message; `gauges` are those that the scheduler does not know."""
+    """Return the counters and gauges of this moment as a message; `gauges` are those unknown to the scheduler."""
     counters, memory = scheduler.state.counters, scheduler.memory
     pages = memory.counts
     return EngineStats(

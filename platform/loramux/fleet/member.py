@@ -77,7 +77,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     problem: str | None
     """Reason why it does not serve, or did not before its last start."""
     step_graphs_missing: int = 0
-    """Kinds of steps that run without a CUDA graph; 0 on a CPU."""
+    """Recordings of steps that run without a CUDA graph; 0 on a CPU."""
 
 
 class FleetEngine:

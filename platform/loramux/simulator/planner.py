@@ -202,7 +202,7 @@ class Planner:
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            # As an engine has it that is started with the planned settings; ranks share a device that is a CPU.
+            # The default of an engine with the planned settings; only a CPU is shared by ranks.
             max_mixed_prefill_tokens=default_mixed_prefill_tokens(on_cpu=self._device.is_shared_by_ranks),
             policy=Policy(class_shares=dict(zip(ServiceClass, settings.class_shares, strict=True))),
             clients=(),

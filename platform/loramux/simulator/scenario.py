@@ -183,7 +183,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
     max_mixed_prefill_tokens: Count | None = None
-    """The most prompt tokens of a step in which sequences decode; None: no limit of its own."""
+    """Most prompt tokens of a step in which sequences decode; None: only the other limits apply."""
     policy: Policy = Policy()
     """The engine's policy, with the values that differ."""
     order: str = "fair"

@@ -29,7 +29,7 @@ CPU_MIXED_PREFILL_TOKENS = 256
 These take a third of a second with a model of 0.5B parameters."""
 
 GPU_MIXED_PREFILL_TOKENS = 512
-"""On a GPU an 8B computes so many tokens in about twice the time that it takes to read the weights."""
+"""The same for a GPU. A model of 8B parameters computes these tokens in about twice the time of reading its weights."""
 
 
 def default_mixed_prefill_tokens(*, on_cpu: bool) -> int:
