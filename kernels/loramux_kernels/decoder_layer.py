@@ -1,11 +1,14 @@
-"""Semantics, over packed rows x, layer after layer in one C++ call:
+"""A decoder's layers, one after the other, in one C++ call.
+
+Semantics, over packed rows x:
 
     x += factor * after_attention(out(attention(turn(qkv(before_attention(x))))))
     x += factor * after_network(down(gated(gate_up(before_network(x)))))
 
-On a CPU a step of few rows is hundreds of operators of some ten microseconds. Called one by one, each costs as much
-again in the interpreter, and threads that sleep in between have to be woken. The operators called here are those that
-`paged_attention`, `rms_norm` and the others call, and give the same results to the bit.
+On a CPU a step of few rows is hundreds of operators of some ten microseconds each. If Python calls them one by one,
+each costs as much again in the interpreter, and threads that sleep between two calls must be woken. The operators
+called here are the ones that `paged_attention`, `rms_norm` and the others call, and the results are the same to the
+bit.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ from loramux_kernels.tables import AttentionBatch, KvLayer, LoraGroup, LoraTable
 
 @dataclass(frozen=True, eq=False)
 class LayerLinear:
-    """One product of a layer, and where adapters add to it."""
+    """A product of a layer, and the sites of adapters that add to its output."""
 
     linear: PackedLinear
     group: LoraGroup
 
     @cached_property
     def abi(self) -> LayerLinearAbi | None:
-        """The weights' addresses; None where C++ does not read them."""
+        """Addresses of the weights; None if C++ does not read them."""
         held = self.linear.abi()
         if held is not None:
             held.group = self.group.packed.buffer_info()[0]
@@ -51,7 +54,7 @@ class LayerLinear:
 
 @dataclass(frozen=True, eq=False)
 class LayerAdapters:
-    """A step's adapters, as pairs on the layer's linears."""
+    """A step's adapters, applied to the layer's linears."""
 
     pool: torch.Tensor
     table: LoraTable
@@ -63,7 +66,7 @@ class DecoderLayer:
     """The parts of a layer whose two sublayers are attention and a gated feed-forward network."""
 
     qkv: LayerLinear
-    """Queries, keys and values, side by side."""
+    """Queries, keys and values in one product, next to each other."""
     out: LayerLinear
     gate_up: LayerLinear
     down: LayerLinear
@@ -72,7 +75,7 @@ class DecoderLayer:
     before_network: Norm
     after_network: Norm | None
     query_norm: Norm | None
-    """Of each head; so is `key_norm`."""
+    """Norm of each head's query; `key_norm` is that of each head's key."""
     key_norm: Norm | None
     num_heads: int
     turns: bool
@@ -83,16 +86,16 @@ class DecoderLayer:
     sinks: torch.Tensor | None = None
     """float32[num_heads], contiguous; see `paged_attention`."""
     factor: float = 1.0
-    """Of what is added to the residual stream."""
+    """Factor of what is added to the residual stream."""
 
     @cached_property
     def linears(self) -> tuple[LayerLinear, ...]:
-        """Its products."""
+        """All products of the layer."""
         return self.qkv, self.out, self.gate_up, self.down
 
     @cached_property
     def abi(self) -> LayerAbi | None:
-        """The layer's addresses and numbers; None where one of its linears is not held as C++ reads it."""
+        """Addresses and numbers of the layer; None if C++ cannot read one of its linears."""
         linears = [linear.abi for linear in self.linears]
         norms = (self.before_attention, self.after_attention, self.before_network, self.after_network)
         if any(linear is None for linear in linears):
@@ -120,7 +123,7 @@ class DecoderLayers:
         return (LayerAbi * len(known))(*known) if len(known) == len(described) else None
 
     def native_for(self, x: torch.Tensor, kv: Sequence[KvLayer]) -> ctypes.CDLL | None:
-        """Return the library whose one call is these layers for rows like `x`; None where there is none."""
+        """Return the library whose one call runs these layers for rows like `x`; None if there is none."""
         if runs_triton(x) or self._abi is None or any(layer.key.shape[3] > MAX_HEAD_DIM for layer in kv):
             return None
         return native_for(x)
@@ -138,8 +141,8 @@ class DecoderLayers:
         """Change the residual stream `x` `[T, hidden_size]`, contiguous, in place, and write the step's KV.
 
         `native` is what `native_for` returned; `rotation` has T rows; `kv` is each layer's part of the pool. `kept`,
-        int64`[n]` and ascending, are the rows of x that are read afterwards: the last layer leaves out what others
-        need. None: all.
+        int64`[n]` and ascending, lists the rows of x that are read afterwards: the last layer skips computations that
+        only other rows need. None: all rows are kept.
         """
         assert x.is_contiguous(), "rows are found by arithmetic"
         step = LayerStepAbi(

@@ -1,4 +1,4 @@
-"""What the machine can do: which implementation serves a tensor, which dtypes the processor multiplies, host memory
+"""Properties of the machine: which implementation serves a tensor, which dtypes the processor multiplies, host memory
 that a GPU copies from, and copies that the host does not wait for.
 """
 
@@ -23,23 +23,23 @@ LARGE_PAGE = 2 << 20
 
 
 def runs_triton(tensor: torch.Tensor) -> bool:
-    """Return whether the Triton kernels serve `tensor`: on a GPU, or in tests anywhere under TRITON_INTERPRET=1."""
+    """Return whether the Triton kernels serve `tensor`: it is on a GPU, or a test has set TRITON_INTERPRET=1."""
     return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a flat tensor of zeros on the host, in pages of 2 MiB where the kernel gives them.
+    """Return a flat tensor of zeros on the host, in pages of 2 MiB if the kernel gives them.
 
-    What a step streams through has many more pages of 4 KiB than the processor has entries to translate them. Nothing
-    is taken of the machine's memory before it is written; what does not fill its last large page lies in small ones,
-    where a large one would add more than an eighth.
+    A step reads weights from end to end. They fill many more pages of 4 KiB than the processor has entries to translate
+    addresses. Memory of the machine is taken only when it is written. The remainder after the last full large page gets
+    a large page too, unless that adds more than an eighth of the size.
     """
     num_bytes = elements * dtype.itemsize
     if num_bytes < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(elements, dtype=dtype)
     rounded_up = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
     in_large_pages = rounded_up if rounded_up - num_bytes <= num_bytes // 8 else rounded_up - LARGE_PAGE
-    # Only addresses that are multiples of its size begin a large page: one more of address space, never written.
+    # A large page begins only at a multiple of its size: one page of address space more, which is never written.
     memory = mmap.mmap(-1, rounded_up + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped = torch.frombuffer(memory, dtype=torch.uint8)
     start = -mapped.data_ptr() % LARGE_PAGE
@@ -49,37 +49,38 @@ def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def return_freed_memory() -> None:
-    """Have the C library return to the machine what was freed in pieces: after loading, more than the weights take."""
+    """Have the C library return freed pieces of memory to the machine: after loading they exceed the weights' own
+    size."""
     with contextlib.suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return uninitialised memory on the host from which `device` can copy by itself."""
+    """Return uninitialised memory on the host from which `device` can copy without the host's help."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def stage(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `array` where `device` can copy it from by itself; torch keeps the memory until that has happened."""
+    """Return `array` in memory from which `device` can copy without the host; torch keeps the memory until it has."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return a copy on `device`; a GPU copies from pinned memory while the host goes on."""
+    """Return a copy on `device`; a GPU copies from pinned memory while the host continues."""
     return stage(array, device).to(device, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the host, which is complete once the stream has come so far."""
+    """Return a copy on the host, which is complete once the stream has reached this point."""
     return host_memory(tensor.shape, tensor.dtype, tensor.device).copy_(tensor, non_blocking=True)
 
 
 def kept_for_steps(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, which another stream than the steps' has made and the steps read.
+    """Let the steps use `tensor`, which was made on another stream than theirs; return it.
 
-    The allocator gives freed memory back to the stream that it came from, at once. With this it waits until the steps
-    that were launched by then have ended.
+    The allocator gives freed memory back at once to the stream that it came from. With this call it first waits until
+    the steps that were launched before the memory was freed have ended.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.default_stream(tensor.device))
@@ -87,14 +88,14 @@ def kept_for_steps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MOST_ROWS_BESIDE = 128
-"""Rows of a base's product that leaves multiprocessors room for another launch: with 512 rows nothing was won."""
+"""Most rows of a base's product that still leaves multiprocessors free for another launch: 512 rows gained nothing."""
 
 
 class SideStream:
-    """A second stream of a GPU, for a launch that need not wait for the one before.
+    """A second stream of a GPU for launches that need not wait for the launch before.
 
-    It is used while a CUDA graph is recorded, whose branches cost the host nothing: launched one by one, the events
-    would cost it more than is won.
+    It is used only while a CUDA graph is recorded: the branches of a graph cost the host nothing. If launches were
+    enqueued one by one, the events would cost the host more than the overlap gains.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,9 +103,11 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, rows: int) -> Iterator[Callable[[], None]]:
-        """Launch on it, after what the main stream was given so far; yields what makes the main one wait for the end.
+        """Launch on the second stream, after the main stream's work so far; yield a function that makes the main one
+        wait.
 
-        Until that is called, nothing that is read here may be freed. `rows` are those of the launch beside it.
+        Tensors that are read here must not be freed before that function is called. `rows` are those of the main
+        stream's launch.
         """
         stream = self._stream
         if stream is None or rows > MOST_ROWS_BESIDE or not torch.cuda.is_current_stream_capturing():
@@ -117,8 +120,8 @@ class SideStream:
 
 
 def aligned_rows(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `array` `[k, n]` on `device`, every row beginning at 16 bytes: Triton compiles anew for one that does
-    not."""
+    """Return `array` `[k, n]` on `device`. Every row begins at a multiple of 16 bytes: for other addresses Triton would
+    compile another variant."""
     count, step = array.shape[1], 16 // array.itemsize
     padded = np.zeros((len(array), -(-count // step) * step), dtype=array.dtype)
     padded[:, :count] = array
@@ -126,12 +129,12 @@ def aligned_rows(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def has_bf16_tiles() -> bool:
-    """Return whether the processor multiplies bf16 matrices by tiles (AMX), which oneDNN knows how to use."""
+    """Return whether the processor multiplies bf16 matrices by tiles (AMX), which oneDNN uses."""
     return _torch_reports("amx_tile")
 
 
 def multiplies_in_hardware(dtype: torch.dtype) -> bool:
-    """Return whether this processor has instructions for matrix products of `dtype`, so that nothing is emulated."""
+    """Return whether this processor has instructions for matrix products of `dtype` and need not emulate them."""
     if dtype == torch.bfloat16:
         return has_bf16_tiles() or multiplies_bf16_pairs() or _torch_reports("avx512_bf16") or _has_arm_feature("bf16")
     if dtype == torch.float16:
@@ -140,7 +143,7 @@ def multiplies_in_hardware(dtype: torch.dtype) -> bool:
 
 
 def _torch_reports(feature: str) -> bool:
-    """Ask one of torch's private predicates, which may be gone in another version."""
+    """Call one of torch's private predicates, which another version may lack."""
     probe = getattr(torch.cpu, f"_is_{feature}_supported", None)
     return probe is not None and bool(probe())
 

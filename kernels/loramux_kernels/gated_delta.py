@@ -1,9 +1,11 @@
-"""Semantics: S_t = e^g_t S_{t-1} + beta_t k_t (v_t - e^g_t S_{t-1}^T k_t)^T; out_t = S_t^T q_t: the gated delta rule.
+"""Linear attention by the gated delta rule.
 
-A linear attention whose memory is one matrix S `[Dk, Dv]` a head: it decays, and what it recalls for a key is moved
-towards the key's value (Gated DeltaNet, Yang et al., 2025). Tokens of a prompt are computed in chunks: the corrections
-of a chunk depend on each other through a unit triangular system, solved at once (the WY form of DeltaNet, Yang et al.,
-2024). Everything is float32.
+Semantics: S_t = e^g_t S_{t-1} + beta_t k_t (v_t - e^g_t S_{t-1}^T k_t)^T; out_t = S_t^T q_t.
+
+The memory is one matrix S `[Dk, Dv]` a head. It decays with each token, and the value that it recalls for a key is
+moved towards the key's new value (Gated DeltaNet, Yang et al., 2025). Tokens of a prompt are computed in chunks. The
+corrections within a chunk depend on each other through a unit triangular system, which is solved at once (the WY form
+of DeltaNet, Yang et al., 2024). Everything is float32.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ def gated_delta_step(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of each of n sequences: returns out `[n, H, Dv]` and the states after it.
+    """Compute one token of each of n sequences; return out `[n, H, Dv]` and the states after it.
 
     query, key `[n, H, Dk]`, value `[n, H, Dv]`, decay (g, at most 0) and beta `[n, H]`, state `[n, H, Dk, Dv]`.
     """
@@ -40,7 +42,7 @@ def gated_delta_prompt(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """T tokens of one sequence: returns out `[T, H, Dv]` and the state after them.
+    """Compute T tokens of one sequence; return out `[T, H, Dv]` and the state after them.
 
     query, key `[T, H, Dk]`, value `[T, H, Dv]`, decay and beta `[T, H]`, state `[H, Dk, Dv]`.
     """
@@ -48,12 +50,12 @@ def gated_delta_prompt(
     by_head = (tensor.transpose(0, 1) for tensor in (query, key, value, decay, beta))
     for q, k, v, g, b in zip(*(tensor.split(CHUNK, dim=1) for tensor in by_head), strict=True):
         reach = g.cumsum(1)  # [H, C]: log of the decay since the chunk's start
-        # Later tokens are masked before exp, which would overflow for them.
+        # Later tokens are masked before exp, because exp would overflow for them.
         later = torch.ones(k.shape[1], k.shape[1], dtype=torch.bool, device=k.device).triu(1)
         between = (reach[:, :, None] - reach[:, None, :]).masked_fill(later, float("-inf")).exp()
         system = b[..., None] * (k @ k.mT) * between
         wanted = b[..., None] * (v - reach.exp()[..., None] * (k @ state))
-        # unitriangular: the diagonal is taken as one, whatever stands there
+        # unitriangular: the solver takes the diagonal as one, whatever it holds
         change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         parts.append(reach.exp()[..., None] * (q @ state) + ((q @ k.mT) * between) @ change)
         left = (reach[:, -1:] - reach).exp()[..., None]
@@ -69,7 +71,7 @@ def gated_delta_reference(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gated_delta_prompt`, token by token."""
+    """Compute `gated_delta_prompt` token by token."""
     out = []
     for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
         state = g.exp()[:, None, None] * state

@@ -6,7 +6,7 @@ Semantics:
     gated           y = activation(gate) * up, elementwise: the middle of a gated feed-forward network (Shazeer, 2020)
     rope_write_kv   q = turn(norm(q)) in place; key[page, :, offset] = turn(norm(k)); value[page, :, offset] = v
 
-A framework uses several operators for each of them. With few rows the cost of starting an operator is most of the time.
+A framework uses several operators for each of them. With few rows, starting an operator takes most of its time.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """Normalise the rows of `x` `[T, width]` into a new tensor (Zhang and Sennrich, 2019).
 
-    With `delta`, of x's shape, the residual stream `x` is changed in place before. Last dimensions are contiguous. Sums
-    are float32; `factor * delta` and the new x are rounded to x's dtype, as by operators of their own. `own` are the
+    With `delta`, of x's shape, the residual stream `x` is first changed in place. Last dimensions are contiguous. Sums
+    are float32; `factor * delta` and the new x are rounded to x's dtype, as separate operators would. `own` holds the
     weights of rows whose adapters bring one.
     """
     if runs_triton(x):
@@ -86,7 +86,7 @@ def rms_norm_reference(
     factor: float = 1.0,
     own: OwnWeights | None = None,
 ) -> torch.Tensor:
-    """`rms_norm` in torch, on any device and in any floating dtype."""
+    """Compute `rms_norm` in torch, on any device and in any floating dtype."""
     return _with_own(_normalise_in_torch, x, norm, delta, factor, own)
 
 
@@ -106,7 +106,7 @@ Activation = Literal["silu", "gelu_tanh"]
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
     """Multiply the activated `gate` `[T, width]` with `up` `[T, width]`; last dimensions contiguous, any row strides.
 
-    The activation is computed in float32 and rounded to the inputs' dtype, as by an operator of its own.
+    The activation is computed in float32 and rounded to the inputs' dtype, as a separate operator would.
     """
     if runs_triton(gate):
         from loramux_kernels.cuda import layer_operators as triton
@@ -129,7 +129,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch
 
 
 def gated_reference(gate: torch.Tensor, up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """`gated` in torch, on any device and in any floating dtype."""
+    """Compute `gated` in torch, on any device and in any floating dtype."""
     values = gate.float()
     active = functional.silu(values) if activation == "silu" else functional.gelu(values, approximate="tanh")
     return active.to(gate.dtype) * up
@@ -145,10 +145,10 @@ def rope_write_kv(
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
 ) -> None:
-    """Turn queries in place by their positions (RoPE, Su et al., 2021), and store turned keys, and values, in pages.
+    """Turn queries in place by their positions (RoPE, Su et al., 2021); store turned keys, and values, in pages.
 
     `query` `[T, Hq, Dk]`, `key` `[T, Hkv, Dk]`, `value` `[T, Hkv, Dv]`, last dimensions contiguous; `slot_mapping` as
-    for `write_kv`. `query_norm` and `key_norm` normalise each head first. Without a rotation nothing turns.
+    for `write_kv`. `query_norm` and `key_norm` normalise each head first. Without a rotation, no head turns.
     """
     if runs_triton(query):
         from loramux_kernels.cuda import layer_operators as triton
@@ -193,7 +193,7 @@ def rope_write_kv_reference(
     query_norm: Norm | None = None,
     key_norm: Norm | None = None,
 ) -> None:
-    """`rope_write_kv` in torch, on any device and in any floating dtype."""
+    """Compute `rope_write_kv` in torch, on any device and in any floating dtype."""
     query.copy_(_turned(query, rotation, query_norm))
     write_kv_reference(_turned(key, rotation, key_norm), value, layer, slot_mapping)
 

@@ -31,8 +31,8 @@ def lora_shrink(
     """Project every adapter's rows down to its rank, for all sites of a group at once.
 
     `x` `[T, in_features]` with T >= segments.rows, last dimension contiguous; `pool` 1-D, of x's dtype. Returns float32
-    `[len(sites), segments.rows, max rank in the step]`; what lies past a segment's own rank is undefined. On a GPU
-    it is `[splits, len(sites), ...]`, which the GPU's `lora_expand` adds up.
+    `[len(sites), segments.rows, max rank in the step]`; values past a segment's own rank are undefined. On a GPU it is
+    `[splits, len(sites), ...]`, which the GPU's `lora_expand` adds up.
     """
     if runs_triton(x):
         from loramux_kernels.cuda import lora as triton
@@ -67,7 +67,7 @@ def _shrink_natively(
 def lora_shrink_reference(
     x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments
 ) -> torch.Tensor:
-    """`lora_shrink` in torch, on any device and in any floating dtype."""
+    """Compute `lora_shrink` in torch, on any device and in any floating dtype."""
     v = x.new_zeros(len(group.sites), segments.rows, segments.max_rank(table), dtype=torch.float32)
     for slot, start, stop in segments.spans:
         rows = x[start:stop].float()
@@ -83,9 +83,9 @@ def lora_expand(
 ) -> None:
     """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
 
-    `v` is `lora_shrink`'s; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
-    contiguous, any row stride. v is rounded to the pool's dtype, as every linear takes its inputs; sums are taken in
-    float32 and rounded once.
+    `v` is from `lora_shrink`; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
+    contiguous, any row stride. v is rounded to the pool's dtype, as every linear's input is; sums are taken in float32
+    and rounded once.
     """
     if runs_triton(y):
         from loramux_kernels.cuda import lora as triton
@@ -123,7 +123,7 @@ def _expand_natively(
 def lora_expand_reference(
     v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
 ) -> None:
-    """`lora_expand` in torch, on any device and in any floating dtype."""
+    """Compute `lora_expand` in torch, on any device and in any floating dtype."""
     for slot, start, stop in segments.spans:
         for i, site in enumerate(group.sites):
             if rank := int(table.ranks[slot, site]):
@@ -137,8 +137,8 @@ def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: L
     """Scale and shift every adapter's rows, in place, for all sites of a group at once.
 
     `y` `[T, sum(group.out_features)]` with T >= segments.rows, of the pool's dtype, last dimension contiguous, any row
-    stride. `offsets` int64[num_slots, num_sites]: where in the pool, counted in elements, a site's factors stand, and
-    right behind them its shifts, or NO_VECTORS. Computed in float32 and rounded once.
+    stride. `offsets` int64[num_slots, num_sites] is the place of a site's factors in the pool, in elements, or
+    NO_VECTORS; the shifts follow right after the factors. Computed in float32 and rounded once.
     """
     if runs_triton(y):
         from loramux_kernels.cuda import lora as triton
@@ -151,7 +151,7 @@ def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: L
 def rescale_reference(
     y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments
 ) -> None:
-    """`rescale` in torch, on any device and in any floating dtype."""
+    """Compute `rescale` in torch, on any device and in any floating dtype."""
     found = offsets[list(segments.slots)][:, list(group.sites)].tolist()
     for (_, first, last), starts in zip(segments.spans, found, strict=True):
         for i, (start, width) in enumerate(zip(starts, group.out_features, strict=True)):
@@ -162,7 +162,7 @@ def rescale_reference(
 
 
 def _read_rank_rows(pool: torch.Tensor, offsets: torch.Tensor, rank: int, width: int) -> torch.Tensor:
-    """Return the rank rows `[rank, width]` of one (slot, site) in float32, copied out of their tiles.
+    """Return the rank rows `[rank, width]` of one (slot, site) in float32, copied from their tiles.
 
     `offsets` is the row `[max_tiles]` of `a_offsets` or `b_offsets`.
     """

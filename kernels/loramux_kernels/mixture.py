@@ -1,4 +1,4 @@
-"""Mixtures of experts: rows are ordered by expert, each expert multiplies its own, and the results are added up by
+"""Mixtures of experts: rows are ordered by expert, each expert multiplies its own rows, and the results are added up by
 token.
 
 Semantics:
@@ -7,7 +7,7 @@ Semantics:
     grouped_linear   y[s[e]:s[e + 1]] = x[s[e]:s[e + 1]] @ weight[e].T + bias[e], with s = starts
     combine          out[t] = sum over j of w[t, j] * y[row(t, j)]
 
-Nothing of it waits for the device, so that a step with a mixture is recorded in a CUDA graph like any other.
+No operator waits for the device, so a step with a mixture is recorded in a CUDA graph like any other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def route(experts: torch.Tensor, num_experts: int, kv_slots: torch.Tensor | None
 
 
 def route_reference(experts: torch.Tensor, num_experts: int, kv_slots: torch.Tensor | None = None) -> Routes:
-    """`route` in torch, on any device."""
+    """Compute `route` in torch, on any device."""
     if kv_slots is not None:
         experts = experts.masked_fill((kv_slots < 0)[:, None], num_experts)
     chosen, order = experts.reshape(-1).sort(stable=True)
@@ -45,8 +45,10 @@ def route_reference(experts: torch.Tensor, num_experts: int, kv_slots: torch.Ten
 
 
 def combine(y: torch.Tensor, routes: Routes, weights: torch.Tensor) -> torch.Tensor:
-    """Return `[T, width]` of the dtype of `y`: the sums of its rows `[T * k, width]`, in the order of `routes`, by
-    `weights` `[T, k]`. Sums are float32. Rows of padding are undefined."""
+    """Return `[T, width]` of the dtype of `y`: each token's rows of `y`, weighted by `weights` `[T, k]` and added up.
+
+    `y` `[T * k, width]` is in the order of `routes`. Sums are float32. Rows of padding are undefined.
+    """
     if runs_triton(y):
         from loramux_kernels.cuda import mixture as triton
 
@@ -55,7 +57,7 @@ def combine(y: torch.Tensor, routes: Routes, weights: torch.Tensor) -> torch.Ten
 
 
 def combine_reference(y: torch.Tensor, routes: Routes, weights: torch.Tensor) -> torch.Tensor:
-    """`combine` in torch, on any device."""
+    """Compute `combine` in torch, on any device."""
     return (y[routes.places].float() * weights.float()[..., None]).sum(dim=1).to(y.dtype)
 
 
@@ -78,7 +80,7 @@ def grouped_linear(
 def grouped_linear_reference(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, starts: torch.Tensor
 ) -> torch.Tensor:
-    """`grouped_linear` in torch, on any device; waits for it."""
+    """Compute `grouped_linear` in torch, on any device; waits for the device."""
     y = x.new_zeros(x.shape[0], weight.shape[1])
     for expert, (first, last) in enumerate(pairwise(starts.tolist())):
         y[first:last] = functional.linear(x[first:last], weight[expert], None if bias is None else bias[expert])

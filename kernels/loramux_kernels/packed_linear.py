@@ -2,10 +2,9 @@
 
 Semantics: y = x @ cat(weights).T + cat(biases).
 
-A format (`Plain`, `Panels`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them; `choose_format`
-selects one by dtype and processor. Weights that are quantized stay codes (`quantized_weight`) and are decoded while
-they are multiplied. LoRA reads the unquantized input and adds to the result, so that a format knows nothing of
-adapters.
+A format (`Plain`, `Panels`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. `choose_format`
+selects one by dtype and processor. Quantized weights stay codes (`quantized_weight`) and are decoded during the
+product. LoRA reads the unquantized input and adds to the result, so a format does not depend on adapters.
 """
 
 from __future__ import annotations
@@ -32,15 +31,17 @@ class LinearFormat(Protocol):
     """Bytes that a call reads."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[T, in_features]` to `[T, sum(out_features)]`, of x's dtype."""
+        """Return `[T, sum(out_features)]` of x's dtype for `x` `[T, in_features]`."""
 
     def abi(self) -> LayerLinearAbi | None:
-        """Return the weights as the C++ operators read them, without a group; None where they do not."""
+        """Return the weights in the form that the C++ operators read, without a group; None if they cannot read
+        them."""
 
 
 def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
-    """Return the fastest format here for unquantized weights like `weight`."""
+    """Return the fastest format on this machine for unquantized weights like `weight`."""
     if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        # Our panels need the processor's bf16 dot products, which take inputs in pairs. oneDNN knows AMX.
         if has_bf16_tiles() or not multiplies_bf16_pairs() or weight.shape[1] % 2:
             return OneDnn if one_dnn_packs(weight) else Plain
         return Panels
@@ -50,10 +51,10 @@ def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
 
 
 class Plain:
-    """`functional.linear`."""
+    """Weights of torch, multiplied by `functional.linear`."""
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
-        """Join `weights`, `[out_features, in_features]` each; `bias` `[sum(out_features)]`."""
+        """Join `weights`, `[out_features, in_features]` each; `bias` is `[sum(out_features)]`."""
         self._weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
         self._bias = bias
         self.num_bytes = self._weight.nbytes
@@ -63,14 +64,14 @@ class Plain:
         return functional.linear(x, self._weight, self._bias)
 
     def abi(self) -> None:
-        """Return None: these are torch's."""
+        """Return None: the C++ operators do not read torch's weights."""
 
 
 class Panels:
-    """Our own packed panels: read at the memory's speed for few rows, at the processor's for many.
+    """Our own packed panels: read at the memory's speed for few rows, multiplied at the processor's speed for many.
 
-    Float32 weights that bfloat16 or float16 hold exactly, as those of most checkpoints, are packed in it and widened
-    while they are multiplied: half of the bytes, and the same result to the bit.
+    Most checkpoints' float32 weights are exact in bfloat16 or float16. Such weights are packed in that dtype and
+    widened during the product: half of the bytes, and the same result to the bit.
     """
 
     panel = 32
@@ -124,7 +125,7 @@ class Panels:
 
 
 def narrowed(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return float32 `weights` in bfloat16 or float16 where nothing is lost by that, else as they are."""
+    """Return float32 `weights` in bfloat16 or float16 if that loses nothing, else as they are."""
     if weights[0].dtype != torch.float32:
         return weights
     for dtype in (torch.bfloat16, torch.float16):
@@ -136,7 +137,7 @@ def narrowed(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 class OneDnn:
-    """Weights in the layout that oneDNN chooses, through operators that torch's own compiler emits."""
+    """Weights in a layout that oneDNN chooses, through operators that torch's own compiler emits."""
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         weight = Plain(weights, None)._weight
@@ -149,7 +150,7 @@ class OneDnn:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
     def abi(self) -> None:
-        """Return None: these are oneDNN's."""
+        """Return None: the C++ operators do not read oneDNN's layout."""
 
 
 def one_dnn_packs(weight: torch.Tensor) -> bool:
@@ -162,10 +163,10 @@ def one_dnn_packs(weight: torch.Tensor) -> bool:
 
 
 class Coded:
-    """Codes and their scales, decoded while they are multiplied: memory and reads are those of the codes.
+    """Codes and their scales, decoded during the product: memory and reads are those of the codes.
 
-    The C++ operator takes x with 16 bits of the largest of 256 neighbouring elements where the processor has VNNI and
-    the codes are integers, else as it is, and sums exactly or in float32.
+    If the processor has VNNI and the codes are integers, the C++ operator quantizes x to 16 bits, relative to the
+    largest of 256 neighbouring elements, and sums exactly. Otherwise it takes x as it is, and sums in float32.
     """
 
     panel = 32
@@ -187,7 +188,7 @@ class Coded:
             self._values = torch.tensor(TABLES.get(weights[0].coding, (0.0,)), device=self._weight.codes.device)
 
     def _native_group(self, weight: QuantizedWeight) -> int | None:
-        """Return the group in which the C++ operator reads `weight`; None where it cannot."""
+        """Return the group in which the C++ operator reads `weight`; None if it cannot read it."""
         if weight.group >= weight.in_features or weight.group % self.stretch == 0:
             return weight.group
         group = math.gcd(weight.group, self.stretch)
@@ -196,7 +197,7 @@ class Coded:
     def _pack(self, weight: QuantizedWeight, unit: int) -> None:
         """Make panels `[panels, in_features / unit, panel, unit]` of codes, and scales `[groups, columns]`."""
         codes, columns = weight.codes, -(-self._columns // self.panel) * self.panel
-        unit = 1 if is_nibbles(weight.coding) else unit  # two codes in a byte are a unit
+        unit = 1 if is_nibbles(weight.coding) else unit  # two codes in a byte are one unit
         padded = functional.pad(codes, (0, -codes.shape[1] % unit, 0, columns - len(codes)))
         panels = padded.view(-1, self.panel, padded.shape[1] // unit, unit).transpose(1, 2)
         self._packed = zeros_in_large_pages(padded.numel(), torch.uint8).view(panels.shape).copy_(panels)
@@ -219,6 +220,7 @@ class Coded:
             return self._multiply_dequantized(x) if not runs_triton(x) else self._multiply_on_gpu(x)
         assert self._native is not None, "packed for it"
         if native_for(x) is None:
+            # The compiled operators do not serve x's dtype on this processor.
             return self(x.float()).to(x.dtype)
         if self._order is not None:
             x = x[:, self._order]
@@ -235,7 +237,7 @@ class Coded:
         return y
 
     def abi(self) -> LayerLinearAbi | None:
-        """Return the codes; None where they are not in panels, or are in another order than the inputs."""
+        """Return the codes; None if they are not in panels, or are in another order than the inputs."""
         if self._weight is not None or self._order is not None:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
@@ -243,7 +245,7 @@ class Coded:
         return LayerLinearAbi(None, address, bias, None, 0, self._coding, self._abi.width, self._columns)
 
     def _multiply_on_gpu(self, x: torch.Tensor) -> torch.Tensor:
-        # Only where it runs: it needs triton.
+        # Imported only here, because it needs triton.
         from loramux_kernels.cuda.coded_linear import coded_linear
 
         assert self._weight is not None, "not packed"
@@ -259,7 +261,7 @@ class Coded:
 
 
 def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return weights of one form as one, their outputs one after the other."""
+    """Return weights of the same form as one weight, their outputs one after the other."""
     if len(weights) == 1:
         return weights[0]
     offsets = [weight.offsets for weight in weights if weight.offsets is not None]
@@ -272,7 +274,7 @@ def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return float32`[columns, groups]` values as `[groups, columns]`, with zeros behind."""
+    """Return float32`[columns, groups]` values as `[groups, columns]`, padded with zeros at the end."""
     return functional.pad(values.float().T, (0, columns - len(values))).contiguous()
 
 
@@ -281,12 +283,12 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 class PackedLinear:
-    """Several linears over one input, their weights held once, in the form that multiplies fastest here."""
+    """Several linears over one input, their weights held once, in the format that multiplies fastest here."""
 
     def __init__(
         self, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], quantization: Quantization = "none"
     ) -> None:
-        """`quantization`: how weights that are not quantized yet get so."""
+        """`quantization`: method for weights that are not quantized yet."""
         self.in_features = weights[0].shape[1]
         self.out_features = tuple(weight.shape[0] for weight in weights)
         self._quantization = quantization
@@ -299,13 +301,13 @@ class PackedLinear:
         return quantize(weight, self._quantization)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """`x` `[T, in_features]` to `[T, sum(out_features)]`, the members' outputs side by side."""
+        """Return `[T, sum(out_features)]` for `x` `[T, in_features]`: the members' outputs next to each other."""
         if len(self._formats) == 1:
             return self._formats[0](x)
         return torch.cat([multiply(x) for multiply in self._formats], dim=-1)
 
     def abi(self) -> LayerLinearAbi | None:
-        """Return the weights as `loramux_layers` reads them, without a group; None where it does not."""
+        """Return the weights in the form that `loramux_layers` reads, without a group; None if it cannot read them."""
         return self._formats[0].abi() if len(self._formats) == 1 else None
 
     @property
@@ -314,7 +316,7 @@ class PackedLinear:
         return sum(held.num_bytes for held in self._formats)
 
     def as_multiplied(self, weight: Weight) -> torch.Tensor:
-        """Return the matrix that is multiplied by in the place of one of the members' weights."""
+        """Return the matrix that is multiplied by instead of one of the members' weights."""
         held = self._quantized(weight)
         return held.dequantize() if isinstance(held, QuantizedWeight) else held
 
@@ -322,16 +324,17 @@ class PackedLinear:
 def packed_linear_reference(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> torch.Tensor:
-    """Return the result of a PackedLinear of `weights` and `biases`, one linear after the other."""
+    """Compute a PackedLinear of `weights` and `biases` one linear after the other."""
     outputs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return torch.cat(outputs, dim=-1)
 
 
 def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return `x @ weight.T + bias` with the weight `[out_features, in_features]` where it is.
+    """Return `x @ weight.T + bias`, reading the weight `[out_features, in_features]` without packing it.
 
-    `x` is `[..., in_features]`, and `weight` of its dtype, or of any where x is float32. For a weight that others
-    read too, such as an embedding that is the head; on a CPU its result does not depend on the other rows, as torch's.
+    `x` is `[..., in_features]`. `weight` has the dtype of `x`, or any if x is float32. Used for a weight that others
+    read too, such as an embedding that is also the head. On a CPU the result of a row does not depend on the other
+    rows, as in torch.
     """
     native = None if runs_triton(x) or not weight.is_contiguous() else native_for(x)
     if native is None or native_for(weight) is None or x.dtype not in (weight.dtype, torch.float32):
@@ -351,13 +354,13 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def rows_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return `weight` as `rows_linear` reads it fastest: in half precision where nothing is lost by that."""
+    """Return `weight` in the form that `rows_linear` reads fastest: in half precision if that loses nothing."""
     is_read_here = weight.is_contiguous() and native_for(weight) is not None
     return narrowed([weight])[0] if is_read_here else weight
 
 
 def join_biases(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """One bias `[sum(out_features)]`, zero where a member has none; None when none has."""
+    """Return one bias `[sum(out_features)]`, zero for members without a bias; None if none has one."""
     given = next((bias for bias in biases if bias is not None), None)
     if given is None:
         return None
@@ -375,7 +378,7 @@ def _pack(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> L
 
 
 def _alike(weights: Sequence[Weight]) -> list[tuple[int, int]]:
-    """Return the runs of neighbours that one format can hold together, first and behind the last."""
+    """Return the runs of neighbours that one format can hold together, each as (first, one past the last)."""
     starts = [i for i, weight in enumerate(weights) if i == 0 or not _are_alike(weights[i - 1], weight)]
     return list(zip(starts, [*starts[1:], len(weights)], strict=True))
 

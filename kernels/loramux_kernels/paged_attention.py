@@ -26,7 +26,7 @@ from loramux_kernels.tables import AttentionBatch, KvLayer
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
     """Store the step's new keys `[T, num_kv_heads, head_dim_k]` and values `[T, num_kv_heads, head_dim_v]`.
 
-    `slot_mapping` int64[T]; no two tokens share a slot. On a GPU a token whose slot is negative is not stored.
+    `slot_mapping` int64[T]; no two tokens share a slot. On a GPU a token with a negative slot is not stored.
     """
     if runs_triton(key):
         from loramux_kernels.cuda import paged_attention as triton
@@ -50,7 +50,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mappin
 
 
 def write_kv_reference(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
-    """`write_kv` in torch, on any device and in any dtype."""
+    """Compute `write_kv` in torch, on any device and in any dtype."""
     page = slot_mapping // layer.block_size
     offset = slot_mapping % layer.block_size
     for rows, cache, scales in ((key, layer.key, layer.key_scale), (value, layer.value, layer.value_scale)):
@@ -72,9 +72,9 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
+    """Compute causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
 
-    Query row i of a sequence with n query rows sits at position context_len - n + i. Query head h reads kv head
+    Query row i of a sequence with n query rows is at position context_len - n + i. Query head h reads kv head
     h // (Hq // Hkv). `sliding_window` w: a row at p sees (p - w, p]. `softcap` c: scores become c * tanh(score / c).
     `sinks` [Hq]: a score per head that takes part in the softmax and has no value. Scores and sums are float32.
     """
@@ -120,7 +120,7 @@ def paged_attention_reference(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`paged_attention` in torch, a sequence at a time, on any device and in any floating dtype."""
+    """Compute `paged_attention` in torch, a sequence at a time, on any device and in any floating dtype."""
     output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
     groups = query.shape[1] // layer.key.shape[1]
     for sequence, (start, stop, context) in enumerate(batch.spans):
@@ -139,7 +139,7 @@ def paged_attention_reference(
 
 
 def _read_pages(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.Tensor, context: int) -> torch.Tensor:
-    """The first `context` tokens of `pages` as float32 `[num_kv_heads, context, head_dim]`."""
+    """Return the first `context` tokens of `pages` as float32 `[num_kv_heads, context, head_dim]`."""
     held = cache[pages]
     if scales is not None:
         held = decode(held, scales[pages][:, :, None].expand(held.shape[:3]))
@@ -147,7 +147,7 @@ def _read_pages(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.T
 
 
 def _visible(rows: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool[rows, context]: which positions each of the last `rows` positions may look at."""
+    """Return bool[rows, context]: the positions that each of the last `rows` positions may see."""
     at = torch.arange(context - rows, context, device=device)[:, None]
     other = torch.arange(context, device=device)
     visible = other <= at

@@ -1,11 +1,11 @@
-"""Quantized weights: codes of a few bits, and scales for groups of them. One form for every format of checkpoints.
+"""Quantized weights: codes of a few bits, and scales for groups of them. One form covers all formats of checkpoints.
 
     w[o, order[k]] = scales[o, g] * (value(codes[o, k]) - offsets[o, g])        g = k // group
 
-`value` is the coding's: the integer itself, a table of sixteen numbers (bitsandbytes' NF4 and FP4), or a float of eight
-bits. GPTQ, AWQ, compressed-tensors and bitsandbytes differ in how they store this, and in nothing else; what reads them
-is `loramux.engine.execution.quantized_checkpoint`. Sources: Dettmers et al., QLoRA (2023), for NF4 and the double
-quantization of its scales; Micikevicius et al., FP8 formats for deep learning (2022), for E4M3.
+`value` depends on the coding: the integer itself, an entry of a table of sixteen numbers (bitsandbytes' NF4 and FP4),
+or a float of eight bits. GPTQ, AWQ, compressed-tensors and bitsandbytes differ only in how they store this;
+`loramux.engine.execution.quantized_checkpoint` reads them. Sources: NF4 and the double quantization of its scales are
+from QLoRA (Dettmers et al., 2023), E4M3 from FP8 formats for deep learning (Micikevicius et al., 2022).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch
 from torch.nn import functional
 
 Coding = Literal["int8", "int4", "nf4", "fp4", "fp8"]
-"""int8: signed bytes. int4: code - 8. nf4, fp4: TABLES. fp8: E4M3 without infinities."""
+"""Meaning of a code. int8: signed byte. int4: code - 8. nf4, fp4: entry of TABLES. fp8: E4M3 without infinities."""
 
 Quantization = Literal["none", "int8", "nf4", "nf4-double"]
-"""How weights that a checkpoint has as they are get quantized when they are loaded."""
+"""Method by which weights that a checkpoint holds unquantized are quantized when they are loaded."""
 
 TABLES: dict[str, tuple[float, ...]] = {
     # Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero (QLoRA, appendix E).
@@ -31,17 +31,17 @@ TABLES: dict[str, tuple[float, ...]] = {
         *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
         *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     ),
-    # bitsandbytes' float of four bits: sign, two bits of exponent, one of mantissa; over its largest, 12.
+    # bitsandbytes' float of four bits: sign, two bits of exponent, one of mantissa; divided by its largest number, 12.
     "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)),
 }
 """Values of the sixteen codes."""
 
 BLOCK = 64
-"""Neighbours, over the end of a row too, that share a scale in nf4."""
+"""Neighbours that share a scale in nf4; blocks continue over the end of a row."""
 
 MIN_GROUP = 8
-"""The shortest group that is multiplied as codes; with scales for fewer neighbours they would be no smaller than
-numbers of half precision."""
+"""Shortest group that is multiplied as codes: with a scale for fewer neighbours, the weight would be no smaller than in
+half precision."""
 
 NESTED_BLOCK = 256
 """Scales that share a scale in double quantization."""
@@ -49,11 +49,13 @@ NESTED_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight `[out_features, in_features]` as codes; see the module. Moves between devices with its tensors."""
+    """A weight `[out_features, in_features]` as codes; the module explains the form. It moves between devices by its
+    tensors."""
 
     coding: Coding
     codes: torch.Tensor
-    """uint8`[out_features, in_features]`; of four bits half as many bytes, rounded up, the lower bits first."""
+    """uint8`[out_features, in_features]`; codes of four bits take half as many bytes, rounded up, the lower bits
+    first."""
     scales: torch.Tensor
     """float32`[out_features, groups]`"""
     group: int
@@ -62,7 +64,7 @@ class QuantizedWeight:
     offsets: torch.Tensor | None = None
     """float32`[out_features, groups]`; None: zeros."""
     order: torch.Tensor | None = None
-    """int64`[in_features]`: the input that each column of the codes multiplies; None: as they come."""
+    """int64`[in_features]`: the input that each column of the codes multiplies; None: the same order."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,7 +78,7 @@ class QuantizedWeight:
         return sum(tensor.nbytes for tensor in held if tensor is not None)
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """Return the same weight in other `tensors`, by name, such as copies on another device."""
+        """Return the same weight with other `tensors`, by name, such as copies on another device."""
         return replace(
             self,
             codes=tensors["codes"],
@@ -97,7 +99,7 @@ class QuantizedWeight:
         return torch.empty_like(values).index_copy_(1, self.order, values)
 
     def values(self) -> torch.Tensor:
-        """Return float32`[out_features, in_features]`: the values of the codes."""
+        """Return the values of the codes: float32`[out_features, in_features]`."""
         if self.coding == "int8":
             return self.codes.view(torch.int8).float()
         if self.coding == "fp8":
@@ -110,7 +112,7 @@ class QuantizedWeight:
     def taken(self, outputs: Sequence[range] | None, inputs: Sequence[range] | None) -> QuantizedWeight:
         """Return the rows `outputs` and the columns `inputs` (None: all), with exactly the same values.
 
-        Raises ValueError where columns would leave fewer than MIN_GROUP neighbours to a scale.
+        Raises ValueError if the columns would leave fewer than MIN_GROUP neighbours to a scale.
         """
         weight = self if outputs is None else self._rows(outputs)
         return weight if inputs is None else weight._columns(inputs)
@@ -136,7 +138,7 @@ class QuantizedWeight:
         def take(tensor: torch.Tensor, of: int) -> torch.Tensor:
             return torch.cat([tensor[:, part.start // of : -(-part.stop // of)] for part in columns], dim=1)
 
-        if self.group >= self.in_features:  # one scale a row, of every part of it
+        if self.group >= self.in_features:  # one scale a row, which holds for every part of it
             scales, offsets, group = self.scales, self.offsets, width
         else:
             scales = take(whole.scales, group)
@@ -148,7 +150,7 @@ class QuantizedWeight:
         return replace(self, codes=codes, scales=scales, offsets=offsets, group=group, in_features=width)
 
     def regrouped(self, group: int) -> QuantizedWeight:
-        """Return the same weight with groups of `group`, a divisor of its own."""
+        """Return the same weight with groups of `group`, a divisor of the present group."""
         times = self.group // group
         assert self.group == times * group, f"{group} does not divide {self.group}"
         groups = -(-self.in_features // group)
@@ -157,42 +159,43 @@ class QuantizedWeight:
 
 
 def is_nibbles(coding: Coding) -> bool:
-    """Return whether two codes of `coding` lie in a byte."""
+    """Return whether a byte holds two codes of `coding`."""
     return coding in ("int4", *TABLES)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Put uint8`[n, m]` codes of four bits two into a byte, the first into the lower bits; an odd one beside an 8."""
+    """Pack uint8`[n, m]` codes of four bits, two into a byte, the first into the lower bits; 8 pads an odd number."""
     pairs = functional.pad(codes, (0, codes.shape[1] % 2), value=8).view(len(codes), -1, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
 def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Return uint8`[n, width]`: what `pack_nibbles` packed."""
+    """Return the codes that `pack_nibbles` packed: uint8`[n, width]`."""
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :width]
 
 
 def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeight:
-    """Quantize `weight` `[out_features, in_features]` as `quantization`, which is not none, says."""
+    """Quantize `weight` `[out_features, in_features]` by `quantization`, which must not be none."""
     if quantization == "int8":
         return _to_int8(weight)
     return to_nf4(weight, is_double=quantization == "nf4-double")
 
 
 def _to_int8(weight: torch.Tensor) -> QuantizedWeight:
-    """Integers with one scale for each output: scale = max |w| / 127, rounded to nearest.
+    """Quantize to integers with one scale for each output: scale = max |w| / 127, rounded to nearest.
 
     An element is off by at most half its row's scale.
     """
     values = weight.float()
     scales = values.abs().amax(dim=1, keepdim=True) / 127
+    # The scale of a row of zeros is 0, and must not divide.
     steps = values / scales.clamp(min=torch.finfo(torch.float32).tiny)
     codes = steps.round().clamp(-127, 127).to(torch.int8).view(torch.uint8)
     return QuantizedWeight("int8", codes, scales, weight.shape[1], weight.shape[1])
 
 
 def to_nf4(weight: torch.Tensor, is_double: bool) -> QuantizedWeight:
-    """Quantize as bitsandbytes does for QLoRA: the nearest of TABLES, times the largest of 64 neighbours.
+    """Quantize as bitsandbytes does for QLoRA: the nearest entry of TABLES, times the largest of 64 neighbours.
 
     `is_double`: the scales are quantized too (`bnb_4bit_use_double_quant`).
     """
@@ -209,7 +212,7 @@ def to_nf4(weight: torch.Tensor, is_double: bool) -> QuantizedWeight:
 def blocks_of_rows(
     coding: Coding, codes: torch.Tensor, scales: torch.Tensor, block: int, in_features: int
 ) -> QuantizedWeight:
-    """Return the weight whose `scales` `[blocks]` are for `block` neighbours each, counted over the ends of rows.
+    """Return the weight whose `scales` `[blocks]` cover `block` neighbours each, counted over the ends of rows.
 
     `codes` are in rows already.
     """
@@ -220,6 +223,7 @@ def blocks_of_rows(
 
 def _largest_divisor(width: int, block: int) -> int:
     """Return the longest run that never crosses the end of a row of `width` or of a block."""
+    # Euclid's algorithm: the run is the greatest common divisor.
     while width % block:
         width, block = block, width % block
     return block
@@ -231,7 +235,8 @@ def _nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
 
 def _quantized_twice(scales: torch.Tensor) -> torch.Tensor:
-    """Return `scales` `[n]` as they come back from eight bits: their mean, and what 256 neighbours differ from it."""
+    """Return `scales` `[n]` after quantization to eight bits: their mean, and the differences of 256 neighbours from
+    it."""
     mean = scales.mean()
     padded = functional.pad(scales - mean, (0, -len(scales) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
     largest = padded.abs().amax(1, keepdim=True)
@@ -241,7 +246,7 @@ def _quantized_twice(scales: torch.Tensor) -> torch.Tensor:
 
 
 def dynamic_map() -> torch.Tensor:
-    """Return float32`[256]`: bitsandbytes' numbers of eight bits, with more of them near zero (Dettmers, 2015)."""
+    """Return bitsandbytes' 256 numbers of eight bits as float32, with more of them near zero (Dettmers, 2015)."""
     values = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1)

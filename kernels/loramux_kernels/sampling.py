@@ -1,17 +1,16 @@
-"""From logits to tokens: masks of constrained rows, penalties, truncation, and the draw.
+"""Sampling, from logits to tokens: masks of constrained rows, penalties, truncation, and the draw.
 
 Semantics:
 
-    forbid_tokens   logits[rows[m], t] = -inf where bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
+    forbid_tokens   logits[rows[m], t] = -inf if bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
     sample          token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s]))
     draw_tokens     token[i] drawn from softmax(kept(logits[row(i)] / temperature(i)))
 
-Steered are the logits after penalties and bias; kept leaves the tokens that top_k, then top_p, then min_p allow.
+`steered` is the logits after penalties and bias; `kept` leaves the tokens that top_k, then top_p, then min_p allow.
 
-`sample` is a GPU's: all rows at once, and without a word from the host. Its draw is an exponential race: the token with
-the greatest logit - log(Exp(1)) is distributed as the softmax. `draw_tokens` is a CPU's. Its draw is inverse: the first
-token at which the cumulated weight exceeds `number(i)` of the sum, so that a token is a function of its row and its
-number alone.
+`sample` is for a GPU: all rows at once, without the host. Its draw is an exponential race: the token with the greatest
+logit - log(Exp(1)) is distributed as the softmax. `draw_tokens` is for a CPU. Its draw is inverse: the first token at
+which the cumulated weight exceeds `number(i)` of the sum. So a token depends only on its row and its number.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from loramux_kernels.native.loader import native_for
 from loramux_kernels.tables import SamplingBatch
 
 WORD_BITS = 32
-"""Tokens of one word of a mask."""
+"""Tokens in one word of a mask."""
 
 SMALL = 4096
-"""Tokens that are sorted as they are; more are cut down by a histogram first."""
+"""Most tokens that are sorted directly; a histogram first reduces more tokens."""
 
 BINS, REACH = 4096, 40.0
-"""Bins of the nucleus' histogram, and how far below the best it reaches: exp(-40) is below float32's precision."""
+"""Bins of the nucleus' histogram, and its reach below the best logit: exp(-40) is below float32's precision."""
 
 _NEVER = float("-inf")
 _WORD = 0xFFFF_FFFF
@@ -56,7 +55,7 @@ def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor)
 
 
 def forbid_tokens_reference(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """`forbid_tokens` in torch, on any device."""
+    """Compute `forbid_tokens` in torch, on any device."""
     bits = torch.arange(WORD_BITS, dtype=torch.int32, device=words.device)
     vocab = logits.shape[1]
     for row, own in zip(rows.tolist(), words, strict=True):
@@ -66,7 +65,7 @@ def forbid_tokens_reference(logits: torch.Tensor, rows: torch.Tensor, words: tor
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """One token for each row of `logits` `[S, vocab]`, any float dtype: int64[S]; sums are taken in float32."""
+    """Return one token for each row of `logits` `[S, vocab]`, any float dtype: int64[S]; sums are taken in float32."""
     if runs_triton(logits):
         from loramux_kernels.cuda import sampling as triton
 
@@ -75,17 +74,17 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def sample_reference(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """`sample` in torch, on any device."""
+    """Compute `sample` in torch, on any device."""
     steered = steer(logits.float(), batch)
     greedy = batch.temperature == 0
-    # Differences from the best are at most 0, so that the division can only overflow to -inf.
+    # Differences from the best are at most 0, so the division can only overflow to -inf.
     scaled = (steered - steered.amax(dim=-1, keepdim=True)) / torch.where(greedy, 1.0, batch.temperature)[:, None]
     scores = exclude(scaled, batch) - arrival_times(batch.seed, batch.step, logits.shape[1]).log()
     return torch.where(greedy[:, None], steered, scores).argmax(dim=-1)
 
 
 def steer(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Penalties and bias on float32 logits `[S, vocab]`, in a new tensor; never +inf."""
+    """Apply penalties and bias to float32 logits `[S, vocab]`, in a new tensor; the result is never +inf."""
     logits = logits.clone()
     if (p := batch.penalties) is not None:
         counts = torch.zeros(2, *logits.shape, device=logits.device)
@@ -103,13 +102,13 @@ def steer(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def exclude(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return float32 logits `[S, vocab]` over the temperature, -inf where top_k, top_p or min_p rule a token out."""
+    """Return float32 logits `[S, vocab]` over the temperature, -inf if top_k, top_p or min_p excludes a token."""
     vocab = scaled.shape[1]
     ordered = scaled.sort(dim=-1, descending=True).values
     k = torch.where((batch.top_k <= 0) | (batch.top_k > vocab), vocab, batch.top_k).long()
     ordered = ordered.masked_fill(ordered < ordered.gather(1, k[:, None] - 1), _NEVER)
     probabilities = ordered.softmax(dim=-1)
-    # Equals share the mass above the first of them, so that they stay or go together.
+    # Equal tokens share the mass above the first of them: they stay or go together.
     above = (probabilities.cumsum(dim=-1) - probabilities).masked_fill(_repeats(ordered), 0.0).cummax(dim=-1).values
     above[:, 0] = 0.0
     last = (
@@ -126,23 +125,24 @@ def _repeats(ordered: torch.Tensor) -> torch.Tensor:
 
 
 def arrival_times(seed: torch.Tensor, step: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Independent Exp(1) numbers `float32[S, vocab]`: with rates p, token t arrives first with probability p[t].
+    """Return independent Exp(1) numbers `float32[S, vocab]`: with rates p, token t arrives first with probability p[t].
 
-    Philox 4x32-10 (Salmon et al., 2011), the key being the seed and the counter (token // 4, step, 0, 0), which yields
-    four neighbouring tokens' numbers.
+    The generator is Philox 4x32-10 (Salmon et al., 2011). The key is the seed, and the counter (token // 4, step, 0, 0)
+    yields the numbers of four neighbouring tokens.
     """
     quads = torch.arange(-(-vocab // 4), device=seed.device).expand(len(seed), -1)
     words = philox(seed[:, None], quads, step.long()[:, None].expand_as(quads))
     uniform = (torch.stack(words, dim=-1).flatten(1)[:, :vocab].float() + 0.5) * 2.0**-32
-    # -log(1 - u), whose small values, which decide, keep their precision.
+    # -log(1 - u). Small values decide the race, and the series keeps their precision.
     return torch.where(uniform < 2.0**-10, uniform * (1 + uniform * (0.5 + uniform / 3)), -(1 - uniform).log())
 
 
 def philox(key: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Ten rounds over the counter (c0, c1, 0, 0): four words, as int64 tensors with values below 2^32."""
+    """Run ten rounds over the counter (c0, c1, 0, 0); return four words, as int64 tensors with values below 2^32."""
     c2 = c3 = torch.zeros_like(c0)
     k0, k1 = key & _WORD, key >> 32 & _WORD
     for _ in range(10):
+        # The multipliers, and below the additions to the key, are the constants of Philox 4x32.
         left, right = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c2 = (right >> 32 & _WORD) ^ c1 ^ k0, (left >> 32 & _WORD) ^ c3 ^ k1
         c1, c3 = right & _WORD, left & _WORD
@@ -152,17 +152,17 @@ def philox(key: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> tuple[torch
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How the token of one row of logits is drawn."""
+    """How to draw the token of one row of logits."""
 
     row: int
     temperature: float
-    """Positive."""
+    """Positive temperature."""
     number: float
-    """In [0, 1)."""
+    """Random number in [0, 1)."""
     top_k: int = 0
-    """Tokens that stay, and equals of the last of them; 0: all."""
+    """Tokens that stay, and tokens equal to the last of them; 0: all."""
     top_p: float = 1.0
-    """A token goes when those before it, by logit and then by id, already hold this share. The best stays."""
+    """Share of the mass: a token goes if those before it, by logit and then by id, already hold it. The best stays."""
     min_p: float = 0.0
     """Share of the best token's probability that a token must have."""
 
@@ -173,7 +173,7 @@ _abi_fields = attrgetter(*(field[0] for field in DrawAbi._fields_))
 def most_likely_tokens(logits: torch.Tensor) -> list[int | None]:
     """Return the most likely token of each row of `logits` `[rows, vocab]`, of any float dtype: the first of equals.
 
-    None for a row without one: its highest logit is infinite, or one of its logits is NaN.
+    The result is None for a row whose highest logit is infinite, or one of whose logits is NaN.
     """
     if (native := native_for(logits)) is None or logits.stride(1) != 1:
         return most_likely_tokens_reference(logits)
@@ -188,7 +188,7 @@ def most_likely_tokens(logits: torch.Tensor) -> list[int | None]:
 
 
 def most_likely_tokens_reference(logits: torch.Tensor) -> list[int | None]:
-    """`most_likely_tokens` in torch."""
+    """Compute `most_likely_tokens` in torch."""
     highest, tokens = logits.max(dim=-1)  # NaN wins over every number
     return [
         token if finite else None for token, finite in zip(tokens.tolist(), highest.isfinite().tolist(), strict=True)
@@ -198,7 +198,7 @@ def most_likely_tokens_reference(logits: torch.Tensor) -> list[int | None]:
 def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """Return a token for each of `draws` from `logits` `[rows, vocab]` of any float dtype.
 
-    The rows named hold no NaN and have a finite maximum; -inf forbids a token.
+    The rows of `draws` hold no NaN and have a finite maximum; -inf forbids a token.
     """
     if not draws or (native := native_for(logits)) is None:
         return draw_tokens_reference(logits, draws)
@@ -217,11 +217,11 @@ def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def draw_tokens_reference(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """`draw_tokens` in torch, row by row."""
+    """Compute `draw_tokens` in torch, row by row."""
     tokens = []
     for draw in draws:
         row = logits[draw.row].float()
-        # Differences from the best are at most 0, so that the division can only overflow to -inf.
+        # Differences from the best are at most 0, so the division can only overflow to -inf.
         values, token_ids = keep((row - row.max()) / draw.temperature, draw)
         drawn = choose(values, draw.number)
         tokens.append(drawn if token_ids is None else int(token_ids[drawn]))
@@ -229,9 +229,9 @@ def draw_tokens_reference(logits: torch.Tensor, draws: Sequence[Draw]) -> list[i
 
 
 def keep(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the logits and ids of the tokens that `draw` allows; ids None where all are.
+    """Return the logits and ids of the tokens that `draw` allows; ids is None if all are allowed.
 
-    Equals of the k-th stay with it. The most likely token always stays.
+    Tokens equal to the k-th stay with it. The most likely token always stays.
     """
     ids: torch.Tensor | None = None
     if 0 < draw.top_k < logits.numel():
@@ -248,8 +248,8 @@ def keep(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor |
 def _nucleus(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     """Return the ascending indices of the most likely tokens that hold top_p together (Holtzman et al., 2020).
 
-    A token is excluded when those before it, by logit and then by index, already hold top_p. A histogram of the mass
-    over distances from the best finds the bin in which that happens; only this bin is sorted.
+    A token is excluded if those before it, by logit and then by index, already hold top_p. A histogram of the mass over
+    distances from the best finds the bin in which that happens; only this bin is sorted.
     """
     distance = logits.max() - logits
     weight = torch.exp(-distance).double()
@@ -258,7 +258,7 @@ def _nucleus(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
         sure, edge = distance.new_zeros(0, dtype=torch.long), torch.arange(len(logits))
         before = target.new_zeros(())
     else:
-        # The last bin takes all that is further away. `distance` is inf for forbidden tokens, and so is clamped first.
+        # The last bin takes everything further away. `distance` is inf for forbidden tokens, so it is clamped first.
         bins = (distance.clamp(max=REACH) * ((BINS - 1) / REACH)).long()
         mass = torch.bincount(bins, weights=weight, minlength=BINS).cumsum(0)
         found = int(torch.searchsorted(mass, target).clamp(max=BINS - 1))
@@ -281,5 +281,5 @@ def choose(logits: torch.Tensor, number: float) -> int:
     weights = torch.exp(logits - logits.max())
     sums = weights.double().cumsum(0)
     index = int(torch.searchsorted(sums, number * sums[-1], right=True))
-    # Rounding may carry the product to the sum itself; the last index with any weight is right then.
+    # Rounding may make the product equal to the sum. The last index with any weight is then right.
     return index if index < len(weights) else int(weights.nonzero()[-1])

@@ -1,13 +1,14 @@
 """The arguments that operators share: resident adapters, a step's rows, KV pages, and sampling parameters.
 
-- `LoraTable`: where the resident adapters lie in the pool. `Segments`: which rows of a step belong to which adapter.
+- `LoraTable`: the places of the resident adapters in the pool. `Segments`: which rows of a step belong to which
+  adapter.
   `LoraGroup`: linears that read the same input, served by one launch.
 - `Routes`: which rows of a step a mixture's experts compute.
 - `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: which pages hold whose context.
-- `Norm`, `OwnWeights`, `Rotation`: how rows are normalised, by whose weights, and how heads turn by position.
+- `Norm`, `OwnWeights`, `Rotation`: how rows are normalised, by which weights, and how heads turn by position.
 - `Penalties`, `LogitBias`, `SamplingBatch`: how each row of logits becomes a token.
 
-They are plain data. A device's derived tables (work lists, addresses for C++) are made on first use and kept with them.
+All are plain data. A device's derived tables (work lists, addresses for C++) are made on first use and kept with them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from loramux_kernels.device import to_device
 from loramux_kernels.native.abi import AttentionBatchAbi, KvLayerAbi, LoraTableAbi, NormAbi
 
 RANK_TILE = 16
-"""Rank rows of one tile; a tile lies contiguously in the pool and never straddles a page."""
+"""Rank rows of one tile; a tile is contiguous in the pool and never crosses the end of a page."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +41,13 @@ class LoraTable:
     b_offsets: torch.Tensor
     """int64[num_slots, num_sites, max_tiles]"""
     ranks: torch.Tensor
-    """int32[num_slots, num_sites]; 0 where the adapter leaves the site alone"""
+    """int32[num_slots, num_sites]; 0 if the adapter does not change the site"""
     scales: torch.Tensor
     """float32[num_slots, num_sites]"""
 
     @cached_property
     def abi(self) -> LoraTableAbi:
-        """The tensors' addresses, for the C++ operators."""
+        """Addresses of the tensors for the C++ operators."""
         tensors = (self.a_offsets, self.b_offsets, self.ranks, self.scales)
         assert all(tensor.is_contiguous() for tensor in tensors), "rows are found by arithmetic"
         return LoraTableAbi(*(tensor.data_ptr() for tensor in tensors), *self.a_offsets.shape[1:])
@@ -57,9 +58,9 @@ class Segments:
     """Rows of one step, contiguous by revision; the base model's rows come last and belong to no segment."""
 
     cu_seqlens: tuple[int, ...]
-    """[S + 1], from 0; rows from cu_seqlens[-1] on are the base model's."""
+    """[S + 1], starting with 0; rows from cu_seqlens[-1] on are the base model's."""
     slots: tuple[int, ...]
-    """[S]"""
+    """[S]: the slot of each segment's adapter."""
 
     def __post_init__(self) -> None:
         assert len(self.cu_seqlens) == len(self.slots) + 1, "one slot for each run of rows"
@@ -77,18 +78,18 @@ class Segments:
 
     @cached_property
     def packed(self) -> array[int]:
-        """S, cu_seqlens and slots as the C++ operators read them."""
+        """The number of segments, cu_seqlens and slots, in the form that the C++ operators read."""
         return array("q", (len(self.slots), *self.cu_seqlens, *self.slots))
 
     def among(self, rows: torch.Tensor) -> Segments | None:
-        """Return the segments of these rows alone, int64`[n]` and ascending; None where none of them has an adapter."""
+        """Return the segments of `rows` alone, int64`[n]` and ascending; None if none of them has an adapter."""
         edges = torch.tensor(self.cu_seqlens)
         ends = torch.searchsorted(rows, edges).tolist()
         spans = [(slot, end) for slot, (start, end) in zip(self.slots, pairwise(ends), strict=True) if end > start]
         return Segments((0, *(end for _, end in spans)), tuple(slot for slot, _ in spans)) if spans else None
 
     def row_slots(self, device: torch.device) -> torch.Tensor:
-        """int64[rows]: each row's slot, negative for none; made on first use."""
+        """Return int64[rows]: each row's slot, negative for none. Made on first use."""
         if "_row_slots" not in vars(self):
             lengths = torch.tensor([last - first for _, first, last in self.spans])
             slots = torch.repeat_interleave(torch.tensor(self.slots, dtype=torch.int64), lengths)
@@ -101,7 +102,7 @@ class Segments:
         vars(self)["_row_slots"] = slots
 
     def max_rank(self, table: LoraTable) -> int:
-        """The largest rank that these slots hold on any site; looked up once, for a step serves one table."""
+        """Return the largest rank of these slots on any site; looked up once, because a step uses one table."""
         if "_max_rank" not in vars(self):
             vars(self)["_max_rank"] = int(table.ranks[list(self.slots)].max()) if self.slots else 0
         found: int = vars(self)["_max_rank"]
@@ -150,40 +151,41 @@ class Norm:
     """A root-mean-square normalisation's parameters."""
 
     weight: torch.Tensor
-    """float32[width], contiguous; where a model stores its distance from one, the one is added."""
+    """float32[width], contiguous; if a model stores the weight's distance from one, the one is already added."""
     eps: float
     rounds_first: bool
-    """The normalised values are rounded to the input's dtype before the product with the weight."""
+    """True if the normalised values are rounded to the input's dtype before the product with the weight."""
 
     @cached_property
     def abi(self) -> NormAbi:
-        """The weight's address and the numbers, for the C++ operators."""
+        """Address of the weight and the numbers, as the C++ operators read them."""
         assert self.weight.dtype == torch.float32, "multiplied in float32"
         return NormAbi(self.weight.data_ptr(), self.eps, self.rounds_first)
 
 
 NO_VECTORS = -1
-"""An offset that stands for having no vector in the pool."""
+"""An offset that means that the pool has no vector."""
 
 
 @dataclass(frozen=True, eq=False)
 class OwnWeights:
-    """Weights that adapters bring in the place of a norm's, for the rows of their segments."""
+    """Weights that adapters bring instead of a norm's, applied to the rows of their segments."""
 
     pool: torch.Tensor
     offsets: torch.Tensor
-    """int64[num_slots, norms]: where in the pool a slot's weight `[width]` of a norm stands, or NO_VECTORS."""
+    """int64[num_slots, norms]: the place in the pool of a slot's weight `[width]` of a norm, or NO_VECTORS."""
     norm: int
     """Column of the norm."""
     segments: Segments
-    """Of the step's rows."""
+    """Segments of the step's rows."""
     added: float = 0.0
-    """Added to what is in the pool: 1 where a model stores its weight's distance from one."""
+    """A number to add to the pool's values: 1 if a model stores its weight's distance from one."""
     vectors: int = 1
     """Rows of the norm's input for each row of the step: its heads, one after the other."""
 
     def spans(self, width: int) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Yield each weight, float32`[width]`, and the rows of the norm's input that it is for. Reads the offsets."""
+        """Yield each weight, float32`[width]`, and the rows of the norm's input that it multiplies. Reads the
+        offsets."""
         starts = self.offsets[list(self.segments.slots), self.norm].tolist()
         for start, (_, first, last) in zip(starts, self.segments.spans, strict=True):
             if start != NO_VECTORS:
@@ -191,7 +193,7 @@ class OwnWeights:
                 yield weight, slice(first * self.vectors, last * self.vectors)
 
     def of_rows(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return `[rows, width]`: each of the step's rows' weight, the norm's `weight` where it has none of its own."""
+        """Return `[rows, width]`: the weight of each of the step's rows, the norm's `weight` if a row has no other."""
         slots = self.segments.row_slots(weight.device)
         starts = torch.where(slots < 0, NO_VECTORS, self.offsets[slots.clamp(min=0), self.norm])[:, None]
         columns = torch.arange(len(weight), device=weight.device)
@@ -201,7 +203,7 @@ class OwnWeights:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Factors by which the first R elements of every head turn; the others stay."""
+    """Factors by which the first R elements of every head turn; the other elements stay."""
 
     cos: torch.Tensor
     """[T, R], float32 or of the queries' dtype, contiguous. Element d turns with element d + R / 2."""
@@ -213,7 +215,7 @@ class Rotation:
 class KvLayer:
     """One layer's keys and values: strided views into the pool, a page holding `block_size` tokens.
 
-    They are of the model's dtype, or in FP8: bytes (see `e4m3`), with a scale for each page and head.
+    They have the model's dtype, or are bytes in FP8 (see `e4m3`), with a scale for each page and head.
     """
 
     key: torch.Tensor
@@ -221,9 +223,9 @@ class KvLayer:
     value: torch.Tensor
     """[num_pages, num_kv_heads, block_size, head_dim_v]"""
     key_scale: torch.Tensor | None = None
-    """float32[num_pages, num_kv_heads]; None: the keys are of the model's dtype."""
+    """float32[num_pages, num_kv_heads]; None if the keys have the model's dtype."""
     value_scale: torch.Tensor | None = None
-    """float32[num_pages, num_kv_heads]; there where key_scale is."""
+    """float32[num_pages, num_kv_heads]; set if and only if key_scale is."""
 
     def __post_init__(self) -> None:
         is_fp8 = self.key.dtype == torch.uint8
@@ -237,7 +239,7 @@ class KvLayer:
 
     @cached_property
     def abi(self) -> KvLayerAbi:
-        """Addresses and strides, for the C++ operators."""
+        """Addresses and strides for the C++ operators."""
         key, value = self.key, self.value
         assert key.stride(3) == value.stride(3) == 1, "a token's row is contiguous"
         scales = [scale for scale in (self.key_scale, self.value_scale) if scale is not None]
@@ -272,7 +274,7 @@ class AttentionBatch:
 
     @cached_property
     def abi(self) -> AttentionBatchAbi:
-        """The tensors' addresses, for the C++ operators."""
+        """Addresses of the tensors for the C++ operators."""
         tensors = (self.cu_seqlens, self.context_lens, self.block_table)
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors), "tables are contiguous and int32"
         return AttentionBatchAbi(*(tensor.data_ptr() for tensor in tensors), *self.block_table.shape)
@@ -287,13 +289,13 @@ class Penalties:
     token_ids: torch.Tensor
     """int32[N]"""
     generated: torch.Tensor
-    """bool[N]: True where the model generated the token, False where it stood in the prompt."""
+    """bool[N]: True if the model generated the token, False if it is a token of the prompt."""
     repetition: torch.Tensor
     """float32[S]; 1 for none. Divides seen tokens' logits above 0, multiplies the others (Keskar et al., 2019)."""
     presence: torch.Tensor
     """float32[S]; 0 for none. Subtracted from generated tokens' logits."""
     frequency: torch.Tensor
-    """float32[S]; 0 for none. Likewise, once for each time."""
+    """float32[S]; 0 for none. Subtracted from a generated token's logit, once for each time it was generated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,18 +312,19 @@ class LogitBias:
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """Sampling parameters, a row of logits each."""
+    """Sampling parameters; each tensor has one number for each row of logits."""
 
     temperature: torch.Tensor
     """float32[S]; 0 takes the most likely token, the first of equals."""
     top_k: torch.Tensor
     """int32[S]; 0 keeps all. Equals of the k-th stay."""
     top_p: torch.Tensor
-    """float32[S]; 1 keeps all. A token stays while those strictly above it hold less than this; the best does."""
+    """float32[S]; 1 keeps all. A token stays if those strictly above it hold less than this share. The best token
+    stays."""
     min_p: torch.Tensor
     """float32[S]; 0 keeps all. Relative to the most likely token."""
     seed: torch.Tensor
-    """int64[S]: each request's own."""
+    """int64[S]: the seed of each request."""
     step: torch.Tensor
     """int32[S]: tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
     penalties: Penalties | None = None

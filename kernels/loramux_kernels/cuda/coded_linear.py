@@ -1,7 +1,7 @@
 """Semantics: y = x @ W.T + bias with W = scale * (value(code) - offset), decoded tile by tile while it is multiplied.
 
-A program computes a tile of y and walks along the inputs. It reads a tile of codes with the scales of its groups, makes
-weights of x's dtype of them in registers, and multiplies; sums are float32. Memory holds and gives codes only.
+A program computes a tile of y and walks along the inputs. It reads a tile of codes and the scales of its groups, and
+decodes them in registers into weights of x's dtype. Sums are float32. Decoded weights are never written to memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def coded_linear(
 ) -> torch.Tensor:
     """Multiply `x` `[T, in_features]`, its inputs in the order of the codes, with `weight`; see `Coded`.
 
-    `values` float32`[16]` are the coding's table, or anything where it has none; `bias` float32`[out_features]`.
+    `values` float32`[16]` is the coding's table, or any tensor if the coding has none. `bias` is
+    float32`[out_features]`.
     """
     y = x.new_empty(x.shape[0], weight.shape[0])
     if len(x):
@@ -34,7 +35,7 @@ def coded_linear(
 def prepare_coded_linear(
     x: torch.Tensor, weight: QuantizedWeight, values: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> Launch:
-    """The launch that fills `y`: a program for each tile of rows and columns."""
+    """Return the launch that fills `y`: a program for each tile of rows and columns."""
     assert x.stride(1) == y.stride(1) == weight.codes.stride(1) == 1, "rows are contiguous"
     rows, columns = y.shape
     is_small = rows <= FEW_ROWS or x.dtype == torch.float32  # products of float32 keep a larger tile's sums twice
@@ -96,6 +97,7 @@ def _coded_linear(
         elif CODING == "int4":
             value = (code - 8).to(tl.float32)
         elif CODING == "int8":
+            # sign-extends the byte
             value = ((code ^ 128) - 128).to(tl.float32)
         else:
             value = from_e4m3(code)
@@ -104,6 +106,7 @@ def _coded_linear(
             value = value - tl.load(offsets + at, mask=inside, other=0.0)
         weight = value * tl.load(scales + at, mask=inside, other=0.0)
         tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+        # Triton's default would round float32 inputs to TF32.
         total = tl.dot(tile, weight.to(tile.dtype), total, input_precision="ieee")
     if HAS_BIAS:
         total += tl.load(bias + column, mask=is_column, other=0.0)[None, :]

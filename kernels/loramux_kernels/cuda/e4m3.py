@@ -1,4 +1,4 @@
-"""E4M3 codes as integer arithmetic on the bits of float32: exact, and the same on every GPU and in the interpreter.
+"""E4M3 codes by integer arithmetic on the bits of float32: exact, and the same on every GPU and in the interpreter.
 
 GPUs before sm_89 have no instructions for FP8. A float32 holds its exponent in bits 23 to 30 with a bias of 127; a code
 holds it in bits 3 to 6 with a bias of 7. `loramux_kernels.e4m3` defines the codes and the scales.
@@ -17,7 +17,7 @@ _LEAST_EXPONENT = tl.constexpr(e4m3.LEAST_EXPONENT)
 
 
 def scale_arguments(layer: KvLayer) -> dict[str, object]:
-    """The scales of the pages as arguments of a kernel; all None without FP8."""
+    """Return the scales of the pages as arguments of a kernel; all None without FP8."""
     key, value = layer.key_scale, layer.value_scale
     assert key is None or value is None or key.stride(1) == value.stride(1) == 1, "a page's scales are contiguous"
     return {
@@ -29,14 +29,18 @@ def scale_arguments(layer: KvLayer) -> dict[str, object]:
 
 
 def passes(layer: KvLayer) -> tuple[bool | None, ...]:
-    """BEGINS of each launch: those of tokens that begin a page, and set its scale, and of the others. None: of all."""
+    """Return BEGINS for each launch: True stores tokens that begin a page and sets its scale, False the other tokens.
+
+    Without FP8 one launch stores all tokens: BEGINS is None.
+    """
     return (None,) if layer.key_scale is None else (True, False)
 
 
 @triton.jit
 def from_e4m3(codes: tl.tensor) -> tl.tensor:
-    """Return float32: what `codes` stand for; 0x7f and 0xff become NaN."""
-    # Behind the sign stand four zeros. A float32 without them is 2^-120 of the number, the least codes as a subnormal.
+    """Return the float32 values of `codes`; 0x7f and 0xff become NaN."""
+    # E4M3 has four bits of exponent, float32 has eight: the shifts leave four zero bits after the sign. Read as a
+    # float32, the result is the value times 2^-120, and E4M3's subnormals are float32 subnormals.
     bits = ((codes.to(tl.int32) << 24) >> 4) & ~0x78000000
     values = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return tl.where(tl.abs(values) == 480.0, float("nan"), values)
@@ -44,12 +48,12 @@ def from_e4m3(codes: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def to_e4m3(values: tl.tensor) -> tl.tensor:
-    """Return uint8: float32 `values` rounded to nearest even, at most 448."""
+    """Return the uint8 codes of float32 `values`, rounded to nearest even; magnitudes are capped at 448."""
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     bounded = tl.minimum(size, 0x43E00000)  # 448
     normal = ((bounded + 0x7FFFF + ((bounded >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 codes count steps of 2^-9: that is what the last bit of a number from 2^14 to 2^15 stands for.
+    # Below 2^-6 codes count steps of 2^-9, which is the value of the last bit of a float32 between 2^14 and 2^15.
     small = (bounded.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(bounded < 0x3C800000, small, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -58,13 +62,14 @@ def to_e4m3(values: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def magnitude(values: tl.tensor) -> tl.tensor:
-    """Return int32: the bits of float32 `values` without signs. They have the numbers' order; NaN is largest."""
+    """Return the bits of float32 `values` without their signs, as int32. Their order is that of the magnitudes; NaN is
+    largest."""
     return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_for(largest: tl.tensor) -> tl.tensor:
-    """Return float32: the scale of pages whose first row's largest magnitude is `largest`."""
+    """Return the float32 scale of a page if the largest magnitude of its first row is `largest`."""
     exponent = largest >> 23
     is_usual = (exponent >= _LEAST_EXPONENT + 127) & (exponent < 255)
     return tl.where(is_usual, (exponent - _HEADROOM) << 23, 127 << 23).to(tl.float32, bitcast=True)
@@ -72,7 +77,7 @@ def scale_for(largest: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def page_scale(scales: tl.tensor, largest: tl.tensor, mask: tl.tensor, BEGINS: tl.constexpr) -> tl.tensor:
-    """Return the float32 at `scales`, set before for the magnitude `largest` by a row that BEGINS the page."""
+    """Return the float32 at `scales`; a row that BEGINS the page first sets it for the magnitude `largest`."""
     if BEGINS:
         scale = scale_for(largest)
         tl.store(scales, scale, mask=mask)

@@ -1,4 +1,4 @@
-"""A kernel launch as plain data: run on a GPU, or compiled for one where none is."""
+"""A kernel launch as plain data, to be run on a GPU or compiled for one on a machine without it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 PROGRAMS_WITHOUT_GPU = 3
-"""Programs of a persistent launch in the interpreter: few, so that each walks through several items."""
+"""Programs of a persistent launch in the interpreter: few, because each must walk through several items."""
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """A kernel, its grid and everything that it is called with."""
+    """A kernel, its grid and all its arguments."""
 
     kernel: Any
     """A function decorated with `triton.jit`."""
@@ -27,7 +27,7 @@ class Launch:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The compiler's options; fused multiply-add by name, since its default differs between versions."""
+        """Options of the compiler. Fused multiply-add is named because its default differs between versions."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
     def run(self) -> None:

@@ -6,9 +6,10 @@ Semantics:
     gated           y = activation(gate) * up, elementwise
     rope_write_kv   q = turn(norm(q)) in place; key[page, :, offset] = turn(norm(k)); value[page, :, offset] = v
 
-`rms_norm` multiplies rows of adapters with a weight of their own by that weight, which it reads from the pool. In FP8
-`rope_write_kv` rounds turned keys to the dtype of the queries first and stores them as `write_kv` does, in two
-launches: first the tokens that begin a page, then the others. Each token's queries are turned in its own launch.
+An adapter may bring its own weight for a norm. `rms_norm` then multiplies the adapter's rows with that weight, which it
+reads from the pool. In FP8 `rope_write_kv` first rounds turned keys to the dtype of the queries and then stores them as
+`write_kv` does, in two launches: first the tokens that begin a page, then the others. Each launch turns the queries of
+its tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GATED_COLUMNS = 1024
 def rms_norm(
     x: torch.Tensor, norm: Norm, delta: torch.Tensor | None, factor: float, own: OwnWeights | None = None
 ) -> torch.Tensor:
-    """Normalise rows, with the addition before it, in one launch. Arguments as for the public operator, on a GPU."""
+    """Normalise rows in one launch, after adding `delta`. Arguments as for the public operator, on a GPU."""
     y = x.new_empty(x.shape)
     if len(x):
         prepare_rms_norm(x, norm, delta, factor, y, own).run()
@@ -44,7 +45,7 @@ def prepare_rms_norm(
     y: torch.Tensor,
     own: OwnWeights | None = None,
 ) -> Launch:
-    """The launch that fills `y`, and changes `x` where there is a delta: a program for each row."""
+    """Return the launch that fills `y`, and changes `x` if there is a delta: a program for each row."""
     assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
     assert delta is None or delta.stride(1) == 1, "rows are contiguous"
     width = x.shape[1]
@@ -87,6 +88,7 @@ def _rms_norm(
     inside = column < width
     values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
+        # Rounded twice, as the reference's two operators round.
         change = tl.load(delta + row * delta_row + column, mask=inside, other=0.0).to(tl.float32) * factor
         values += change.to(y.dtype.element_ty).to(tl.float32)
         rounded = values.to(y.dtype.element_ty)
@@ -106,7 +108,7 @@ def _rms_norm(
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """Multiply an activated gate with what passes it, in one launch. Arguments as for the public operator, on a GPU."""
+    """Multiply the activated `gate` with `up`, in one launch. Arguments as for the public operator, on a GPU."""
     y = gate.new_empty(gate.shape)
     if len(gate):
         prepare_gated(gate, up, activation, y).run()
@@ -114,7 +116,7 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor
 
 
 def prepare_gated(gate: torch.Tensor, up: torch.Tensor, activation: str, y: torch.Tensor) -> Launch:
-    """The launch that fills `y`: a program for each row and block of columns."""
+    """Return the launch that fills `y`: a program for each row and block of columns."""
     assert gate.stride(1) == up.stride(1) == y.stride(1) == 1, "rows are contiguous"
     rows, width = gate.shape
     arguments = {
@@ -160,10 +162,10 @@ def rope_write_kv(
     query_norm: Norm | None,
     key_norm: Norm | None,
 ) -> None:
-    """Turn queries in place and store turned keys, and values, in one launch, or in FP8 in two.
+    """Turn queries in place and store turned keys and values: one launch, in FP8 two.
 
-    Arguments as for the public operator. A token whose slot is negative is not stored, so that padding rows of a
-    captured step need no page.
+    Arguments as for the public operator. A token with a negative slot is not stored: padding rows of a captured step
+    have no page.
     """
     if len(query):
         run_all(prepare_rope(query, key, value, rotation, layer, slot_mapping, query_norm, key_norm))
@@ -179,7 +181,7 @@ def prepare_rope(
     query_norm: Norm | None,
     key_norm: Norm | None,
 ) -> list[Launch]:
-    """The launches that do it: a program for each token and key head, with the query heads that read that head."""
+    """Return the launches: a program for each token and key head, with the query heads that read that head."""
     tensors = {"query": query, "key": key, "value": value, "key_cache": layer.key, "value_cache": layer.value}
     assert all(tensor.stride(-1) == 1 for tensor in tensors.values()), "each head's vector is contiguous"
     assert rotation is None or rotation.cos.stride() == rotation.sin.stride(), "cos and sin lie alike"
@@ -234,7 +236,7 @@ def _rope_write_kv(
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    if BEGINS is not None:  # noqa: SIM102 - known when compiling; what is nested in it is not
+    if BEGINS is not None:  # noqa: SIM102 - evaluated when compiling; the nested condition is not
         if (slot % block_size == 0) != BEGINS:
             return
     if cos is not None:
@@ -270,9 +272,9 @@ def _turn(
     ROUNDS_FIRST: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BEGINS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Normalise and turn HEADS vectors; a vector is its first half of turning elements, its second, and the rest.
+    """Normalise and turn HEADS vectors. A vector is two halves of turned elements, then elements that are not turned.
 
-    Without BEGINS they stay of their dtype; else they are stored as E4M3 in units of the page's `scales`.
+    If BEGINS is None, they keep their dtype; else they are stored as E4M3 in units of the page's `scales`.
     """
     dtype: tl.constexpr = source.dtype.element_ty
     head = tl.arange(0, BLOCK_HEADS)[:, None]

@@ -33,10 +33,10 @@ VECTOR = 8
 """Elements that the kernels load at once; offsets of rank tiles are multiples of it."""
 
 MIN_SPLIT = 512
-"""in_features that a split has at least."""
+"""Least number of in_features in a split."""
 
 MAX_SPLITS = 16
-"""Partial sums that a row's program loads at once: `TileMap.max_splits` is never more."""
+"""Most partial sums that a row's program loads at once: `TileMap.max_splits` is never more."""
 
 RESCALE_COLUMNS = 1024
 """Columns of y that a program of rescale takes."""
@@ -52,8 +52,8 @@ def lora_shrink(
 ) -> torch.Tensor:
     """Project every adapter's rows down to its rank: float32 partial sums `[splits, len(sites), rows, rank]`.
 
-    Arguments as for the public operator, on a GPU; `a_offsets` are multiples of 8 elements. What lies past a segment's
-    own rank, and past the number of splits that the step came to, is undefined.
+    Arguments as for the public operator, on a GPU; `a_offsets` are multiples of 8 elements. Values past a segment's
+    rank, and past the number of splits that the step uses, are undefined.
     """
     v = new_intermediate(x, group, segments, table)
     run_all(prepare_shrink(x, pool, table, group, segments, v))
@@ -61,7 +61,7 @@ def lora_shrink(
 
 
 def new_intermediate(x: torch.Tensor, group: LoraGroup, segments: Segments, table: LoraTable) -> torch.Tensor:
-    """Room for what shrink hands to expand."""
+    """Return an empty tensor for the partial sums that shrink passes to expand."""
     tile_map = tile_map_of(segments, table)
     splits = min(tile_map.max_splits, triton.cdiv(x.shape[1], MIN_SPLIT))
     return x.new_empty(splits, len(group.sites), tile_map.rows, tile_map.rank, dtype=torch.float32)
@@ -70,12 +70,13 @@ def new_intermediate(x: torch.Tensor, group: LoraGroup, segments: Segments, tabl
 def prepare_shrink(
     x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, v: torch.Tensor
 ) -> list[Launch]:
-    """The launches that fill `v`: one for each tile shape of the step, none when it has no adapter."""
+    """Return the launches that fill `v`: one for each tile shape of the step, none if the step has no adapter."""
     assert x.stride(1) == 1, "rows of x are contiguous"
     shared = {
         "x": x,
         "pool": pool,
         "v": v,
+        # Shrink reads only the sites, so the block size does not matter.
         "sites": group_table(group, 1 << 30, x.device).sites,
         "a_offsets": table.a_offsets,
         "ranks": table.ranks,
@@ -104,14 +105,14 @@ def _shrink_launch(tiles: RowTiles, shared: dict[str, Any], x: torch.Tensor) -> 
 
 
 def shrink_programs(tiles: RowTiles, device: torch.device) -> int:
-    """Programs that shrink is launched with: what registers and shared memory let a multiprocessor hold at once."""
+    """Return shrink's number of programs: as many as fit the multiprocessors' registers and shared memory at once."""
     per_processor = {1: 3, LONG_ROWS: 2}
     return resident_programs(device, per_processor.get(tiles.shape.rows, 4))
 
 
 @triton.jit
 def split_count(items: tl.tensor, num_sites: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor) -> tl.tensor:
-    """Splits of in_features that this step's items leave room for: shrink and expand agree on it."""
+    """Return the splits of in_features that this step's items leave room for; shrink and expand compute the same."""
     return tl.minimum(tl.maximum(split_programs // tl.maximum(items * num_sites, 1), 1), max_splits)
 
 
@@ -122,7 +123,7 @@ def _shrink_rows(
     table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
     NUM_SITES: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row by one rank tile an item, without tensor cores: A streams through registers once."""
+    """Compute one row by one rank tile for each item, without tensor cores: A streams through registers once."""
     items = tl.load(work)
     splits = split_count(items, NUM_SITES, split_programs, max_splits)
     span = tl.cdiv(tl.cdiv(in_features, BLOCK_K), splits) * BLOCK_K
@@ -156,7 +157,7 @@ def _shrink_tiles(
     table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
     NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of rows by some rank tiles an item, on tensor cores."""
+    """Compute a tile of rows by some rank tiles for each item, on tensor cores."""
     items = tl.load(work)
     splits = split_count(items, NUM_SITES, split_programs, max_splits)
     span = tl.cdiv(tl.cdiv(in_features, BLOCK_K), splits) * BLOCK_K
@@ -191,8 +192,8 @@ def lora_expand(
 ) -> None:
     """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
 
-    Arguments as for the public operator, on a GPU; `v` is the GPU's `lora_shrink`'s, `b_offsets` are multiples of 8
-    elements. The intermediate keeps float32's precision to within 2^-16: tensor cores take it as a sum of two numbers.
+    Arguments as for the public operator, on a GPU; `v` is from the GPU's `lora_shrink`, `b_offsets` are multiples of
+    8 elements. The partial sums are added in float32 and then rounded to the pool's dtype.
     """
     run_all(prepare_expand(v, pool, table, group, segments, y))
 
@@ -200,7 +201,7 @@ def lora_expand(
 def prepare_expand(
     v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
 ) -> list[Launch]:
-    """The launches that add to `y`: one for each tile shape of the step, none when it has no adapter."""
+    """Return the launches that add to `y`: one for each tile shape of the step, none if the step has no adapter."""
     assert y.stride(1) == 1, "rows of y are contiguous"
     shared = {
         "v": v,
@@ -255,7 +256,7 @@ def _expand_rows(
     max_splits: tl.tensor, num_blocks: tl.tensor,
     NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row by one block of columns an item, without tensor cores: B streams through registers once."""
+    """Compute one row by one block of columns for each item, without tensor cores: B streams through registers once."""
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
     tile_rank = tl.arange(0, _TILE)
     partial = tl.arange(0, MAX_SPLITS)
@@ -285,6 +286,7 @@ def _expand_rows(
                 weights = tl.load(b, mask=(r < rank)[:, None] & has_column[None, :], other=0.0)
                 has_partial = (partial < splits)[:, None] & (r < rank)[None, :]
                 inner = tl.sum(tl.load(v_row[:, None] + r[None, :], mask=has_partial, other=0.0), axis=0)
+                # Rounded as the input of every linear is.
                 inner = inner.to(weights.dtype).to(tl.float32)
                 total += tl.sum(weights.to(tl.float32) * inner[:, None], axis=0)
             tl.store(out, (base + tl.load(scales + cell) * total).to(y.dtype.element_ty), mask=has_column)
@@ -298,7 +300,7 @@ def _expand_tiles(
     max_splits: tl.tensor, num_blocks: tl.tensor,
     NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of rows by one block of columns an item, on tensor cores."""
+    """Compute a tile of rows by one block of columns for each item, on tensor cores."""
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
     tile_rank = tl.arange(0, _TILE)
     for task in range(tl.program_id(0), tl.load(work) * num_blocks, tl.num_programs(0)):
@@ -335,7 +337,7 @@ def _expand_tiles(
 
 
 def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:
-    """Scale and shift every adapter's rows, in place: arguments as for the public operator, on a GPU."""
+    """Scale and shift every adapter's rows, in place. Arguments as for the public operator, on a GPU."""
     if segments.rows:
         prepare_rescale(y, pool, offsets, group, segments).run()
 
@@ -343,7 +345,7 @@ def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: L
 def prepare_rescale(
     y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments
 ) -> Launch:
-    """The launch that changes `y`: a program for each row and block of columns, most of which find nothing to do."""
+    """Return the launch that changes `y`: a program for each row and block of columns. Most find no work and return."""
     assert y.stride(1) == 1, "rows of y are contiguous"
     blocks = group_table(group, RESCALE_COLUMNS, y.device).blocks
     arguments = {
@@ -364,7 +366,7 @@ def _rescale(
     y: tl.tensor, pool: tl.tensor, offsets: tl.tensor, row_slots: tl.tensor, blocks: tl.tensor, y_stride: tl.tensor,
     table_sites: tl.tensor, BLOCK_COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row by one block of columns a program."""
+    """Change one row by one block of columns in each program."""
     row = tl.program_id(0).to(tl.int64)
     block = blocks + tl.program_id(1) * _BLOCK
     slot = tl.load(row_slots + row)
@@ -382,21 +384,21 @@ def _rescale(
 
 @dataclass(frozen=True, eq=False)
 class GroupTable:
-    """The tables that launches for one group read."""
+    """Tables that the launches of one group read."""
 
     sites: torch.Tensor
     """int32[len(group.sites)]"""
     blocks: torch.Tensor
     """int32[number of column blocks, BLOCK_WIDTH]"""
     aligned: bool
-    """True where every row of B starts where a vector load may."""
+    """True if every row of B starts at an address that a vector load may use."""
 
 
 @cache
 def group_table(group: LoraGroup, block_columns: int, device: torch.device) -> GroupTable:
-    """The tables of `group` with its slices cut into blocks of `block_columns`.
+    """Return the tables of `group`, whose slices are cut into blocks of `block_columns`.
 
-    Made on a group's first launch: run one before capturing a CUDA graph.
+    The first launch of a group makes them: run one before capturing a CUDA graph.
     """
     blocks = [
         (index, site, block, width, start, 0, 0, 0)

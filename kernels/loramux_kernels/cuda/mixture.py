@@ -6,12 +6,12 @@ Semantics:
     grouped_linear   y[s[e]:s[e + 1]] = x[s[e]:s[e + 1]] @ weight[e].T + bias[e], with s = starts
     combine          out[t] = sum over j of w[t, j] * y[row(t, j)]
 
-A program of `grouped_linear` computes a tile of one expert's rows by a block of columns. It finds the expert in
-`starts`: the tiles of all experts are numbered one after the other, so the host needs only their maximum, and no
-expert's number of rows. Programs beyond the last tile return at once.
+A program of `grouped_linear` computes a tile of one expert's rows by a block of columns. The tiles of all experts are
+numbered one after the other, and a program finds its expert in `starts`. So the host needs only the largest possible
+number of tiles, not the number of rows of any expert. Programs after the last tile return at once.
 
-Which rows the LoRA kernels compute for a mixture depends on the choices, which only the device knows. So their work
-list is cut there too: `expert_segments` is the counterpart of `TileMap.for_step`.
+The choices decide which rows the LoRA kernels compute for a mixture, and only the device knows them. So the work list
+is made on the device too: `expert_segments` is the counterpart of `TileMap.for_step`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMBINED_COLUMNS = 512
 """Columns that a program of `combine` takes."""
 
 FEW_ROWS = 16
-"""Rows an expert has on average up to which its weight's bytes, not its products, are what it costs."""
+"""Mean number of rows of an expert up to which reading its weight costs more time than the products."""
 
 _ITEM = tl.constexpr(LORA_ITEM_WIDTH)
 
@@ -48,7 +48,8 @@ _ITEM = tl.constexpr(LORA_ITEM_WIDTH)
 def route(experts: torch.Tensor, num_experts: int, kv_slots: torch.Tensor | None) -> Routes:
     """Order rows by expert, in one launch. Arguments as for the public operator, on a GPU."""
     rows = experts.numel()
-    # Each begins at 16 bytes, which rows of one tensor need not: Triton would compile anew for those.
+    # Each must begin at a multiple of 16 bytes. The rows of one tensor may not, and Triton would compile another
+    # variant for their addresses.
     tokens, of_rows, places = (experts.new_empty(rows) for _ in range(3))
     routes = Routes(tokens, of_rows, places.view(experts.shape), experts.new_empty(num_experts + 1))
     prepare_route(experts, kv_slots, routes).run()
@@ -56,7 +57,7 @@ def route(experts: torch.Tensor, num_experts: int, kv_slots: torch.Tensor | None
 
 
 def prepare_route(experts: torch.Tensor, kv_slots: torch.Tensor | None, routes: Routes) -> Launch:
-    """The launch that fills `routes`: a program for each expert, and one for padding."""
+    """Return the launch that fills `routes`: a program for each expert, and one for padding."""
     arguments = {
         "experts": experts.contiguous(),
         "kv_slots": kv_slots,
@@ -75,7 +76,7 @@ def prepare_route(experts: torch.Tensor, kv_slots: torch.Tensor | None, routes: 
 def _chosen(
     experts: tl.tensor, kv_slots: tl.tensor, pair: tl.tensor, rows: tl.tensor, none: tl.tensor, CHOICES: tl.constexpr
 ) -> tl.tensor:
-    """Experts of pairs (token, choice); `none` for padding, and more beyond the last."""
+    """Return the experts of (token, choice) pairs; `none` for padding, and `none + 1` after the last pair."""
     inside = pair < rows
     expert = tl.load(experts + pair, mask=inside, other=0).to(tl.int32)
     if kv_slots is not None:
@@ -89,7 +90,7 @@ def _route(
     starts: tl.tensor, rows: tl.tensor,
     CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Count the rows of the experts before one's own, then give its rows the numbers that follow."""
+    """Count the rows of the experts before this program's expert, then number this expert's rows from there."""
     own = tl.program_id(0)
     none = tl.num_programs(0) - 1
     row = 0
@@ -121,7 +122,7 @@ def grouped_linear(
 def prepare_grouped_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, starts: torch.Tensor, y: torch.Tensor
 ) -> Launch:
-    """The launch that fills `y`: a program for each tile of rows that there may be, and block of columns."""
+    """Return the launch that fills `y`: a program for each possible tile of rows and each block of columns."""
     assert x.stride(1) == y.stride(1) == 1, "rows are contiguous"
     assert bias is None or bias.is_contiguous(), "rows are contiguous"
     experts, columns, width = weight.shape
@@ -166,6 +167,7 @@ def _grouped_linear(
     lasts = tl.load(starts + e + 1, mask=e < EXPERTS, other=0).to(tl.int32)
     tiles = tl.cdiv(lasts - firsts, BLOCK_ROWS)
     ends = tl.cumsum(tiles, axis=0)
+    # The number of experts whose tiles all come before this one.
     expert = tl.sum((ends <= tile).to(tl.int32))
     if expert < EXPERTS:
         is_own = e == expert
@@ -200,7 +202,7 @@ def combine(y: torch.Tensor, routes: Routes, weights: torch.Tensor) -> torch.Ten
 
 
 def prepare_combine(y: torch.Tensor, routes: Routes, weights: torch.Tensor, out: torch.Tensor) -> Launch:
-    """The launch that fills `out`: a program for each token and block of columns."""
+    """Return the launch that fills `out`: a program for each token and block of columns."""
     assert y.is_contiguous(), "rows are found by arithmetic"
     arguments = {
         "y": y,
@@ -220,7 +222,7 @@ def _combine(
     y: tl.tensor, places: tl.tensor, weights: tl.tensor, out: tl.tensor, width: tl.tensor,
     CHOICES: tl.constexpr, BLOCK_CHOICES: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One token by one block of columns a program."""
+    """Add up one token by one block of columns in each program."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     choice = tl.arange(0, BLOCK_CHOICES)
@@ -236,7 +238,7 @@ def _combine(
 def expert_segments(routes: Routes, segments: Segments, num_sites: int, max_rank: int) -> Segments:
     """Return the routes' rows as segments of a table with a row for each slot and expert, `num_sites` rows a slot.
 
-    `segments` are the step's, of tokens. A run of one expert and one adapter is cut where a row's number is a multiple
+    `segments` are the step's, of tokens. A run of one expert and one adapter is cut at row numbers that are multiples
     of an item's height.
     """
     rows, device = len(routes.tokens), routes.tokens.device
@@ -256,7 +258,7 @@ def expert_segments(routes: Routes, segments: Segments, num_sites: int, max_rank
 def prepare_expert_items(
     routes: Routes, segments: Segments, num_sites: int, shape: TileShape, shrink: torch.Tensor, expand: torch.Tensor
 ) -> Launch:
-    """The launch that fills two work lists: one program, which counts as it goes through the rows."""
+    """Return the launch that fills two work lists: one program, which counts items as it goes through the rows."""
     rows = len(routes.tokens)
     arguments = {
         "tokens": routes.tokens,
@@ -282,7 +284,7 @@ def _table_row(
     row: tl.tensor, live: tl.tensor, tokens: tl.tensor, experts: tl.tensor, row_slots: tl.tensor,
     num_adapted: tl.tensor, num_sites: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """The table's row of a route's row; -1 where it has no adapter, or is none."""
+    """Return the table's row for a row of the routes; -1 if it has no adapter or does not exist."""
     inside = (row >= 0) & (row < live)
     token = tl.load(tokens + row, mask=inside, other=0)
     slot = tl.load(row_slots + token, mask=inside & (token < num_adapted), other=-1)
@@ -296,7 +298,7 @@ def _expert_items(
     expand: tl.tensor, rows: tl.tensor, num_adapted: tl.tensor, num_experts: tl.tensor, num_sites: tl.tensor,
     PARTS: tl.constexpr, RANK: tl.constexpr, HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """An item begins where the table's row changes, or a row's number is a multiple of HEIGHT."""
+    """Begin an item at each change of the table's row, and at row numbers that are multiples of HEIGHT."""
     live = tl.load(starts + num_experts)
     items = 0
     for start in range(0, rows, BLOCK):

@@ -1,22 +1,22 @@
-"""Paged attention as Triton kernels: the write of new keys and values into pages, and attention over pages.
+"""Paged attention as Triton kernels: writing new keys and values into pages, and attention over pages.
 
 Semantics:
 
     write_kv          key[page, :, offset] = new_key[t], slot_mapping[t] = page * block_size + offset; values likewise
     paged_attention   out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G], for row t of s
 
-A tile's rows are query rows times the G heads that share a kv head, so that each key and value is loaded once for all
-of them. Sequences with few query rows and sequences in prefill run in one launch each; contexts that were cut for
-balance are merged by a third, always in the same order.
+A tile's rows are query rows times the G heads that share a kv head: each key and value is loaded once for all of them.
+Sequences with few query rows are one launch, sequences in prefill another. A long context may be cut to balance the
+work; a third launch then merges the partial results, always in the same order.
 
 The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022): each stretch of
 context rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their
 results by log-sum-exp is Flash-Decoding (Dao et al., 2023): out = sum_p exp(lse[p]) * partial[p] / sum_p exp(lse[p]).
 
-In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first:
-the tokens that begin a page have a launch of their own, before that of the others. When attention reads, a key's codes
-become the query's dtype, exactly, and the scales of the pages multiply the scores. Values are multiplied by their
-scale before they take that dtype: weights times scales could overflow float16.
+In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first.
+So the tokens that begin a page have a separate launch, before that of the others. Attention widens a key's codes to the
+query's dtype, which is exact, and multiplies the scores with the pages' scales. Values are multiplied with their scale
+before they take that dtype, because weights times scales could overflow float16.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _NEVER = tl.constexpr(float("-inf"))
 
 
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
-    """Store the step's new keys and values, both in one launch, or in FP8 in two.
+    """Store the step's new keys and values: one launch for both, in FP8 two.
 
-    Arguments as for the public operator, on a GPU. A token whose slot is negative is not stored, so that padding rows
-    of a captured step need no page.
+    Arguments as for the public operator, on a GPU. A token with a negative slot is not stored: padding rows of a
+    captured step have no page.
     """
     if len(slot_mapping):
         run_all(prepare_write_kv(key, value, layer, slot_mapping))
@@ -57,7 +57,7 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mappin
 def prepare_write_kv(
     key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor
 ) -> list[Launch]:
-    """The launches that store keys and values: a program for each token."""
+    """Return the launches that store keys and values: a program for each token."""
     tensors = (key, value, layer.key, layer.value)
     assert all(tensor.stride(-1) == 1 for tensor in tensors), "each head's vector is contiguous"
     names = ("key", "value", "key_cache", "value_cache")
@@ -95,7 +95,7 @@ def _write_kv(
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
-    if BEGINS is not None:  # noqa: SIM102 - known when compiling; what is nested in it is not
+    if BEGINS is not None:  # noqa: SIM102 - evaluated when compiling; the nested condition is not
         if (slot % block_size == 0) != BEGINS:
             return
     if slot >= 0:
@@ -145,7 +145,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
+    """Compute causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
 
     Arguments as for the public operator, on a GPU. Rows that belong to no sequence of the batch stay undefined.
     """
@@ -169,7 +169,7 @@ def prepare_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """The launches that fill `output` `[T, Hq, Dv]`."""
+    """Return the launches that fill `output` `[T, Hq, Dv]`."""
     assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
     block_key, block_value = _blocks(key_dim, value_dim)
@@ -207,17 +207,17 @@ def prepare_attention(
 
 
 def _long_rows(dim: int, dtype: torch.dtype) -> int:
-    """Prefill tiles as high as a thread's registers hold of their sums."""
+    """Return the height of prefill tiles: as many rows as a thread's registers can hold sums of."""
     if dtype == torch.float32:
         return DECODE_TILE_ROWS
     return 32 if dim > 128 else 64
 
 
 def _blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Round up to sizes that a tensor core multiplies: powers of two, 16 at least.
+    """Round up to sizes that a tensor core multiplies: powers of two, at least 16.
 
-    Below 64 both are alike: ptxas 12.8, which Triton 3.6 and 3.7 bring, confuses WGMMA's descriptors of keys and of
-    narrower values, which differ in form only there (`compile_check` finds it).
+    Below 64 both are made equal. ptxas 12.8, which Triton 3.6 and 3.7 ship, confuses the WGMMA descriptors of keys
+    with those of narrower values; the two differ in form only below 64 (`compile_check` finds it).
     """
     key, value = (max(16, int(triton.next_power_of_2(dim))) for dim in (key_dim, value_dim))
     return max(key, min(64, value)), max(value, min(64, key))
@@ -228,7 +228,7 @@ def _strides(name: str, cache: torch.Tensor) -> dict[str, int]:
 
 
 def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp8: bool) -> int:
-    """Tokens of context at a time: what the registers hold of their addresses and scores, and of widened codes."""
+    """Return the context tokens of one pass: registers must hold their addresses, scores and widened codes."""
     if dtype == torch.float32:
         return 32 if is_fp8 and dim <= 128 else 16
     if is_fp8 and rows > DECODE_TILE_ROWS and value_dim > 128:
@@ -237,12 +237,12 @@ def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp
 
 
 def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> int:
-    """Return Triton's stages.
+    """Return Triton's number of pipeline stages.
 
-    A key's address comes from the block table, and its value follows: five stages make two buffers of each, so that a
-    block is on its way while another is multiplied; three make one. High tiles are bound by their products and have no
-    registers left; neither has a kernel for keys and values of different widths on sm_90. In FP8 all but the highest
-    have room for two.
+    A key's address comes from the block table, and its value follows. Five stages make two buffers of each, so one
+    block is loaded while another is multiplied; three stages make one buffer. High tiles are limited by their products
+    and have no free registers. A kernel for keys and values of different widths on sm_90 has none either. In FP8 all
+    but the highest tiles have room for two buffers.
     """
     if dtype == torch.float32:
         return 1
@@ -254,7 +254,7 @@ def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> in
 def _launches(
     tiles: AttentionTiles, shared: dict[str, Any], attend: dict[str, Any], query: torch.Tensor
 ) -> list[Launch]:
-    """Attention over one tile height, and the merge of its partial results where contexts were cut."""
+    """Return attention over one tile height, and the merge of its partial results if contexts were cut."""
     shape = (tiles.partials, shared["KV_HEADS"], tiles.rows)
     shared = {
         **shared,
@@ -292,7 +292,7 @@ def _attend(
     PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One tile of query rows by one kv head by one stretch of context an item."""
+    """Attend with one tile of query rows, one kv head and one stretch of context for each item."""
     tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
     member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     d = tl.arange(0, BLOCK_KEY)
@@ -309,12 +309,12 @@ def _attend(
         q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
-        if sinks is not None:  # noqa: SIM102 - known when compiling; what is nested in it is not
+        if sinks is not None:  # noqa: SIM102 - evaluated when compiling; the nested condition is not
             if tl.load(item + 7) != 0:
                 highest = tl.load(sinks + head * GROUPS + member).to(tl.float32) * _LOG2_E
                 total += 1.0
         sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
-        # Tokens that every row of the tile sees need no mask; with a window, hardly any are.
+        # Tokens that every row of the tile sees need no mask. With a window there are hardly any.
         seen = first_token
         if window is None:
             whole = tl.maximum(tl.minimum(stop, first_position + 1) - first_token, 0)
@@ -341,6 +341,7 @@ def _attend(
         )  # fmt: skip
         e = tl.arange(0, BLOCK_VALUE)
         inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
+        # The total of a row that saw no token is 0.
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         if partial < 0:
             out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
@@ -348,6 +349,7 @@ def _attend(
         else:
             slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
+            # -inf for a row that saw no token: its weight in the merge is 0.
             tl.store(partial_lse + slot, highest + tl.log2(total), mask=has_row)
 
 
@@ -361,9 +363,9 @@ def absorb(
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Take tokens [start, stop) into (sums, total, highest); MASKED where not every row sees all of them.
+    """Add tokens [start, stop) to (sums, total, highest); MASKED if some row does not see all of them.
 
-    `highest` is each row's largest score so far, in units of log 2; `total` and `sums` are relative to it.
+    `highest` is each row's largest score so far, in units of log 2; `total` and `sums` are relative to `highest`.
     """
     d = tl.arange(0, BLOCK_KEY)
     e = tl.arange(0, BLOCK_VALUE)
@@ -379,7 +381,9 @@ def absorb(
         if key_scales is not None:
             scores *= tl.load(key_scales + page * key_scale_page, mask=exists, other=1.0)[None, :]
         if softcap is not None:
+            # tanh(x) = 1 - 2 / (exp(2 x) + 1)
             scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
+        # exp(x) = exp2(x * log2(e)), and GPUs have an instruction for exp2.
         scores *= _LOG2_E
         if MASKED:
             visible = exists[None, :] & (token[None, :] <= position[:, None])
@@ -387,7 +391,7 @@ def absorb(
                 visible &= token[None, :] > position[:, None] - window
             scores = tl.where(visible, scores, _NEVER)
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # A row that has seen nothing yet keeps weights of 0, not NaN.
+        # The weights of a row that has seen no token yet are 0, not NaN.
         shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(highest - shift)
@@ -408,7 +412,7 @@ def merge_partials(
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Join the partial results of one tile of query rows and one kv head an item, in order."""
+    """Join the partial results of one tile of query rows and one kv head for each item, in order."""
     tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
     member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     e = tl.arange(0, BLOCK_VALUE)

@@ -2,17 +2,17 @@
 
 Semantics:
 
-    forbid_tokens   logits[rows[m], t] = -inf where bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
+    forbid_tokens   logits[rows[m], t] = -inf if bit t % 32 of words[m, t // 32] is 0, or words[m] ends before t
     sample          token[s] = argmax(steered[s]) if greedy, else a draw from softmax(kept(steered[s] / temperature[s]))
 
-Nothing is sorted. One pass over the vocabulary, shared by all programs, finds each row's greatest logit and, where no
-token is ruled out, its winner. A row that rules tokens out is finished by one program: it lists the few tokens that
-hold nearly all the mass, or takes all where they are many, and finds each threshold by bisection on the bits of a
-float.
+The vocabulary is never sorted. One pass over it, shared by all programs, finds each row's greatest logit, and the
+row's winner if all tokens are allowed. If a row excludes tokens (top-k, top-p or min-p), one program finishes it. The
+program lists the few tokens that hold nearly all the mass; if these are too many for the list, it takes all tokens. It
+finds each threshold by bisection on the bits of a float.
 
-Penalties and bias come first (`prepare_steer`), in place on a float32 copy of the logits. Only the tokens concerned
-are touched: one launch counts them, and in the next the first program that takes a counter applies it and sets it to
-zero, so that each (row, token) is changed once in any order.
+Penalties and bias come first (`prepare_steer`), in place on a float32 copy of the logits. They touch only the tokens
+that requests have read, generated or biased. One launch counts them. In the next, the first program that takes a
+counter applies it and sets it to zero: each (row, token) is changed once, in whatever order the programs run.
 """
 
 from __future__ import annotations
@@ -25,30 +25,31 @@ from loramux_kernels.cuda.launch import Launch, run_all
 from loramux_kernels.tables import SamplingBatch
 
 BLOCK = 4096
-"""Tokens that a program holds at once, and the most that a row may list."""
+"""Tokens that a program holds at once, and the most tokens that a row may list."""
 
 BLOCK_CHUNKS = 32
-"""Chunks whose winners a program compares at once. A vocabulary's number of chunks is no constant of a kernel, so that
-adapters with more tokens than the base compile none."""
+"""Chunks whose winners a program compares at once. The number of chunks of a vocabulary is not a constant of the
+kernel: adapters with more tokens than the base then need no compilation."""
 
 PAIRS = 1024
-"""(row, token) pairs that a program of penalties or bias takes."""
+"""Number of (row, token) pairs of penalties or bias that a program takes."""
 
 _NEVER = tl.constexpr(float("-inf"))
 _LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
 _PROMPT = tl.constexpr(1 << 30)
-"""Set in the counter of a token that stood in the prompt; the lower bits count how often it was generated."""
+"""Bit of a token's counter that says that the prompt has the token; the lower bits count how often it was generated."""
 
 
 def forbid_tokens(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> None:
-    """Remove tokens from rows of `logits`, in place: arguments as for the public operator, on a GPU."""
+    """Remove tokens from rows of `logits`, in place. Arguments as for the public operator, on a GPU."""
     if len(rows):
         prepare_forbid(logits, rows, words).run()
 
 
 def prepare_forbid(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> Launch:
-    """The launch that changes `logits`: a program for each row and block of tokens; allowed tokens are not touched."""
+    """Return the launch that changes `logits`: a program for each row and block of tokens. It writes only forbidden
+    tokens."""
     assert logits.stride(1) == 1, "rows of logits are contiguous"
     assert words.is_contiguous(), "words are contiguous"
     arguments = {
@@ -68,7 +69,7 @@ def _forbid(
     logits: tl.tensor, rows: tl.tensor, words: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor,
     num_words: tl.tensor, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One row by one block of tokens a program."""
+    """Forbid tokens of one row in one block of tokens for each program."""
     number = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     word = token // 32
@@ -80,14 +81,15 @@ def _forbid(
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """One token for each row of `logits` `[S, vocab]`: int64[S]. Arguments as for the public operator, on a GPU."""
+    """Return one token for each row of `logits` `[S, vocab]`: int64[S]. Arguments as for the public operator, on a
+    GPU."""
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     run_all(prepare_sample(logits, batch, tokens))
     return tokens
 
 
 def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Tensor) -> list[Launch]:
-    """The launches that fill `tokens` int64[S]; none of them changes `logits`."""
+    """Return the launches that fill `tokens` int64[S]; none of them changes `logits`."""
     assert logits.stride(1) == 1, "rows of logits are contiguous"
     launches = []
     if batch.penalties is not None or batch.bias is not None:
@@ -117,7 +119,7 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
 
 
 def prepare_steer(logits: torch.Tensor, batch: SamplingBatch) -> list[Launch]:
-    """The launches that change float32 `logits` `[S, vocab]`."""
+    """Return the launches that change float32 `logits` `[S, vocab]`."""
     shared = {"logits": logits, "logits_stride": logits.stride(0), "BLOCK": PAIRS}
     launches = []
     if (p := batch.penalties) is not None:
@@ -155,6 +157,7 @@ def _count(
     row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
     counter = counts + row * counts_stride + tl.load(token_ids + index, mask=inside, other=0)
     written = tl.load(generated + index, mask=inside, other=0) != 0
+    # The bit is above every count, so the two operations may come in any order.
     tl.atomic_add(counter, 1, mask=inside & written, sem="relaxed")
     tl.atomic_or(counter, _PROMPT, mask=inside & ~written, sem="relaxed")
 
@@ -170,6 +173,7 @@ def _penalise(
     inside = index < length
     row = tl.load(rows + index, mask=inside, other=0).to(tl.int64)
     token = tl.load(token_ids + index, mask=inside, other=0)
+    # Many pairs may share a counter. Only the first to take it sees a number other than 0.
     taken = tl.atomic_xchg(counts + row * counts_stride + token, 0, mask=inside, sem="relaxed")
     first = inside & (taken != 0)
     written = (taken & (_PROMPT - 1)).to(tl.float32)
@@ -205,7 +209,7 @@ def _scan(
     vocab: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The best score of one chunk of one row: of the race, or the logit where the race must wait for a threshold."""
+    """Store the best score of one chunk of one row: of the race, or the logit if the race must wait for a threshold."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     token = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -214,6 +218,7 @@ def _scan(
     if (heat != 0.0) & ~_rules_out(row, vocab, top_k, top_p, min_p):
         quad = chunk * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         a, b, c, d = tl.philox(tl.load(seed + row), quad, tl.load(step + row), quad * 0, quad * 0)
+        # The four words of a counter go to four neighbouring tokens, as in `race`.
         word = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
         score = score / heat - tl.log(arrival_time(word))
     best, at = tl.max(score, axis=0, return_indices=True)
@@ -229,7 +234,7 @@ def _finish(
     seed: tl.tensor, step: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor, chunks: tl.tensor,
     BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The winner among a row's chunks, or the whole race where tokens are ruled out."""
+    """Store the winner among a row's chunks; run the whole race if the row excludes tokens."""
     row = tl.program_id(0).to(tl.int64)
     best = tl.full((), _NEVER, tl.float32)
     winner = tl.load(chunk_token + row * chunks)
@@ -250,7 +255,7 @@ def _finish(
         p = tl.load(top_p + row)
         floor = tl.log(tl.load(min_p + row))
         count, mass = list_tokens(source, values, names, vocab, best, heat, k, p, floor, BLOCK)
-        # More than fit a list: race over the whole vocabulary, as slow as it is rare.
+        # If more tokens qualify than fit the list, the race reads the whole vocabulary. This is slow, and rare.
         direct = tl.where(count > BLOCK, vocab, 0)
         count = tl.where(count > BLOCK, 0, count)
         lowest = tl.full((), 0, tl.uint32)
@@ -258,7 +263,7 @@ def _finish(
             lowest = threshold(source, values, count, direct, best, heat, lowest, k.to(tl.float32), False, BLOCK)
             mass = mass_from(source, values, count, direct, best, heat, lowest, True, BLOCK)
         if p < 1.0:
-            # Never 0, which no token at all would reach as well: the best one always stays.
+            # Never 0: a mass of 0 would be reached without any token. So the best token always stays.
             target = tl.maximum(p * mass, 1e-30)
             lowest = threshold(source, values, count, direct, best, heat, lowest, target, True, BLOCK)
         winner = race(
@@ -284,8 +289,8 @@ def _rules_out(row: tl.tensor, vocab: tl.tensor, top_k: tl.tensor, top_p: tl.ten
     return ((k > 0) & (k < vocab)) | (tl.load(top_p + row) < 1.0) | (tl.load(min_p + row) > 0.0)
 
 
-# A row's candidates are `count` listed tokens or, where they do not fit a list, the `direct` first ones of the row
-# itself; one of the two numbers is 0.
+# A row's candidates are `count` listed tokens. If they do not fit the list, they are the first `direct` tokens of the
+# row itself. One of the two numbers is always 0.
 
 
 @triton.jit
@@ -294,7 +299,8 @@ def list_tokens(
     k: tl.tensor, p: tl.tensor, floor: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """List the tokens within some margin of the best, all that can stay among them: (number, all mass)."""
+    """List all tokens that can stay: those within some margin of the best. Return (their number, the mass of all
+    tokens)."""
     near, middle, far = 4.0, 8.0, 14.0
     near_count, middle_count, far_count = 0, 0, 0
     near_mass, middle_mass, far_mass, mass = 0.0, 0.0, 0.0, 0.0
@@ -325,6 +331,7 @@ def list_tokens(
         tl.store(values + place, logit, mask=listed & (place < BLOCK))
         tl.store(names + place, token, mask=listed & (place < BLOCK))
         count += tl.sum(listed.to(tl.int32))
+    # Other threads of this program read the list that was just written.
     tl.debug_barrier()
     return count, mass
 
@@ -334,7 +341,8 @@ def _holds(
     margin: tl.tensor, count: tl.tensor, held: tl.tensor, mass: tl.tensor, vocab: tl.tensor, k: tl.tensor,
     p: tl.tensor, floor: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """True where all tokens that stay lie within `margin` of the best: k of them, clearly more than p, or min_p's."""
+    """Return whether all tokens that stay are within `margin` of the best: k of them, clearly more than p, or
+    min_p's."""
     return ((k < vocab) & (count >= k)) | (
         (k == vocab) & (((p < 1.0) & (held >= 1.001 * p * mass)) | ((p >= 1.0) & (-floor <= margin)))
     )
@@ -346,9 +354,11 @@ def threshold(
     lowest: tl.tensor, target: tl.tensor,
     BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The largest key from which on upwards the tokens number, or weigh, at least `target`; not below `lowest`."""
+    """Return the largest key at and above which the number, or the mass, of tokens is at least `target`; at least
+    `lowest`."""
     found = tl.full((), 0, tl.uint32)
     bit = tl.full((), 1 << 31, tl.uint32)
+    # Bit by bit from the highest, because the keys are unsigned integers in the order of the floats.
     for _ in range(32):
         if (
             mass_from(source, values, count, direct, best, heat, tl.maximum(found | bit, lowest), BY_MASS, BLOCK)
@@ -365,7 +375,7 @@ def mass_from(
     lowest: tl.tensor,
     BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Number or weight of the tokens whose keys are at least `lowest`."""
+    """Return the number or the mass of the tokens whose keys are at least `lowest`."""
     mass = 0.0
     for start in range(0, tl.maximum(count, direct), BLOCK):
         logit, inside = _read(source, values, start, count, direct, BLOCK)
@@ -383,7 +393,7 @@ def race(
     heat: tl.tensor, lowest: tl.tensor, floor: tl.tensor, seed: tl.tensor, step: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The token that arrives first among those that stay."""
+    """Return the token that arrives first among those that stay."""
     top = tl.full((), _NEVER, tl.float32)
     winner = _NO_TOKEN
     for start in range(0, tl.maximum(count, direct), BLOCK):
@@ -395,9 +405,10 @@ def race(
         lane = token % 4
         word = tl.where(lane == 0, a, tl.where(lane == 1, b, tl.where(lane == 2, c, d)))
         stays = inside & (_key(logit) >= lowest) & ((logit - best) / heat >= floor)
-        # Differences from the best are at most 0, so that the division can only overflow to -inf.
+        # Differences from the best are at most 0, so the division can only overflow to -inf.
         score = tl.where(stays, (logit - best) / heat - tl.log(arrival_time(word)), _NEVER)
         best_here, at = tl.max(score, axis=0, return_indices=True)
+        # token[at]: Triton cannot index a tensor in registers.
         here = tl.min(tl.where(tl.arange(0, BLOCK) == at, token, _NO_TOKEN))
         winner = tl.where(best_here > top, here, winner)
         top = tl.maximum(top, best_here)
@@ -409,7 +420,8 @@ def _read(
     source: tl.tensor, values: tl.tensor, start: tl.tensor, count: tl.tensor, direct: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """(logits, whether there is one) of a block of the list of `count` tokens, or of the row's `direct` ones."""
+    """Return (logits, whether the index exists) for a block of the `count` listed tokens, or of the row's first
+    `direct`."""
     index = start + tl.arange(0, BLOCK)
     from_list = tl.load(values + index, mask=index < count, other=_NEVER)
     from_row = tl.load(source + index, mask=index < direct, other=_NEVER).to(tl.float32)
@@ -418,14 +430,15 @@ def _read(
 
 @triton.jit
 def _key(value: tl.tensor) -> tl.tensor:
-    """Unsigned integers in the order of the floats."""
+    """Map floats to unsigned integers of the same order."""
+    # Adding 0.0 turns -0.0 into 0.0: equal logits must have equal keys.
     bits = (value + 0.0).to(tl.uint32, bitcast=True)
     return tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
 
 
 @triton.jit
 def arrival_time(word: tl.tensor) -> tl.tensor:
-    """An Exp(1) number from 32 random bits: `-log(1 - u)`, whose small values keep their precision."""
+    """Return an Exp(1) number from 32 random bits: `-log(1 - u)`. A series keeps the precision of small values."""
     uniform = (word.to(tl.float32) + 0.5) * 2.0**-32
     series = uniform * (1.0 + uniform * (0.5 + uniform / 3.0))
     return tl.where(uniform < 2.0**-10, series, -tl.log(1.0 - uniform))

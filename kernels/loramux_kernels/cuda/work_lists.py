@@ -1,15 +1,14 @@
-"""Work lists of the persistent kernels: which program computes what, cut once a step on the host.
+"""Work lists of the persistent kernels: which program computes what. The host makes them once a step.
 
-A persistent launch has a fixed number of programs, which walk through a list of items. The list and its length stand
-on the device and are read by every layer, so that a CUDA graph serves steps of any mix: `refill` replaces the items in
-place.
+A persistent launch has a fixed number of programs, which walk through a list of items. The list and its length are on
+the device, and every layer reads them. `refill` replaces the items in place, so one CUDA graph serves steps of any mix.
 
-- `TileMap`: which adapter rows go through which LoRA kernel. Segments of few rows and of many have tiles of their own.
-- `plan_attention`: which query rows meet which stretch of context in one program. Contexts are cut where a few long
-  ones would leave multiprocessors idle; the balance is that of FlashInfer's plan (Ye et al., 2025), the merge that of
+- `TileMap`: which adapter rows go through which LoRA kernel. Segments of few rows and of many rows have separate tiles.
+- `plan_attention`: which query rows meet which stretch of context in one program. Contexts are cut if a few long ones
+  would leave multiprocessors idle. The balance is that of FlashInfer's plan (Ye et al., 2025), the merge that of
   Flash-Decoding (Dao et al., 2023).
 
-Needs no triton: plans are made and tested on a CPU too.
+This module does not import triton: plans are made and tested on a CPU too.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class WorkList:
-    """Items of a launch; its programs read their number from the device, so a captured launch serves any number."""
+    """Items of a launch. Its programs read the number of items from the device: a captured launch serves any number."""
 
     work: torch.Tensor
-    """int32[1 + capacity, width]; work[0, 0] is the number of items, which follow."""
+    """int32[1 + capacity, width]; work[0, 0] is the number of items, which begin at work[1]."""
 
     def refill(self, items: Ints) -> None:
-        """Replace the items `[n, width]` in place, n at most the capacity: for launches held in a CUDA graph."""
+        """Replace the items by `[n, width]` in place, as launches in a CUDA graph need; n is at most the capacity."""
         assert len(items) < len(self.work), f"{len(items)} items in a list that holds {len(self.work) - 1}"
         self.work[: len(items) + 1].copy_(stage(_with_header(items), self.work.device), non_blocking=True)
 
@@ -48,12 +47,12 @@ def upload(lists: Sequence[Ints], device: torch.device) -> list[WorkList]:
 
 
 def reserve(capacity: int, width: int, device: torch.device) -> WorkList:
-    """An empty list with room for `capacity` items."""
+    """Return an empty list with room for `capacity` items."""
     return WorkList(torch.zeros(1 + capacity, width, dtype=torch.int32, device=device))
 
 
 def cut(lengths: Ints, size: int | Ints) -> tuple[Ints, Ints]:
-    """Cut runs of the given lengths into pieces of at most `size`: (run of each piece, its start within the run)."""
+    """Cut runs of `lengths` into pieces of at most `size`: (run of each piece, start of the piece within its run)."""
     pieces = -(-lengths // size)
     owner = np.repeat(np.arange(len(lengths)), pieces)
     index = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
@@ -68,7 +67,7 @@ def _with_header(items: Ints) -> NDArray[np.int32]:
 
 
 SHORT_SEGMENT_ROWS = 32
-"""Segments up to here are short: their adapter's bytes, not their rows, are what they cost."""
+"""Most rows of a short segment. A short segment's time goes into reading the adapter, not into its rows."""
 
 LORA_ITEM_WIDTH = 4
 """Columns of an item: slot, first row, one past the last row, first rank row (0 for expand)."""
@@ -79,19 +78,19 @@ class TileShape:
     """Rows and rank rows that one item covers."""
 
     rows: int
-    """1: a row by itself, multiplied without tensor cores."""
+    """Rows of the tile. 1: each row is multiplied alone, without tensor cores."""
     rank: int
     """Rank rows that one item of shrink takes."""
     expand_rows: int
-    """Rows of an item of expand. Fewer than 64, so that Hopper's wgmma is not used: the intermediate reaches it in
-    registers, which assemblers before CUDA 13.3 may reuse too early (triton-lang/triton#9433)."""
+    """Rows of an item of expand. Fewer than 64, because then Hopper's wgmma is not used: it would read the intermediate
+    from registers, which assemblers before CUDA 13.3 may reuse too early (triton-lang/triton#9433)."""
 
 
 ROW = TileShape(1, RANK_TILE, 1)
 SHORT = TileShape(16, RANK_TILE, 16)
 LONG_ROWS, LONG_EXPAND_ROWS = 64, 32
 LONG_RANKS = (16, 32, 64)
-"""Rank rows of a long segment's items: the least that hold the widest rank, or the most."""
+"""Rank rows of a long segment's items: the least that hold the widest rank, or the largest of these."""
 
 LONG = TileShape(LONG_ROWS, LONG_RANKS[-1], LONG_EXPAND_ROWS)
 
@@ -105,7 +104,7 @@ class RowTiles:
 
     shape: TileShape
     shrink: WorkList
-    """(row tile, rank tile) pairs that exist at the adapters' true ranks."""
+    """Pairs (row tile, rank tile) that exist at the adapters' true ranks."""
     expand: WorkList
     """Row tiles."""
 
@@ -123,14 +122,14 @@ class TileMap:
 
     @property
     def max_splits(self) -> int:
-        """Most partial sums that shrink may cut one product into; few rows leave a GPU idle otherwise."""
+        """Most partial sums that shrink may cut one product into: a step of few rows would leave a GPU idle without."""
         if self.rows <= 256:
             return 16
         return 4 if self.rows <= 2048 else 1
 
     @classmethod
     def for_step(cls, segments: Segments, ranks: Ints, device: torch.device) -> TileMap:
-        """The map of one step; `ranks` `[S]` are the largest that each segment's adapter holds on any site."""
+        """Return the map of one step; `ranks` `[S]` is the largest rank of each segment's adapter on any site."""
         plans = [(shape, *_items(segments, ranks, shape)) for shape in _shapes(segments, ranks)]
         plans = [plan for plan in plans if len(plan[1])]
         if not plans:
@@ -141,26 +140,29 @@ class TileMap:
 
     @classmethod
     def reserve(cls, rows: int, rank: int, shape: TileShape, device: torch.device) -> TileMap:
-        """An empty map of fixed addresses for launches held in a CUDA graph: up to `rows` rows, ranks up to `rank`."""
+        """Return an empty map of fixed addresses for launches in a CUDA graph: up to `rows` rows and ranks up to
+        `rank`."""
         shrink = reserve(rows * -(-rank // shape.rank), LORA_ITEM_WIDTH, device)
         tiles = RowTiles(shape, shrink, reserve(rows, LORA_ITEM_WIDTH, device))
         return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))
 
     @classmethod
     def reserve_any(cls, rows: int, rank: int, device: torch.device) -> TileMap:
-        """An empty map of fixed addresses for any step of up to `rows` rows: for short and for long segments."""
+        """Return an empty map of fixed addresses for any step of up to `rows` rows: for short and for long segments."""
         short, long = (cls.reserve(rows, rank, shape, device) for shape in (SHORT, LONG))
         return cls(rows, short.rank, (*short.tiles, *long.tiles))
 
     @classmethod
     def of_every_shape(cls, rows: int, rank: int, device: torch.device) -> TileMap:
-        """An empty map of all shapes that a step may need, at most two of them at a time: to compile their kernels."""
+        """Return an empty map of all shapes that steps may need (a step needs two at most), to compile their
+        kernels."""
         shapes = (*DECODE_SHAPES, *(TileShape(LONG_ROWS, long, LONG_EXPAND_ROWS) for long in LONG_RANKS))
         maps = [cls.reserve(rows, rank, shape, device) for shape in shapes]
         return cls(rows, maps[0].rank, tuple(tiles for one in maps for tiles in one.tiles))
 
     def refill(self, segments: Segments, ranks: Ints) -> None:
-        """Put another step's segments into a reserved map; where it has one tile shape, all of them go through that."""
+        """Put another step's segments into a reserved map. If the map has one tile shape, all segments go through
+        it."""
         for tiles in self.tiles:
             shrink, expand = _items(segments, ranks, tiles.shape, every=len(self.tiles) == 1)
             tiles.shrink.refill(shrink)
@@ -168,9 +170,9 @@ class TileMap:
 
 
 def tile_map_of(segments: Segments, table: LoraTable) -> TileMap:
-    """The map of `segments`, made on first use and kept with them, as a cached property would be.
+    """Return the map of `segments`, made on first use and kept with them, as a cached property would be.
 
-    Reads the ranks from `table`, for which the host waits once a step; `attach_tile_map` spares it that.
+    Reads the ranks from `table`: the host waits for the device once a step, unless `attach_tile_map` was called before.
     """
     if "tile_map" not in vars(segments):
         slots = torch.tensor(segments.slots, dtype=torch.int64, device=table.ranks.device)
@@ -185,18 +187,18 @@ def attach_tile_map(segments: Segments, tile_map: TileMap) -> None:
 
 
 def decode_shape(segments: Segments, ranks: Sequence[int]) -> TileShape:
-    """The shape for all of a decode step's segments, `ranks` being their adapters'."""
+    """Return the shape for all segments of a decode step, whose adapters have `ranks`."""
     lengths = np.diff(segments.cu_seqlens)
     return _short_shape(lengths[np.asarray(ranks) > 0])
 
 
 def _short_shape(lengths: Ints) -> TileShape:
-    # Reading an adapter once for each row beats padding to a tensor-core tile while rows hardly share adapters.
+    # While few rows share an adapter, reading it once for each row is faster than padding to a tensor-core tile.
     return ROW if lengths.sum() < 2 * (-(-lengths // SHORT.rows)).sum() else SHORT
 
 
 def _shapes(segments: Segments, ranks: Ints) -> tuple[TileShape, TileShape]:
-    """The shapes for this step's short and long segments."""
+    """Return the shapes for this step's short and long segments."""
     lengths = np.diff(segments.cu_seqlens)
     short = lengths <= SHORT_SEGMENT_ROWS
     widest = int(ranks[~short].max(initial=0))
@@ -205,7 +207,7 @@ def _shapes(segments: Segments, ranks: Ints) -> tuple[TileShape, TileShape]:
 
 
 def _items(segments: Segments, ranks: Ints, shape: TileShape, *, every: bool = False) -> tuple[Ints, Ints]:
-    """(shrink items, expand items) of the segments that `shape` serves; an adapter of rank 0 has none."""
+    """Return (shrink items, expand items) of the segments that `shape` serves; an adapter of rank 0 has none."""
     lengths = np.diff(segments.cu_seqlens).astype(np.int64)
     served = ranks > 0
     if not every:
@@ -223,7 +225,8 @@ def _items(segments: Segments, ranks: Ints, shape: TileShape, *, every: bool = F
 
 
 def _row_tiles(segments: Segments, lengths: Ints, height: int) -> Ints:
-    """[n, 3]: segment, first row, one past the last; `lengths` rows of each segment are cut."""
+    """Return `[n, 3]`: segment, first row, one past the last; `lengths` is the number of rows of each segment to
+    cut."""
     starts = np.asarray(segments.cu_seqlens[:-1], dtype=np.int64)
     owner, offset = cut(lengths, height)
     first = starts[owner] + offset
@@ -240,24 +243,25 @@ last token, row of its partial result (-1: straight to the output), 1 if it hold
 Columns of a merge item: first query row, query rows, first partial result, number of them."""
 
 DECODE_TILE_ROWS = 16
-"""Query rows times heads of a group in a decode tile: the least that tensor cores take."""
+"""Query rows times heads of a group in a decode tile: the fewest that tensor cores take."""
 
 LEAST_TOKENS = 256
-"""Least tokens of context in a piece: shorter pieces would spend their time on merging."""
+"""Fewest tokens of context in a piece: a shorter piece would spend its time on merging."""
 
 ATTENTION_PROGRAMS = 2
 """Attention programs that a multiprocessor's registers hold at once."""
 
 FAIR_LOAD = 1.15
-"""The busiest program's share of the mean that is still cheaper than cutting contexts and merging."""
+"""Largest load of the busiest program, in units of the mean, that is still cheaper than cutting contexts and
+merging."""
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """The facts besides the batch that a plan depends on: the same for all layers of one kind."""
+    """Facts that a plan depends on in addition to the batch: the same for all layers of one kind."""
 
     groups: int
-    """Query heads that share a kv head: they lie side by side in a tile's rows."""
+    """Query heads that share a kv head: they are next to each other in a tile's rows."""
     kv_heads: int
     sliding_window: int | None
     long_rows: int
@@ -282,13 +286,13 @@ class AttentionTiles:
     """Query rows times groups; a power of two."""
     items: WorkList
     merges: WorkList | None
-    """None when no context was cut."""
+    """None if no context was cut."""
     partials: int
     """Partial results that the items write."""
 
 
 def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
-    """The work of a step: decode tiles and prefill tiles, whichever occur.
+    """Return the work of a step: decode tiles, prefill tiles, or both.
 
     Made on first use and kept with the batch, as a cached property would be; reads `batch.spans`.
     """
@@ -299,14 +303,14 @@ def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[Attent
 
 
 def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
-    """The kinds of attention that launches for `batch` have asked for."""
+    """Return the kinds of attention that launches for `batch` have used."""
     return tuple(vars(batch).get("attention_plans", ()))
 
 
 def reserve_attention(
     shape: AttentionShape, max_sequences: int, max_rows: int, max_partials: int, device: torch.device
 ) -> tuple[AttentionTiles, ...]:
-    """Return empty tiles of fixed addresses of each height, for steps of up to `max_rows` query rows."""
+    """Return empty tiles of each height at fixed addresses; steps have up to `max_rows` query rows."""
     found = []
     for rows, most in zip(shape.heights, (0, max_rows), strict=True):
         tiles = max_sequences + most // (rows // shape.groups)
@@ -323,7 +327,7 @@ def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: tuple[
 def refill_attention(
     tiles: Sequence[AttentionTiles], spans: Sequence[tuple[int, int, int]], shape: AttentionShape
 ) -> None:
-    """Put another step's sequences into reserved tiles; the first height alone holds every step that decodes."""
+    """Put another step's sequences into reserved tiles; a decode step needs only the first height."""
     for reserved, (_, whole) in zip(tiles, _by_height(spans, shape), strict=False):
         assert reserved.merges is not None, "reserved tiles may be merged"
         pieces, merges = _cut_contexts(whole, shape.kv_heads, reserved.items.work.device, reserved.partials)
@@ -358,7 +362,7 @@ def _by_height(spans: Sequence[tuple[int, int, int]], shape: AttentionShape) -> 
 
 
 def _tiles(spans: Sequence[tuple[int, int, int]], rows: int, shape: AttentionShape) -> Ints:
-    """Whole-context items, one for each tile of query rows."""
+    """Return items of whole contexts, one for each tile of query rows."""
     start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
     height = rows // shape.groups
     owner, offset = cut(stop - start, height)
@@ -374,15 +378,17 @@ def _tiles(spans: Sequence[tuple[int, int, int]], rows: int, shape: AttentionSha
 def _cut_contexts(
     tiles: Ints, kv_heads: int, device: torch.device, max_partials: int | None = None
 ) -> tuple[Ints, Ints]:
-    """(items, merges): long contexts cut so that every program has as much to read, longest first."""
+    """Return (items, merges): long contexts are cut to give every program as much to read; longest items first."""
     tokens = tiles[:, 5] - tiles[:, 4]
     tiles, tokens = tiles[order := np.argsort(-tokens, kind="stable")], tokens[order]
     programs = resident_programs(device, ATTENTION_PROGRAMS)
+    # A persistent launch deals its tasks, one for each item and kv head, to its programs in turn.
     loads = np.bincount(np.arange(len(tokens) * kv_heads) % programs, np.repeat(tokens, kv_heads))
     mean = tokens.sum() * kv_heads / programs
     if len(loads) == programs and loads.max() <= FAIR_LOAD * mean:
         return tiles, tiles[:0]
     piece = max(LEAST_TOKENS, -(-int(mean / 3) // LEAST_TOKENS) * LEAST_TOKENS)
+    # A captured launch has room for a fixed number of partial results.
     while max_partials is not None and -(-tokens[tokens > piece] // piece).sum() > max_partials:
         piece *= 2
     return _cut_into(tiles, tokens, piece)

@@ -1,1 +1,1 @@
-"""The C++ twins of the operators, and what compiles, loads and calls them."""
+"""The operators in C++, and the Python that compiles, loads and calls them."""

@@ -1,4 +1,4 @@
-"""The C++ operators' signatures and structures, as abi.hpp has them."""
+"""Signatures and structures of the C++ operators, as abi.hpp declares them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ctypes import POINTER, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 import torch
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""The codes by which dtypes cross."""
+"""Codes of dtypes in calls."""
 
 CODINGS = {"int8": 0, "int4": 1, "nf4": 2, "fp4": 2, "fp8": 3}
-"""The codes by which codings of weights cross; the second two read a table of values."""
+"""Codes of weights' codings in calls; nf4 and fp4 share one because both read a table of values."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""The codes by which activations cross."""
+"""Codes of activations in calls."""
 
 MAX_HEAD_DIM = 512
-"""The longest head that `loramux_rope` takes."""
+"""Longest head that `loramux_rope` takes."""
 
 
 class CodedWeightsAbi(ctypes.Structure):
@@ -59,7 +59,7 @@ class AttentionBatchAbi(ctypes.Structure):
 
 
 class AttentionAbi(ctypes.Structure):
-    """One call of attention: 0 stands for no window and no soft cap."""
+    """One call of attention; 0 means no window and no soft cap."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "output", "sinks")),
@@ -69,13 +69,13 @@ class AttentionAbi(ctypes.Structure):
 
 
 class NormAbi(ctypes.Structure):
-    """A Norm's parameters; no weight: nothing is normalised."""
+    """A Norm's parameters; without a weight nothing is normalised."""
 
     _fields_ = (("weight", c_void_p), ("eps", c_float), ("rounds_first", c_int32))
 
 
 class RmsNormAbi(ctypes.Structure):
-    """One call of `rms_norm`; no delta: nothing is added."""
+    """One call of `rms_norm`; without a delta nothing is added."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "delta", "y")),
@@ -86,7 +86,7 @@ class RmsNormAbi(ctypes.Structure):
 
 
 class RopeAbi(ctypes.Structure):
-    """One call of `rope_write_kv`; a rotary_dim of 0: nothing turns."""
+    """One call of `rope_write_kv`; with a rotary_dim of 0 nothing turns."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "slots")),
@@ -107,7 +107,7 @@ class LayerLinearAbi(ctypes.Structure):
 
 
 class LayerAbi(ctypes.Structure):
-    """A decoder layer; a norm without a weight: none."""
+    """A decoder layer; a norm without a weight does not exist."""
 
     _fields_ = (
         *((f"{place}_{part}", NormAbi) for part in ("attention", "network") for place in ("before", "after")),
@@ -120,7 +120,7 @@ class LayerAbi(ctypes.Structure):
 
 
 class LayerStepAbi(ctypes.Structure):
-    """What a step brings to each layer; no segments: no row has an adapter; no kept rows: all are."""
+    """A step's arguments for every layer. Without segments no row has an adapter; without kept rows all are kept."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "cos", "sin", "slots", "pool", "table", "segments", "shrunk")),
@@ -130,7 +130,7 @@ class LayerStepAbi(ctypes.Structure):
 
 
 class DrawAbi(ctypes.Structure):
-    """How the token of one row of logits is drawn."""
+    """How to draw the token of one row of logits."""
 
     _fields_ = (
         *((name, c_int64) for name in ("row", "top_k")),
@@ -139,7 +139,7 @@ class DrawAbi(ctypes.Structure):
 
 
 class RuntimeAbi(ctypes.Structure):
-    """The functions of the OpenMP runtime that torch has loaded."""
+    """Functions of the OpenMP runtime that torch has loaded."""
 
     _fields_ = tuple((name, c_void_p) for name in ("parallel", "thread", "threads"))
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ operators for the processor at hand, once, into a cache that later processes share."""
+"""Compiles the C++ operators for this machine's processor, once, into a cache that later processes share."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 COMPILERS = ("c++", "g++", "clang++")
-"""Looked for on PATH, in this order; the variable CXX goes before them."""
+"""Commands to look for on PATH, in this order, after the variable CXX."""
 
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-w")
 
 LIBRARIES = ("-lstdc++",) if sys.platform == "linux" else ()
-"""A $CXX that is `gcc` compiles C++ and does not link its library: what it makes could not be loaded.
+"""Libraries to link. A $CXX of `gcc` compiles C++ but does not link its library: the result could not be loaded.
 
-PEFT's BOFT sets it (`get_fbd_cuda` in peft/tuners/boft/layer.py), for the whole process while it builds its own kernel.
+PEFT's BOFT sets CXX for the whole process while it builds its own kernel (`get_fbd_cuda` in
+peft/tuners/boft/layer.py).
 """
 
 
 class NativeUnavailable(RuntimeError):
-    """The C++ operators cannot be built here; the message says what to install or mend."""
+    """The C++ operators cannot be built here; the message says what to install or repair."""
 
 
 def compiled_library() -> Path:
-    """The shared library for this processor, compiled if the cache does not hold it.
+    """Return the shared library for this processor, compiled if the cache does not hold it.
 
-    Raises NativeUnavailable where there is no compiler, or where it fails.
+    Raises NativeUnavailable if there is no compiler, or if it fails.
     """
     compiler, files = find_compiler(), sources()
     command = (*compiler, *FLAGS, _tuned_for_this_processor())
@@ -42,7 +43,7 @@ def compiled_library() -> Path:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """The C++ compiler's command; raises NativeUnavailable where there is none."""
+    """Return the C++ compiler's command; raises NativeUnavailable if there is none."""
     chosen = os.environ.get("CXX", "").split()
     for command in (chosen, *((name,) for name in COMPILERS)):
         if command and (path := shutil.which(command[0])):
@@ -69,7 +70,7 @@ def _tuned_for_this_processor() -> str:
 
 
 def _fingerprint(command: Sequence[str], sources: Sequence[Path]) -> str:
-    """Names everything that the compiled code depends on."""
+    """Return a name that changes with everything that the compiled code depends on."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout  # noqa: S603 - as found
     digest = hashlib.sha256("\0".join(command).encode() + version + _processor())
     for source in sources:
@@ -78,7 +79,7 @@ def _fingerprint(command: Sequence[str], sources: Sequence[Path]) -> str:
 
 
 def _processor() -> bytes:
-    """Return the processor's features: a home folder may be shared among machines."""
+    """Return the processor's features: several kinds of machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()
     except OSError:
@@ -90,7 +91,7 @@ def _processor() -> bytes:
 def compile_library(command: Sequence[str], target: Path) -> None:
     """Run a compiler's command and move its output to `target`. Raises NativeUnavailable.
 
-    Another process may be compiling the same: each writes a file of its own, and a rename decides.
+    Another process may be compiling the same library: each writes a separate file, and the last rename wins.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -1,7 +1,7 @@
-"""The C++ twins of the operators: compiled at first use, called through ctypes, absent where nothing compiles them.
+"""The operators in C++: compiled at first use, called through ctypes, absent if they cannot be compiled.
 
-A failure is not remembered for ever: a full disk or a compiler that was killed may be gone a minute later, and a server
-without these operators is several times slower. A later call tries again in the background, at growing intervals.
+A failure is not final: a full disk may have space a minute later, and a compiler that was killed may run. A server
+without these operators is several times slower. So a later call tries again in the background, at growing intervals.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_RETRY_SECONDS = 600.0
 
 
 class NativeLoader:
-    """Compiles and loads the operators; where that fails, tries again later without holding up a caller."""
+    """Compiles and loads the operators. After a failure it tries again later, without making a caller wait."""
 
     def __init__(self, find: Callable[[], Path], clock: Callable[[], float] = time.monotonic) -> None:
-        """`find` returns the compiled library, compiling it if need be; raises NativeUnavailable."""
+        """`find` returns the compiled library, compiling it if needed; raises NativeUnavailable."""
         self._find = find
         self._clock = clock
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class NativeLoader:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load the library and hand it torch's OpenMP runtime."""
+    """Load the library and give it torch's OpenMP runtime."""
     library = ctypes.CDLL(str(path))
     runtime = _runtime_of_torch()
     for name, argtypes in SIGNATURES.items():
@@ -95,7 +95,7 @@ def native_library() -> ctypes.CDLL | None:
 
 
 def native_for(tensor: torch.Tensor) -> ctypes.CDLL | None:
-    """The compiled operators where they serve tensors of this device and dtype, else None."""
+    """Return the compiled operators if they serve tensors of this device and dtype, else None."""
     if tensor.device.type != "cpu" or (library := native_library()) is None:
         return None
     return library if tensor.dtype in _served_dtypes(library) else None
@@ -114,9 +114,9 @@ def _served_dtypes(library: ctypes.CDLL) -> frozenset[torch.dtype]:
 
 
 def _runtime_of_torch() -> RuntimeAbi:
-    """The OpenMP functions as torch sees them: a second runtime would bring threads that fight torch's for the cores.
+    """Return the OpenMP functions that torch uses: a second runtime's threads would compete with torch's for the cores.
 
-    Raises NativeUnavailable where torch runs its threads by other means.
+    Raises NativeUnavailable if torch does not run its threads by OpenMP.
     """
     for loaded in (None, "libgomp.so.1"):
         try:

@@ -1,9 +1,10 @@
-"""Libraries that were compiled ahead, one for each level of an architecture: an image has them, next to the sources.
+"""Libraries compiled in advance, one for each level of an architecture. A container image holds them next to the
+sources.
 
     python -m loramux_kernels.native.prebuilt        compile every level of this machine's architecture
 
-A level is a set of instructions that compilers and `/proc/cpuinfo` name. A process loads the highest level that its
-processor has. Without such a library it compiles one for its own processor (`loramux_kernels.native.compiler`).
+A level is a set of instructions that compilers and `/proc/cpuinfo` name. A process loads the library of the highest
+level that its processor has. If there is none, it compiles one for its processor (`loramux_kernels.native.compiler`).
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def build(root: Path = ROOT) -> list[Path]:
 
 
 def processor_features() -> frozenset[str]:
-    """Return the features that `/proc/cpuinfo` lists for this processor; none where it cannot be read."""
+    """Return the features that `/proc/cpuinfo` lists for this processor; none if it cannot be read."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -6,19 +6,19 @@
         scheduler.commit()     tokens are appended, ended sequences free their pages
         -> StepReport          one message a step: every request's event, once a second the statistics
 
-A step is one forward pass. It computes one token of every sequence that decodes, and of prompts as much as its budget
-of tokens has left. So a request joins between any two steps and leaves with its last token, whatever runs beside it,
-and rows of the base and of many adapters share one pass over the base's weights. KV and adapters lie in one pool of
-equal pages; what is needed least is evicted when a page is needed.
+A step is one forward pass. It computes one token of every sequence that decodes, and as many tokens of prompts as its
+budget has left. So a request joins between any two steps and leaves with its last token, whatever else runs. Rows of
+the base and of many adapters share one pass over the base's weights. KV and adapters are in one pool of equal pages.
+When a page is needed, the page that is needed least is evicted.
 
-    client                  the gateway's end: requests in, events out, wherever the engine lives
-    worker                  the loop around the engine, on a thread or in a process of its own
+    client                  the serving layer's end: requests in, events out, wherever the engine runs
+    worker                  the loop around the engine, on a thread or in a separate process
     engine                  the step, and the two ways to run steps one after the other
     statistics              usage by request, service by tenant, one snapshot of all counters
     execution               one step through the model: forward, sampling; the ranks; loading
     scheduling              which sequences run in the next step
     memory                  pages: KV, adapters, prefix cache, swap
-    messages                the protocol between gateway and engine
+    messages                the protocol between the serving layer and the engine
     metrics                 every counter in one place
 
 Imports run downwards in this order. The docstrings of `scheduling`, `memory` and `execution` explain their algorithms.

@@ -1,15 +1,15 @@
-"""The engine as the gateway sees it: requests in, events out, wherever the engine lives.
+"""The engine as the serving layer sees it: requests in, events out, wherever the engine runs.
 
     EngineClient.submit(request, on_event) ── Command ──> Channel ──> worker loop ──> Engine.step()
     on_event(event) <── event loop <── StepReport <──────── Channel <────────────────────┘
 
-`EngineClient` is what the gateway holds. It reaches its engine over a `Channel`: a thread of this process (tests, small
-tools), a child process (servers), so that HTTP and tokenizing never wait for a step, or a connection to another machine
-(`fleet.remote`). A step sends one report however many requests it held, and a report wakes the event loop once.
+The serving layer holds an `EngineClient`, which reaches its engine over a `Channel`. A channel is a thread of this
+process (tests, small tools), a child process (servers: HTTP and tokenizing never wait for a step), or a connection to
+another machine (`fleet.remote`). A step sends one report, however many requests it held, and wakes the event loop once.
 
-Every submitted request gets a last event in bounded time. Where the worker raises, dies or hangs, that event is an
-error with the fault code `ENGINE_DIED`. A worker hangs when it has requests and neither a step nor a heartbeat is
-reported for `engine.step_timeout_s`; its process is killed then.
+Every submitted request gets a last event in bounded time. If the worker raises, dies or hangs, that event is an error
+with the fault code `ENGINE_DIED`. A worker hangs if it has requests and reports neither a step nor a heartbeat for
+`engine.step_timeout_s`; its process is then killed.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from loramux.engine.messages import (
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 30.0
-"""Seconds without a report in which a worker that runs nothing has to stop."""
+"""Seconds without a report after which a stopping worker that runs no request is given up."""
 
 ENGINE_DIED = "engine_died"
-"""The fault code of a request that ended because its engine did."""
+"""Fault code of a request that ended because its engine did."""
 
 OnEvent = Callable[[TokenEvent], None]
 OnService = Callable[[list[TenantService]], None]
 
 
 class EngineDied(RuntimeError):
-    """The engine ended without being asked to; the message says why."""
+    """The engine ended without being stopped; the message says why."""
 
 
 class Channel(Protocol):
@@ -78,20 +78,21 @@ class Channel(Protocol):
         ...
 
     def send(self, command: Command) -> None:
-        """Never blocks; commands to a dead worker are dropped. Raises ValueError where one cannot be encoded."""
+        """Send `command` without blocking; a dead worker's commands are dropped. Raises ValueError if it cannot be
+        encoded."""
         ...
 
     def kill(self) -> None:
-        """End the worker at once, where that is possible: a process, not a thread."""
+        """End the worker at once, if it is a process; a thread cannot be ended."""
         ...
 
     def join(self, timeout: float) -> None:
-        """Wait for the worker's end; a process that does not end is killed."""
+        """Wait for the worker's end; kill a process that does not end."""
         ...
 
 
 class ThreadChannel:
-    """The worker on a thread of this process."""
+    """A worker on a thread of this process."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -100,7 +101,7 @@ class ThreadChannel:
 
     def open(self, on_report: Callable[[Report], None]) -> None:
         """Start the thread."""
-        from loramux.engine.worker import serve  # imports torch: only where the engine lives
+        from loramux.engine.worker import serve  # imports torch, so only if the engine runs here
 
         self._thread = threading.Thread(
             target=serve, args=(self._settings, self._inbox, on_report), daemon=True, name="engine"
@@ -112,7 +113,7 @@ class ThreadChannel:
         self._inbox.put(command)
 
     def kill(self) -> None:
-        """Leave it: a thread cannot be ended from outside."""
+        """Do nothing: a thread cannot be ended from outside."""
 
     def join(self, timeout: float) -> None:
         """Wait for the thread."""
@@ -121,7 +122,7 @@ class ThreadChannel:
 
 
 class ProcessChannel:
-    """The worker in a child process; commands and reports cross a pipe as msgpack."""
+    """A worker in a child process; commands and reports cross a pipe as msgpack."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -129,12 +130,13 @@ class ProcessChannel:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # Of two threads that wait for one child, the second may be told that there is none, and think it alive.
+        # If two threads wait for one child, the second may be told that there is no child, and take it for alive.
         self._reaping = threading.Lock()
 
     def open(self, on_report: Callable[[Report], None]) -> None:
         """Start the process, a thread that reads its reports and a thread that writes its commands."""
-        # Threads that spin while they wait take the cores from those that work; libgomp reads this once, at load.
+        # Threads that spin while they wait take the cores from threads that work. libgomp reads the variable once, at
+        # load.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
@@ -152,7 +154,7 @@ class ProcessChannel:
         threading.Thread(target=self._write, daemon=True, name="engine-commands").start()
 
     def send(self, command: Command) -> None:
-        """Hand `command` to the writing thread: the pipe is full while a child in a long step does not read."""
+        """Pass `command` to the writing thread: the pipe may be full, because a child in a long step does not read."""
         try:
             self._outbox.put(self._encoder.encode(command))
         except OverflowError as error:
@@ -164,7 +166,7 @@ class ProcessChannel:
             self._process.kill()
 
     def join(self, timeout: float) -> None:
-        """Wait for the process; kill it where it does not end."""
+        """Wait for the process; kill it if it does not end."""
         if self._process is not None:
             with self._reaping:
                 self._process.join(timeout)
@@ -188,7 +190,7 @@ class ProcessChannel:
                 report = decoder.decode(self._connection.recv_bytes())
             except (EOFError, OSError):
                 report = Stopped(f"the engine's process ended with {self._exit_code()}")
-            except msgspec.MsgspecError as error:  # the stream is lost: no later report could be trusted
+            except msgspec.MsgspecError as error:  # after an unreadable message no later one can be trusted
                 report = Stopped(f"the engine's process sent an unreadable report: {error}")
             on_report(report)
 
@@ -214,11 +216,11 @@ class EngineClient:
 
     def __init__(self, channel: Channel, step_timeout_s: float = 600.0) -> None:
         self.on_service: OnService = lambda _: None
-        """Called with what the engine has served since it reported last."""
+        """Called with what the engine has served since its report before."""
         self.stats_at = 0.0
-        """The event loop's time at which `stats` came."""
+        """The event loop's time at which `stats` arrived."""
         self.unclaimed_tokens = 0
-        """Tokens of requests that ended without a listener, so that no bill can hold them."""
+        """Tokens of requests that ended without a listener; no bill can contain them."""
         self._channel = channel
         self._step_timeout_s = step_timeout_s
         self._listeners: dict[str, OnEvent] = {}
@@ -229,13 +231,13 @@ class EngineClient:
         self._stopped = asyncio.Event()
         self._is_stopping = False
         self._is_leaving = False
-        """It gives its requests back, and should get no more."""
+        """True once the engine gives its requests back: it should get no more."""
         self._last_report_at = 0.0
-        """Time of the worker's last report, or of the start of the watch."""
+        """Time of the worker's last report, or of the moment at which the client began to watch."""
         self._watchdog: asyncio.TimerHandle | None = None
 
     async def start(self) -> ModelFacts:
-        """Start the engine and wait until it serves; raises EngineDied when it cannot."""
+        """Start the engine and wait until it serves; raises EngineDied if it cannot."""
         loop = asyncio.get_running_loop()
         self._facts = loop.create_future()
         self._ended = None
@@ -243,11 +245,11 @@ class EngineClient:
         return await self._facts
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Queue `request`; its id is new.
+        """Queue `request`, whose id must be new.
 
-        `on_event` is called on the event loop, once for each event in order; the last event has a finish_reason. When
-        the engine ends first, the last event is an error with the fault code ENGINE_DIED. An `on_event` that raises is
-        called no more, and its request is cancelled. Raises EngineDied when the engine does not serve.
+        `on_event` is called on the event loop, once for each event in order; the last event has a finish_reason. If the
+        engine ends first, the last event is an error with the fault code ENGINE_DIED. An `on_event` that raises is not
+        called again, and its request is cancelled. Raises EngineDied if the engine does not serve.
         """
         self._ensure_alive()
         assert request.id not in self._listeners, f"request {request.id} was submitted before"
@@ -256,12 +258,12 @@ class EngineClient:
         self._watch()
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its last event follows and says what it used. Requests that have ended are left alone."""
+        """End a request; its last event follows and says what it used. Has no effect on a request that has ended."""
         if request_id in self._listeners:
             self._channel.send(Cancel(request_id))
 
     def forget(self, request_id: str) -> None:
-        """Cancel a request and call its `on_event` no more; what it used is added to `unclaimed_tokens`."""
+        """Cancel a request and stop calling its `on_event`; what the request used is added to `unclaimed_tokens`."""
         if self._listeners.pop(request_id, None) is not None:
             self._channel.send(Cancel(request_id))
 
@@ -270,9 +272,9 @@ class EngineClient:
         self._channel.send(Retire(digest))
 
     async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
-        """Keep a revision in the pool, for a tenant or (empty) the operator; waits until it is there.
+        """Keep a revision in the pool for `owner`, a tenant or (empty) the operator; wait until it is in the pool.
 
-        The fault says why it cannot be. Raises EngineDied when the engine ends meanwhile.
+        The returned fault says why it cannot be. Raises EngineDied if the engine ends during the wait.
         """
         self._ensure_alive()
         outcome = self._pins.setdefault((ref.digest, owner), asyncio.get_running_loop().create_future())
@@ -284,7 +286,7 @@ class EngineClient:
         self._channel.send(Unpin(digest, owner))
 
     def lift(self, services: list[TenantService]) -> None:
-        """Report service of other engines, for the shares of tenants."""
+        """Report to this engine what other engines served: a tenant's share is over all engines."""
         self._channel.send(Lift(services))
 
     def stats(self) -> EngineStats:
@@ -293,7 +295,7 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Does the engine serve?"""
+        """True if the engine serves."""
         is_loaded = self._facts is not None and self._facts.done() and not self._facts.cancelled()
         return is_loaded and self._ended is None and not self._is_leaving
 
@@ -315,7 +317,7 @@ class EngineClient:
         await asyncio.to_thread(self._channel.join, 10.0)
 
     def _watch(self) -> None:
-        """Watch the worker for silence, from now on, while it has requests."""
+        """Begin to watch for a silent worker; the watch ends once there is no request."""
         if self._watchdog is None or self._is_stopping:
             if self._watchdog is not None:
                 self._watchdog.cancel()
@@ -370,18 +372,19 @@ class EngineClient:
         ended = event.finish_reason is not None
         listener = self._listeners.pop(event.request_id, None) if ended else self._listeners.get(event.request_id)
         if listener is None:
+            # The request was forgotten: its tokens were used, and no listener bills them.
             if event.count is not None:
                 self.unclaimed_tokens += event.count.tokens.total
             return
         try:
             listener(event)
-        except Exception:  # one request's fault must not take the report's other events with it
+        except Exception:  # one listener's exception must not stop the report's other events
             logger.exception("the listener of request %s failed", event.request_id)
             self.forget(event.request_id)
 
     def _end(self, reason: str | None) -> None:
         if self._stopped.is_set():
-            return  # it was given up, and now its end is reported
+            return  # it was given up before, and only now reports its end
         self._ended = reason or "the engine was stopped"
         self._stopped.set()
         if self._watchdog is not None:
@@ -402,6 +405,6 @@ def _post(loop: asyncio.AbstractEventLoop, function: Callable[[Report], None], r
 
 
 def spawn_engine(settings: Settings) -> EngineClient:
-    """Return the engine that the settings ask for, not yet started."""
+    """Return the engine of these settings, not yet started."""
     channel = ThreadChannel(settings) if settings.engine.in_process else ProcessChannel(settings)
     return EngineClient(channel, settings.engine.step_timeout_s)

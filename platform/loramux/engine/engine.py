@@ -4,17 +4,17 @@
                       |                     |
                scheduling/, memory/    execution/: the runner launches the model's kernels
 
-`SyncPipeline` ends a step before the next one is planned. A device that works by itself should never wait for the host,
-so `AsyncPipeline` commits a step when it is launched, with PENDING for the tokens that only the device knows. The next
-step is planned and launched on that, and the device puts its own tokens in. Then the tokens of the first step are read
-and take their places:
+`SyncPipeline` ends a step before the next one is planned. A device that works by itself should never wait for the host.
+So `AsyncPipeline` commits a step when it is launched, with PENDING for the tokens that only the device knows. The next
+step is planned and launched on that state, and the device fills in its own tokens. Then the host reads the tokens of
+the first step and replaces PENDING by them:
 
     advance(k):   launch k  ->  complete k-1 (wait, fill its PENDING tokens)  ->  sample k  ->  commit k with PENDING
 
-The tokens of k are chosen with its launch, unless a constraint needs those of k-1 for it. Completing k-1 before
-committing k means that KV which a commit publishes for reuse never stands for an unknown token. A sequence that ended
-with a token of k-1 has run one row too many in k; that row's result is dropped and not billed. vLLM (async scheduling)
-and SGLang (overlap schedule) hide the host's time in the same way.
+The tokens of k are chosen with its launch, unless a constraint needs the tokens of k-1 first. k-1 is completed before k
+is committed: KV that a commit publishes for reuse must never belong to an unknown token. A sequence that ended with a
+token of k-1 has run one row too many in k; that row's result is dropped and not billed. vLLM (async scheduling) and
+SGLang (overlap schedule) hide the host's time in the same way.
 """
 
 from __future__ import annotations
@@ -87,19 +87,19 @@ class EngineParts:
     runner: Runner
     store: EngineStore
     host_kv: HostKv | None
-    """Takes the KV of preempted sequences; None: it is computed again."""
+    """Store for the KV of preempted sequences; None: their KV is computed again."""
     weight_bytes: int
     """Bytes of the base model's weights."""
     constraints: Constraints | None = None
-    """None: requests with a constraint are refused."""
+    """Compiler of grammars; None: requests with a constraint are refused."""
     team: RankTeam | None = None
     """The other ranks of this engine."""
     clock: Callable[[], float] = time.monotonic
-    """Seconds that never go back."""
+    """Clock in seconds that never goes back."""
 
 
 def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], None]) -> Engine:
-    """Make the engine of a loaded model, with adapters from disk; for `wake` see Engine."""
+    """Make the engine of a loaded model, with adapters from disk; `Engine` explains `wake`."""
     bank, adapters = loaded.runner.bank, settings.adapters
     limits = PlanLimits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
     source = AdapterSource(loaded.base, loaded.weights, limits, bank.pool.dtype)
@@ -136,7 +136,7 @@ class Engine:
     """A loaded model, its scheduler and its pool. Not thread-safe: one worker owns it."""
 
     def __init__(self, parts: EngineParts, settings: Settings, wake: Callable[[], None]) -> None:
-        """`wake` is called from other threads when something that the next step can use has become ready."""
+        """`wake` is called from other threads when a result that the next step can use is ready."""
         self.facts = parts.facts
         self._clock = parts.clock
         self._runner = parts.runner
@@ -145,11 +145,11 @@ class Engine:
         """Requests whose grammar is being compiled, by id."""
         self._wake = wake
         self.announce: Callable[[StepReport], None] = lambda _: None
-        """Called in a step with what must be known before it runs."""
+        """Called during a step with a report that must be sent before the step runs."""
         self._reported: set[str] = set()
-        """Requests without a token yet that asked to report when they are worked on."""
+        """Requests without a token yet whose `report_start` is set."""
         self._unknown: list[str] = []
-        """Those of them in a step that runs ahead, whose end is not known yet."""
+        """Requests of `_reported` in a step that runs ahead and has not ended yet."""
         self._store = parts.store
         self._team = parts.team
         self._weight_bytes = parts.weight_bytes
@@ -164,7 +164,7 @@ class Engine:
             speculation = settings.engine.speculation
             logger.warning('engine.speculation = "%s" has no effect: %s. Set it to "off".', speculation, reason)
             policy = replace(policy, max_draft_tokens=0)
-        if state_pages:  # a state is that of all tokens so far: it cannot be shared
+        if state_pages:  # a recurrent state covers all tokens so far: it cannot be shared
             policy = replace(policy, prefix_cache=False)
         self.scheduler = Scheduler(
             SchedulerLimits.from_settings(
@@ -185,18 +185,18 @@ class Engine:
         self._meter = ServiceMeter(self.scheduler.queue)
         self._timeline = StepTimeline(self._counters, time.time() - parts.clock())
         self._was_commanded = False
-        """A command that may change the next step has come since the last one."""
+        """True if a command that may change the next step has come since the last step."""
         self._stats_sent_at = float("-inf")
         self._service_sent_at = float("-inf")
         self._stats_version: tuple[int, ...] | None = None
-        """Numbers that change with the statistics, as they were when those were sent last."""
+        """Numbers that change with the statistics, as they were when statistics were last sent."""
 
     # the loop
 
     def step(self) -> StepReport | None:
-        """Plan, run and commit one step; None when there was nothing to run and there is nothing to report.
+        """Plan, run and commit one step; return None if nothing ran and there is nothing to report.
 
-        Raises RankDied where another rank of this engine has ended.
+        Raises RankDied if another rank of this engine has ended.
         """
         if self._team is not None:
             self._team.ensure_alive()
@@ -204,7 +204,7 @@ class Engine:
         self._add_compiled()
         step = self.scheduler.plan()
         events = self.scheduler.drain_events()
-        # Only for requests that an engine before this one may have died of: see fleet.group.
+        # Only requests that an earlier engine may have died of are reported: see fleet.group.
         worked_on = self._announce_work(step) if self._reported else []
         self._count_step(step)
         events += self._pipeline.advance(step)
@@ -214,12 +214,13 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Does nothing run, wait or remain to be reported?"""
+        """True if no request runs or waits and no event remains to be reported."""
         return self.scheduler.is_idle and self._pipeline.is_idle and not self._compiling
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds to wait for a command or for `wake` before the next step: 0 not at all, inf as long as it takes."""
+        """Seconds to wait for a command or for `wake` before the next step: 0 not to wait, inf to wait without a
+        limit."""
         if not self._pipeline.is_idle or self._was_commanded:
             return 0.0
         return max(0.0, self.scheduler.next_plan_at - self._clock())
@@ -227,7 +228,7 @@ class Engine:
     # commands
 
     def submit(self, request: Request) -> None:
-        """Queue a request, one with a constraint as soon as that is compiled."""
+        """Queue a request; one with a constraint is queued once its grammar is compiled."""
         self._was_commanded = True
         if request.report_start:
             self._reported.add(request.id)
@@ -289,7 +290,7 @@ class Engine:
                 self.scheduler.add(request)
 
     def _announce_work(self, step: Step) -> list[str]:
-        """Report the requests that are worked on from now on; return those in the step."""
+        """Report the requests that the engine begins to work on; return those in the step."""
         worked_on = [chunk.sequence.id for chunk in step.chunks if chunk.sequence.id in self._reported]
         begun = [TokenEvent(request_id=id, is_worked_on=True) for id in worked_on] + self.scheduler.take_starts()
         if begun:
@@ -297,7 +298,8 @@ class Engine:
         return worked_on
 
     def _survivors(self, worked_on: list[str], events: list[TokenEvent]) -> list[TokenEvent]:
-        """Report those that are worked on no more and got no token: whatever the engine dies of now, it is not that."""
+        """Report requests whose step has ended without a token for them: if the engine dies later, they are not the
+        cause."""
         answered = (event for event in events if event.token_id is not None or event.pooled is not None)
         self._reported.difference_update(event.request_id for event in answered)
         ended, self._unknown = (self._unknown, worked_on) if self._runner.runs_ahead else (worked_on, [])
@@ -310,7 +312,7 @@ class Engine:
     # statistics
 
     def stats(self) -> EngineStats:
-        """Counters and gauges of this moment."""
+        """Return the counters and gauges of this moment."""
         return snapshot(
             self.scheduler,
             self._meter,
@@ -325,7 +327,7 @@ class Engine:
         )
 
     def _stats_if_due(self) -> EngineStats | None:
-        """Statistics, where the latest are outdated and either a second has passed or the engine comes to rest."""
+        """Return statistics if they changed and either a second has passed or the engine has no work now; else None."""
         counters, now = self._counters, self._clock()
         loads = counters.adapter_loads + counters.adapter_load_failures
         resident = len(self.scheduler.memory.residency.resident)
@@ -350,7 +352,8 @@ class Engine:
             self._timeline.sample(step, self._clock())
 
     def _report(self, events: list[TokenEvent], pins: list[Pinned]) -> StepReport | None:
-        """Count the step's results and return them, with the statistics that are due; None where there is nothing."""
+        """Count the step's results; return them with the statistics that are due, or None if there is nothing to
+        report."""
         for event in events:
             self._counters.output_tokens += event.token_id is not None
             self._counters.cached_tokens += event.cached_tokens
@@ -363,10 +366,10 @@ class Engine:
 
 
 class SyncPipeline:
-    """A step ends before the next is planned."""
+    """Ends each step before it plans the next one."""
 
     is_idle = True
-    """No events of a step are still to come."""
+    """True: no step is ever in flight between two calls."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
@@ -383,7 +386,7 @@ class SyncPipeline:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A step that was launched and committed with PENDING in place of its tokens."""
+    """A step that was launched and committed with PENDING instead of its tokens."""
 
     launched: LaunchedStep
     sampling: list[Chunk]
@@ -392,7 +395,7 @@ class InFlightStep:
 
 
 class AsyncPipeline:
-    """A step is launched before the tokens of the one before it are known."""
+    """Launches each step before it knows the tokens of the step before."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
@@ -401,21 +404,23 @@ class AsyncPipeline:
 
     @property
     def is_idle(self) -> bool:
-        """Are no events of a step still to come?"""
+        """True if no step is in flight, and so no event is still to come."""
         return self._in_flight is None
 
     def advance(self, step: Step) -> list[TokenEvent]:
         """Launch `step`, which may be empty; return the events of the step before."""
         sampling = step.sampling
+        # The device runs this step while the host completes the one before.
         launched = None if step.empty else self._runner.launch(step)
         events = [] if self._in_flight is None else self._complete(self._in_flight)
         if launched is not None:
+            # After completing the step before: a constraint may need its tokens to choose the next ones.
             launched.sample()
         self._in_flight = None if launched is None else InFlightStep(launched, sampling, self._commit(step))
         return events
 
     def _commit(self, step: Step) -> dict[str, TokenEvent]:
-        """Commit the chunks whose sequences have not ended since they were planned."""
+        """Commit the chunks whose sequences have not ended since the chunks were planned."""
         alive = Step(tuple(chunk for chunk in step.chunks if self._scheduler.is_open(chunk.sequence)))
         if alive.empty:
             return {}
@@ -423,7 +428,7 @@ class AsyncPipeline:
         return {event.request_id: event for event in self._scheduler.commit(alive, unknown)}
 
     def _complete(self, step: InFlightStep) -> list[TokenEvent]:
-        """Wait for the step's tokens and put them where PENDING stands."""
+        """Wait for the step's tokens and put them in the place of PENDING."""
         sampled = step.launched.events()
         events = step.launched.scores.events() + self._scheduler.end_pooled(step.launched.pooled.events())
         for chunk, event in zip(step.sampling, sampled, strict=True):

@@ -1,11 +1,11 @@
-"""The protocol between a gateway and an engine: requests, commands and reports, over a thread, a pipe or a socket.
+"""The protocol between the serving layer and an engine: requests, commands and reports, over a thread, pipe or socket.
 
-    gateway ── Submit(Request), Cancel, Retire, Pin, Unpin, Lift, Shutdown ──> engine
-            <── Ready(ModelFacts), then a StepReport a step, last Stopped ────
+    serving layer ── Submit(Request), Cancel, Retire, Pin, Unpin, Lift, Shutdown ──> engine
+                         <── Ready(ModelFacts), then a StepReport a step, last Stopped ──────
 
 A request is one generation: its prompt's tokens, its sampling parameters, its tenant and the revision that it runs
-under. One `StepReport` carries a step's `TokenEvent`s of all requests and, once a second, `EngineStats`. All of it is
-frozen, plain msgspec data, the same on both sides wherever the engine lives.
+under. One `StepReport` carries a step's `TokenEvent`s of all requests and, once a second, `EngineStats`. All messages
+are frozen, plain msgspec data, the same on both sides wherever the engine runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ServiceClass(enum.StrEnum):
 
 
 class SamplingParams(TokenSelection, frozen=True, kw_only=True):
-    """Parameters of choosing tokens, and of ending. Token ids only: stop *strings* are the gateway's.
+    """Parameters of choosing tokens, and of ending. Token ids only: the serving layer finds stop *strings*.
 
     Log probabilities are the model's, before any parameter.
     """
@@ -38,20 +38,20 @@ class SamplingParams(TokenSelection, frozen=True, kw_only=True):
     max_tokens: int
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
-    """Ends generation; the stop token itself is counted and reported, and its text is never shown."""
+    """Tokens that end generation. The stop token itself is counted and reported; its text is never shown."""
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
-    """None: none. 0: the chosen token's. n > 0: also those of the n most likely tokens."""
+    """Log probabilities to report. None: none. 0: the chosen token's. n > 0: also those of the n most likely tokens."""
     logprob_token_ids: tuple[int, ...] = ()
-    """With `logprobs`: the tokens whose log probabilities are reported in place of the most likely ones'."""
+    """With `logprobs`: tokens whose log probabilities are reported instead of those of the most likely ones."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens behind its first. The prompt is then computed whole, and nothing of it is taken
-    from the prefix cache."""
+    """The same for the prompt's tokens after its first. The whole prompt is then computed, and none of it is taken from
+    the prefix cache."""
 
     @property
     def greedy(self) -> bool:
-        """Is the choice the arg max?"""
+        """True if the most likely token is chosen."""
         return self.temperature == 0.0
 
 
@@ -59,20 +59,21 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """The grammar that an answer follows from its first token to its end."""
 
     grammar: str
-    """In llguidance's format, as `loramux.constraints` writes it."""
+    """The grammar in llguidance's format, as `loramux.constraints` writes it."""
     field: str
-    """The field of the request that asked for it; errors name it."""
+    """Field of the API request that set the constraint; errors name it."""
     after: int | None = None
-    """The token that ends a part in front which the grammar does not concern, such as a thought. The answer may end
-    within that part: a model that does not think ends it there. None: the grammar begins with the answer."""
+    """Token that ends a leading part which the grammar does not concern, such as a thought. The answer may end within
+    that part, because a model that does not think ends it there. None: the grammar begins with the answer."""
     opening: int | None = None
-    """The token that begins that part, where the answer may begin with it or with the grammar; None: it is open."""
+    """Token that begins that part, if the answer may begin with either the part or the grammar. None: the part is
+    open."""
     entry: int | None = None
-    """A token of the grammar's own that ends that part too, such as the mark of a call; the grammar reads it."""
+    """Token of the grammar that also ends that part, such as the mark of a call; the grammar reads it."""
 
 
 Pooling = Literal["last", "mean", "classify"]
-"""How a prompt's hidden states become one vector: the last one, the mean of all, or the last one put through the
+"""Ways to make one vector of a prompt's hidden states: the last one, the mean of all, or the last one after the
 classification head of the request's adapter."""
 
 
@@ -88,7 +89,7 @@ class KvIdentity(NamedTuple):
 
     tenant: str
     digest: str | None
-    """The revision's content, never its name, so that a name that moves on leaves no stale KV; None: the base."""
+    """The revision's content, never its name: a name that moves on leaves no stale KV. None: the base."""
     scope: str
 
 
@@ -99,47 +100,48 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     prompt_token_ids: list[int]
     output_token_ids: list[int] = []
-    """The beginning of its answer, which another engine has generated: this one goes on behind it."""
+    """Beginning of its answer, which another engine has generated; this engine continues after it."""
     sampling: SamplingParams
     adapter: AdapterRef | None = None
-    """None: the base model."""
+    """Revision to run under; None: the base model."""
     service_class: ServiceClass = ServiceClass.STANDARD
     weight: float = 1.0
     """The tenant's share within its class."""
     deadline_ms: int | None = None
-    """Milliseconds within which its group's first token must come, or it is refused. None: as the policy says."""
+    """Milliseconds within which its group's first token must come, or it is refused. None: the policy's deadline."""
     group_id: str = ""
-    """Shared by the choices of one API request; their deadline is decided once, before the first of them begins. Empty:
-    the request is a group of its own."""
+    """Id that the choices of one API request share. Their deadline is decided once, before the first of them begins.
+    Empty: the request is a separate group."""
     constraint: Constraint | None = None
-    """None: any text."""
+    """Grammar of the answer; None: any text."""
     pooling: Pooling | None = None
-    """The prompt's hidden states are the result, pooled, and nothing is generated. None: an answer is generated."""
+    """Kind of pooling: the result is the prompt's pooled hidden states, and no token is generated. None: an answer."""
     group_started: bool = False
-    """A choice of its group has begun, on another engine: its deadline is decided."""
+    """True if a choice of its group has begun on another engine: the group's deadline is decided."""
     report_start: bool = False
     """Report before each step or load for it, until its first token, and after the step: events with `is_worked_on`."""
     num_tokens: int = 0
-    """Tokens of its revision, where they are more than the model's: the revision's embedding has rows for them."""
+    """Size of its revision's vocabulary if it exceeds the model's, because the revision's embedding has more rows. Else
+    0."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer in place of the model's; empty: the model's."""
+    """Tokens that end the answer instead of the model's; empty: the model's."""
     cache_scope: str = ""
-    """Requests of one tenant share the base's KV within a scope (a project's id, or nothing). KV of an adapter is
-    shared by all of its tenant. The server sets it."""
+    """Scope within which requests of one tenant share the base's KV (a project's id, or empty). All requests of a
+    tenant share an adapter's KV. The server sets it."""
 
     @property
     def max_output(self) -> int:
-        """The most tokens that it generates."""
+        """Most tokens that it generates."""
         return self.sampling.max_tokens if self.pooling is None else 0
 
     @property
     def kv_identity(self) -> KvIdentity:
-        """Under which KV that its model computed may be reused."""
+        """Identity under which KV that its model computed may be reused."""
         return KvIdentity(self.tenant, self.adapter.digest, "") if self.adapter else self.base_kv_identity
 
     @property
     def base_kv_identity(self) -> KvIdentity:
-        """Under which KV that the base computed for it may be reused."""
+        """Identity under which KV that the base computed for it may be reused."""
         return KvIdentity(self.tenant, None, self.cache_scope)
 
 
@@ -180,7 +182,7 @@ class Unpin(msgspec.Struct, frozen=True, tag=True):
 
 
 class TenantService(msgspec.Struct, frozen=True, array_like=True):
-    """Service in units that one tenant (by its opaque id), or all others together, received in a class."""
+    """Service, in units, that one tenant (by its opaque id), or all others together, received in a class."""
 
     tenant: str
     service_class: str
@@ -188,7 +190,7 @@ class TenantService(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lift(msgspec.Struct, frozen=True, tag=True):
-    """Count what other engines of the fleet served: their tenants' shares are over all of it."""
+    """Count what other engines of the fleet served: a tenant's share is over all engines."""
 
     services: list[TenantService]
 
@@ -199,22 +201,22 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 Command = Submit | Cancel | Retire | Pin | Unpin | Lift | Shutdown
 
-# ---- towards the gateway
+# ---- towards the serving layer
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One alternative of a position."""
+    """One alternative token at a position."""
 
     token_id: int
     logprob: float
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """A prompt's token in its place, and the most likely ones there."""
+    """A token of a prompt, and the most likely tokens at its position."""
 
     logprob: float
     rank: int
-    """1: the most likely of all."""
+    """Rank by probability; 1 is the most likely of all."""
     top: list[TopLogprob]
 
 
@@ -222,7 +224,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """Log probabilities of consecutive tokens of a prompt."""
 
     start: int
-    """The place of the first of them in the prompt."""
+    """Position of the first of these tokens in the prompt."""
     tokens: list[PromptLogprob]
 
 
@@ -238,11 +240,11 @@ class EngineFault(msgspec.Struct, frozen=True):
     retry_after: int | None = None
     """Seconds after which the same request may succeed."""
     field: str | None = None
-    """The field of the request that is at fault."""
+    """Field of the request that caused the fault."""
 
 
 class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage of a request by the engine's own count; zero for one that got no token out."""
+    """Usage of a request by the engine's own count; zero for a request that got no token."""
 
     tokens: TokenCounts = TokenCounts()
     adapter_loads: int = 0
@@ -252,8 +254,9 @@ class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's result for one request: a token, an end, or both; or log probabilities of a part of its prompt; or
-    whether the engine works on it.
+    """One step's result for one request: a token, an end, or both.
+
+    An event may instead hold log probabilities of a part of its prompt, or tell whether the engine works on it.
 
     `finish_reason` is None while the request runs; then `stop` (end of sequence or a stop token), `length`,
     `cancelled` or `error` (with `fault`).
@@ -264,22 +267,22 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None = None
     top_logprobs: list[TopLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """Comes alone, before the first token."""
+    """Log probabilities of a part of the prompt; such events come alone, before the first token."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV was reused; meaningful on the first event."""
+    """Prompt tokens whose KV was reused; set on the first event."""
     waited_s: float = 0.0
-    """Seconds from arrival to the first step; on the first event."""
+    """Seconds from arrival to the first step; set on the first event."""
     is_worked_on: bool | None = None
-    """Comes alone, where `Request.report_start` asks for it. True: a step with it, or the load of its adapter, begins;
-    False: that step has ended."""
+    """True: a step with the request, or the load of its adapter, begins; False: that step has ended. Such events come
+    alone, and only if `Request.report_start` is set."""
     load: tuple[float, float] | None = None
-    """Seconds after arrival from which, and to which, its adapter was loaded meanwhile; on the first event."""
+    """Begin and end of its adapter's load, in seconds after arrival, if it waited for one; set on the first event."""
     finish_reason: str | None = None
     fault: EngineFault | None = None
     count: EngineCount | None = None
-    """The engine's own count, sent with the last event."""
+    """The engine's own count, set on the last event."""
     pooled: bytes | None = None
-    """The result of a request with `pooling`, as float32s; it is its only event."""
+    """Result of a request with `pooling`, as float32s; it comes with the request's only event."""
 
 
 class Pinned(msgspec.Struct, frozen=True):
@@ -300,10 +303,10 @@ class RevisionDrafts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchRows(msgspec.Struct, frozen=True, array_like=True):
-    """The rows of one step that share a revision and a class."""
+    """Rows of one step that share a revision and a class."""
 
     digest: str | None
-    """None: the base model; OTHERS of `statistics`: all revisions that are not listed."""
+    """Revision; None: the base model; OTHERS of `statistics`: all revisions that are not listed."""
     service_class: ServiceClass
     prefill: int
     """Rows of prompts."""
@@ -323,10 +326,10 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Evictable(msgspec.Struct, frozen=True, array_like=True):
-    """What leaves the pool when pages are needed: cached KV of one identity, or an idle adapter."""
+    """A part of the pool that may leave when pages are needed: cached KV of one identity, or an idle adapter."""
 
     tenant: str | None
-    """Whose KV; None for adapters."""
+    """Tenant whose KV it is; None for adapters."""
     digest: str | None
     """The revision; None: the base model."""
     is_adapter: bool
@@ -336,7 +339,7 @@ class Evictable(msgspec.Struct, frozen=True, array_like=True):
     score: float
     """log2 of uses x cost of a miss / pages: the lowest goes first."""
     is_wanted: bool
-    """A request waits for it."""
+    """True if a request waits for it."""
 
 
 class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
@@ -358,7 +361,7 @@ class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
     timeline: list[StepSample] = []
     """Steps of the last minute in which any ran, the oldest first."""
     evictable: list[Evictable] = []
-    """What leaves the pool next, in this order."""
+    """Parts of the pool that would leave next, in this order."""
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
@@ -369,22 +372,22 @@ class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts that a router needs of an engine."""
+    """Facts of an engine that a router needs."""
 
     resident: list[str] = []
-    """Revisions in the pool, or on their way into it."""
+    """Revisions that are in the pool or are being loaded."""
     pinned: list[str] = []
-    """Revisions that pins keep there."""
+    """Revisions that pins keep in the pool."""
     prefixes: list[CachedPrefix] = []
     """The largest prefix trees."""
     queue_tokens: int = 0
     """Prompt tokens still to compute, of requests that wait or run."""
     waiting_tenants: int = 0
-    """Tenants with requests that wait and could run, by class."""
+    """Tenants with requests that wait and could run; a tenant counts once for each class."""
     max_running: int = 1
-    """Rows of a step."""
+    """Most rows of a step."""
     prefill_tokens_per_s: float = 0.0
-    """Prompt tokens that a second computes beside the sequences that decode now; 0 before steps were measured."""
+    """Prompt tokens computed per second while the present sequences decode; 0 before steps were measured."""
     wait_s: float = 0.0
     """Seconds until every request that waits has begun, by the engine's own estimates."""
 
@@ -464,8 +467,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of the loaded model.
 
-    The gateway applies `sampling_defaults` to requests that leave a parameter out, where `model.generation_config` is
-    "auto"; "none" keeps the API's own defaults.
+    The serving layer applies `sampling_defaults` to requests that leave a parameter out, if `model.generation_config`
+    is "auto"; "none" keeps the API's own defaults.
     """
 
     max_model_len: int
@@ -477,9 +480,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     """auto (that of `dtype`) or fp8."""
     weights: str
-    """A digest of samples of every weight: equal engines of a base have loaded the same checkpoint in the same way."""
+    """Digest of samples of every weight: equal engines of a base have loaded the same checkpoint in the same way."""
     hidden_size: int
-    """Numbers of a prompt's vector."""
+    """Numbers in a prompt's vector."""
     state_pages: int = 0
     """Pages that each running sequence holds for its recurrent states; 0 without linear attention."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
@@ -487,7 +490,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def context(self) -> int:
-        """The most tokens, prompt and answer, that the model takes and the pool could hold."""
+        """Most tokens, prompt and answer, that the model accepts and the pool can hold."""
         return min(self.max_model_len, (self.pages_total - self.state_pages) * self.block_size)
 
 
@@ -502,19 +505,19 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
 
     events: list[TokenEvent]
     stats: EngineStats | None = None
-    """None where the stats of an earlier report are still recent."""
+    """Statistics; None if those of an earlier report are still recent."""
     pins: list[Pinned] = []
     service: list[TenantService] = []
-    """What each tenant was served since the report that held some last, a few times a second. In a fleet one front gets
-    it, any one, and tells the other engines (`fleet.shares`)."""
+    """Service of each tenant since the last report that held any; sent a few times a second. In a fleet one server, any
+    one, gets it and tells the other engines (`fleet.shares`)."""
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes no more requests and gives back those that it has: they end as cancelled. Stopped follows."""
+    """The engine takes no more requests and gives its requests back: they end as cancelled. Stopped follows."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):
-    """The engine has ended; `reason` is set where no Shutdown was sent."""
+    """The engine has ended; `reason` is set if no Shutdown was sent."""
 
     reason: str | None = None
 

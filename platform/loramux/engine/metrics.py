@@ -15,7 +15,8 @@ COUNTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 class Distribution(msgspec.Struct, frozen=True, array_like=True):
-    """counts[i] values were at most bounds[i] and above the bound before it; the last count is of those above all."""
+    """Numbers of values by size: counts[i] were at most bounds[i] and above the bound before; the last count exceeds
+    all."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -25,7 +26,7 @@ class Distribution(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class Histogram:
-    """Count values by `bounds`, which ascend."""
+    """Counts of values by `bounds`, which ascend."""
 
     bounds: tuple[float, ...]
     counts: list[int] = field(init=False)
@@ -52,7 +53,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; what the bill is reconciled against and what the benchmarks read.
+    """Totals since the start, with which bills are reconciled and which benchmarks read.
 
     `EngineStats` has most of them under the same names, and explains them.
     """

@@ -1,8 +1,8 @@
-"""Statistics of an engine: what each request used, what each tenant received, and one snapshot of all counters.
+"""Statistics of an engine: the usage of each request, the service of each tenant, and one snapshot of all counters.
 
-`RequestAccounting` counts tokens from the steps that ran, apart from the scheduler's own bookkeeping: it is what the
-bill is reconciled against. `ServiceMeter` shows the tenants that received most, a bounded number of them. `snapshot`
-builds the `EngineStats` message; the engine sends it at most once a second, and whenever it comes to rest.
+`RequestAccounting` counts tokens from the steps that ran, independently of the scheduler's bookkeeping; bills are
+reconciled with its counts. `ServiceMeter` shows a bounded number of tenants, those that received most. `snapshot`
+builds the `EngineStats` message. The engine sends it at most once a second while it is busy, and when it becomes idle.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from loramux.engine.scheduling.sequence import BASE_SLOT, Step
 
 LABELLED_TENANTS = 20
 REPORTED_PREFIXES = 256
-"""Prefix trees that a router hears of."""
+"""Most prefix trees in the facts for a router."""
 LABELLED_REVISIONS = 20
 TIMELINE_SECONDS = 1.0
 TIMELINE_SAMPLES = 60
 LABELLED_ROWS = 6
-"""Pairs of a revision and a class that a sample of the timeline lists."""
+"""Most pairs of a revision and a class in a sample of the timeline."""
 LISTED_EVICTIONS = 8
 LISTED_ADAPTERS = 64
-"""Waiting revisions that are listed."""
+"""Most waiting revisions in a report."""
 OTHERS = "other"
 COUNTED = {one.name for one in fields(Counters)}.intersection(EngineStats.__struct_fields__) - {"adapter_load_seconds"}
 """Counters that the statistics have under the same name and as the same number."""
@@ -60,17 +60,18 @@ class _OpenRequest:
 
     num_prompt_tokens: int
     num_reached: int = 0
-    """Leading tokens that are behind it; going over them again after a preemption counts no more."""
+    """Leading tokens that it has gone over; going over them again after a preemption is not counted."""
     num_computed: int = 0
     """Prompt tokens that went through the model."""
     num_output_tokens: int = 0
     is_pooled: bool = False
-    """Its prompt has become a vector."""
+    """True if its prompt has become a vector."""
     num_loads: int = 0
 
     @property
     def total(self) -> EngineCount:
-        """A prompt counts once its first token is out; what never went through the model came from the KV cache."""
+        """Usage so far. The prompt counts once its first token is out; tokens that the model never computed were
+        cached."""
         if not (self.num_output_tokens or self.is_pooled):
             return EngineCount()
         tokens = TokenCounts(
@@ -82,12 +83,12 @@ class _OpenRequest:
 
 
 class RequestAccounting:
-    """Counts for requests from their first step to their last event."""
+    """Counts of requests from their first step to their last event."""
 
     def __init__(self) -> None:
         self._open: dict[str, _OpenRequest] = {}
         self.ended = EngineCount()
-        """All requests that have ended, since the start."""
+        """Sum over all requests that have ended, since the start."""
 
     def count_step(self, step: Step) -> None:
         """Count a step that is about to run."""
@@ -95,7 +96,7 @@ class RequestAccounting:
             sequence, start = chunk.sequence, chunk.start
             request = self._open.get(sequence.id)
             if request is None:
-                # The prompt of an answer that another engine began was counted there.
+                # If another engine began the answer, it has counted the prompt.
                 new = 0 if sequence.request.output_token_ids else sequence.num_prompt_tokens
                 request = self._open[sequence.id] = _OpenRequest(new)
             end = start + chunk.length
@@ -106,7 +107,7 @@ class RequestAccounting:
             request.num_reached = max(request.num_reached, end)
 
     def count_events(self, events: Iterable[TokenEvent]) -> list[TokenEvent]:
-        """Count the tokens of `events`; return the same events, those that end a request with what it used."""
+        """Count the tokens of `events`; return the events, the last one of each request with the request's usage."""
         return [self._count_event(event) for event in events]
 
     def _count_event(self, event: TokenEvent) -> TokenEvent:
@@ -124,7 +125,7 @@ class RequestAccounting:
 
 
 class StepTimeline:
-    """Steps for people to watch: one a second, with its rows by revision and class."""
+    """Steps that operators watch: one a second, with its rows by revision and class."""
 
     def __init__(self, counters: Counters, unix_offset: float) -> None:
         """`unix_offset`: Unix time less the engine's clock."""
@@ -144,7 +145,7 @@ class StepTimeline:
 
 
 def _rows_of(step: Step) -> list[BatchRows]:
-    """The rows by revision and class: those with most, and all others together by class."""
+    """Return the rows by revision and class: the largest numbers, and all others together by class."""
     prefill: Counter[tuple[str | None, ServiceClass]] = Counter()
     decode: Counter[tuple[str | None, ServiceClass]] = Counter()
     for chunk in step.chunks:
@@ -162,7 +163,7 @@ def _rows_of(step: Step) -> list[BatchRows]:
 
 
 class ServiceMeter:
-    """Service by tenant, for people to watch: the tenants that received most, and the sum of the others, by class.
+    """Service by tenant that operators watch: the tenants that received most, and the sum of the others, by class.
 
     The queue forgets idle flows, so the meter keeps the units of labelled tenants that were forgotten. Its work grows
     with the flows that are remembered, not with the tenants ever seen.
@@ -177,12 +178,12 @@ class ServiceMeter:
 
     @property
     def gap(self) -> float:
-        """The largest difference of counters, in units over weight, between two tenants of a class that both wait."""
+        """Largest difference of counters, in units over weight, between two tenants of a class that both wait."""
         waiting = [[flow.served for flow in group.tenants] for group in self._queue.groups]
         return max((max(served) - min(served) for served in waiting if served), default=0.0)
 
     def label_tenants(self) -> list[TenantService]:
-        """Return the tenants that received most, and the sum of the others, by class; keep the labels' past."""
+        """Return the tenants that received most and the sum of the others, by class; keep the past of these tenants."""
         most = heapq.nlargest(LABELLED_TENANTS, self._totals(), key=lambda item: item[1])
         self._labelled = {key for key, _ in most}
         self._past = {key: units for key, units in self._past.items() if key in self._labelled}
@@ -195,7 +196,7 @@ class ServiceMeter:
 
     def _totals(self) -> list[tuple[tuple[ServiceClass, str], float]]:
         units = dict(self._past)
-        # Only the largest of the flows can be among the largest of the sums, but for those that have a past.
+        # Only the largest flows can be among the largest sums, except for flows that have a past.
         candidates = heapq.nlargest(2 * LABELLED_TENANTS, self._queue.flows, key=attrgetter("executed"))
         for flow in candidates:
             key = self._names[flow.group], flow.tenant
@@ -209,7 +210,7 @@ class ServiceMeter:
 
 
 def count_step(counters: Counters, step: Step, bytes_of: Callable[[int], int]) -> None:
-    """Count a step that is about to run; `bytes_of` a slot's adapter."""
+    """Count a step that is about to run; `bytes_of` returns the bytes of a slot's adapter."""
     counters.steps += 1
     for chunk in step.chunks:
         sequence, start = chunk.sequence, chunk.start
@@ -227,7 +228,7 @@ def count_step(counters: Counters, step: Step, bytes_of: Callable[[int], int]) -
 
 
 def labelled_drafts(revisions: Mapping[tuple[str, str | None], Acceptance], counters: Counters) -> list[RevisionDrafts]:
-    """Return the drafts of the revisions that had most, and the rest of the totals as that of all others."""
+    """Return the drafts of the revisions that had most, and the difference to the totals as those of all others."""
     most = heapq.nlargest(LABELLED_REVISIONS, revisions.items(), key=lambda item: item[1].num_drafted)
     labelled = [RevisionDrafts(tenant, digest or "", a.num_drafted, a.num_accepted) for (tenant, digest), a in most]
     drafted = counters.drafted_tokens - sum(one.drafted for one in labelled)
@@ -243,7 +244,7 @@ def snapshot(
     timeline: Iterable[StepSample] = (),
     **gauges: Any,
 ) -> EngineStats:
-    """Counters and gauges of this moment, as a message. `gauges` are those that the scheduler does not know."""
+    """Return the counters and gauges of this moment as a message; `gauges` are those unknown to the scheduler."""
     counters, memory = scheduler.state.counters, scheduler.memory
     pages = memory.counts
     return EngineStats(

@@ -1,7 +1,8 @@
-"""The loop around the engine: commands in, steps, reports out. Runs on a thread or as a process of its own.
+"""The loop around the engine: commands in, steps, reports out. Runs on a thread or in a separate process.
 
-The last report is always Stopped, and its reason says why where it was not asked to. A request that the model cannot
-take is refused alone; an exception in a step ends the engine, since pages and caches are then in an unknown state.
+The last report is always Stopped; if the engine was not told to stop, its reason says why it ended. A request that the
+model cannot take is refused alone. An exception in a step ends the engine, because pages and caches are then in an
+unknown state.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ from loramux_adapters.errors import BaseUnusable
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 10.0
-"""Seconds between two heartbeats of an engine that has requests and waits, for an adapter say."""
+"""Seconds between two heartbeats of an engine that has requests and waits, for example for an adapter."""
 
 MAX_WAIT_S = 3600.0
-"""The longest wait for a command: a lock accepts no time-out as long as the longest deadline."""
+"""Longest wait for a command, in seconds: a lock does not accept a time-out as long as the longest deadline."""
 
 PARENT_CHECK_S = 2.0
-"""Seconds between two looks whether the parent process is still there."""
+"""Seconds between two checks that the parent process is still there."""
 
 Inbox = queue.SimpleQueue[Command | None]
-"""None wakes the loop without a command: an adapter has arrived."""
+"""Commands for the loop. None wakes the loop without a command: an adapter has arrived."""
 
 
 def serve(
     settings: Settings, inbox: Inbox, send: Callable[[Report], None], loaded: Callable[[], None] = lambda: None
 ) -> None:
-    """Load the model, call `loaded`, then step until a Shutdown comes; Stopped is the last report."""
+    """Load the model, call `loaded`, then step until a Shutdown comes. The last report is Stopped."""
     reason = None
     try:
         engine = build_engine(load_model(settings), settings, wake=lambda: inbox.put(None))
@@ -91,6 +92,7 @@ def _loop(engine: Engine, inbox: Inbox, send: Callable[[Report], None]) -> None:
     while not (stopping and engine.is_idle):
         wait = engine.wait_seconds
         arrived = _arrived(inbox, wait if engine.is_idle else min(wait, HEARTBEAT_S))
+        # Requests wait, for example for an adapter: the report shows that the loop is alive.
         if not arrived and wait > HEARTBEAT_S and not engine.is_idle:
             send(StepReport([]))
             continue
@@ -102,7 +104,7 @@ def _loop(engine: Engine, inbox: Inbox, send: Callable[[Report], None]) -> None:
 
 
 def _arrived(inbox: Inbox, wait_seconds: float) -> list[Command | None]:
-    """Return everything in the inbox; wait up to `wait_seconds` for the first, inf: without limit."""
+    """Return everything in the inbox; wait up to `wait_seconds` for the first command (inf: without a limit)."""
     arrived: list[Command | None] = []
     if wait_seconds > 0.0:
         with contextlib.suppress(queue.Empty):
@@ -135,9 +137,9 @@ def _execute(engine: Engine, command: Command | None, send: Callable[[Report], N
 
 
 def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
-    """Return why the model cannot take `request`: one id outside its tables would raise in the step of every request.
+    """Return why the model cannot take `request`: one id outside its tables would raise in the step of all requests.
 
-    The gateway refuses such requests with the field's name. This check holds whatever calls the engine.
+    The serving layer refuses such requests with the field's name. This check protects the engine from every caller.
     """
     sampling, size = request.sampling, max(facts.vocab_size, request.num_tokens)
     for name, token_ids in (
@@ -160,7 +162,7 @@ def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
 
 
 def _length_fault(request: Request) -> str | None:
-    """Return what is wrong with the numbers of tokens that it has and wants."""
+    """Return the fault in the numbers of tokens that the request has and wants; None if there is none."""
     if not request.prompt_token_ids or request.sampling.max_tokens < 1:
         return "A request needs at least one prompt token and max_tokens of at least 1."
     if request.pooling is not None and (request.output_token_ids or request.sampling.prompt_logprobs is not None):
@@ -173,8 +175,8 @@ def _length_fault(request: Request) -> str | None:
 def serve_process(settings: Settings, connection: Connection) -> None:
     """Serve as a child process: commands and reports cross `connection` as msgpack.
 
-    Signals are the parent's to handle: it drains and then sends Shutdown. When the parent dies its end of the
-    connection is closed, and this process ends at once, in the middle of a step or of loading.
+    The parent handles signals: it drains and then sends Shutdown. When the parent dies, its end of the connection is
+    closed. This process then ends at once, even during a step or while it loads the model.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -193,14 +195,14 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
         while True:
             inbox.put(decoder.decode(connection.recv_bytes()))
     except (EOFError, OSError):
-        os._exit(1)  # the parent is gone: there is no one to serve
+        os._exit(1)  # the parent is gone, and with it all requests
     except msgspec.MsgspecError:
         logger.exception("the parent sent an unreadable command")
         os._exit(1)
 
 
 def _end_with_parent(parent: int) -> None:
-    """End when the parent has died, even where another process still holds its end of the connection open."""
+    """End when the parent has died, even if another process still holds its end of the connection open."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK_S)
     os._exit(1)

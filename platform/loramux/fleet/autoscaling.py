@@ -1,11 +1,12 @@
-"""How many engines a base should have: by the wait that a new request meets, and by the memory that requests hold.
+"""The number of engines of a base, by the wait that a new request meets and by the memory that requests hold.
 
 Out: the predicted wait for a first token, over all ready engines, is above the target, or the pools are nearly full.
-In: without one engine both would still be well below. The first is done at once, and in proportion; the second one
-engine at a time, after a cool-down, and by draining: the engine with the least to lose gets no more requests and ends
-when it has none. A base with `min` = 0 goes to zero after `idle_s` without a request, and back when one comes.
+Engines are added at once, and in proportion to the excess. In: with one engine less, wait and memory would both stay
+well below their targets. One engine at a time is drained, after a cool-down: the engine with the least to lose gets no
+more requests and ends when it has none. A base with `min` = 0 goes to zero after `idle_s` without a request, and back
+when one comes.
 
-`decide` asks: the caller starts and drains engines, and tells `requested` and `changed` what happened.
+`decide` changes nothing: the caller starts and drains engines, and reports by `requested` and `changed`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from loramux.fleet.view import EngineState, EngineView
 
 @dataclass(frozen=True, slots=True)
 class ScalingPolicy:
-    """Limits of one base, and the times of scaling."""
+    """Limits of one base, and the times of scaling, in seconds."""
 
     min_engines: int = 1
     max_engines: int = 1
     target_wait_s: float = 1.0
-    """Predicted wait for a first token that more engines are started for."""
+    """Predicted wait for a first token, in seconds, above which more engines are started."""
     target_memory: float = 0.9
     """Share of the pools that requests hold, above which more engines are started."""
     spare: float = 0.6
-    """An engine is drained where the others would stay below this share of both targets, and of their rows."""
+    """Share of both targets, and of the rows, below which the other engines must stay if one is drained."""
     cooldown_s: float = 120.0
     """Seconds after any change before an engine is drained."""
     idle_s: float = 600.0
-    """Seconds without a request after which a base whose least is zero has none."""
+    """Seconds without a request after which a base with a minimum of zero has no engine."""
 
 
 class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +46,11 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     drain: tuple[str, ...] = ()
     """Engines to drain."""
     reason: str = ""
-    """For the log."""
+    """Reason of the changes; it is logged."""
 
 
 class Autoscaler:
-    """The scaling of one base. It decides on views, and remembers when engines changed and were asked for."""
+    """The scaling of one base. It decides on views, and remembers when engines changed and when requests came."""
 
     def __init__(self, policy: ScalingPolicy, now: float) -> None:
         self.policy = policy
@@ -73,7 +74,7 @@ class Autoscaler:
     # events
 
     def requested(self, now: float) -> None:
-        """Note a request for the base, whether it could be served or not."""
+        """Note a request for the base, even if it cannot be served."""
         self._requested_at = now
 
     def changed(self, now: float) -> None:
@@ -83,24 +84,24 @@ class Autoscaler:
     # estimates
 
     def _least(self, now: float) -> int:
-        """Engines that there must be: one where a base without any was asked for."""
+        """Return the least number of engines: at least one if the base had a request within `idle_s`."""
         asked = now - self._requested_at < self.policy.idle_s
         return max(self.policy.min_engines, int(asked and self.policy.max_engines > 0))
 
     def _wanted(self, ready: Sequence[EngineView]) -> int:
-        """Engines among which the work would be at its targets."""
+        """Return the number of engines among which the work would be at its targets."""
         if not ready:
             return 0
         policy, count = self.policy, len(ready)
         wait = sum(view.wait_s for view in ready) / count
         memory = sum(view.pages_used for view in ready if view.waiting) / count
-        # A backlog of w seconds over n engines is one of w * n / m seconds over m.
+        # A backlog of w seconds over n engines is w * n / m seconds over m engines.
         by_wait = math.ceil(count * wait / policy.target_wait_s) if wait > policy.target_wait_s else 0
         by_memory = math.ceil(count * memory / policy.target_memory) if memory > policy.target_memory else 0
-        return min(max(by_wait, by_memory), 2 * count)  # what is queued says little of what more engines would do
+        return min(max(by_wait, by_memory), 2 * count)  # the queue says little about the effect of more engines
 
     def _leaving(self, ready: Sequence[EngineView], coming: int, now: float) -> Sequence[EngineView]:
-        """Engines to drain: those above the most, all of an unused base, or one where the others are enough."""
+        """Return the engines to drain: those above the most, all of an unused base, or one if the others are enough."""
         policy, by_loss = self.policy, sorted(ready, key=_loss)
         if coming > policy.max_engines:
             return by_loss[: coming - policy.max_engines]
@@ -114,7 +115,7 @@ class Autoscaler:
         return ()
 
     def _can_spare_one(self, ready: Sequence[EngineView]) -> bool:
-        """Would one engine less, with the same work, be well below every target?"""
+        """Return whether one engine less, with the same work, would be well below every target."""
         policy, others = self.policy, len(ready) - 1
         rows = sum(view.requests / view.max_running for view in ready) / others
         wait = sum(view.wait_s for view in ready) / others

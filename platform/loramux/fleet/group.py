@@ -1,22 +1,22 @@
 """The engines of one base, as one engine: requests survive the death of any of them.
 
     EngineGroup.submit ──> an engine ──> Run.note ──> the request's own on_event
-         the engine dies: the Run keeps the tokens sent so far ──> another engine goes on behind them
+         the engine dies: the Run keeps the tokens sent so far ──> another engine continues after them
 
-A `Run` is a request on its way through the group. Its engine may change, and its caller never notices: the next engine
-gets the tokens that were sent as the beginning of the answer, computes their KV again without charge, and samples the
-next token as the first engine would have, for a draw depends on the seed and the token's number alone. An engine that
-is drained gives its requests back: they are cancelled in it, and end with its own count. So does an engine of another
-machine that stops, or for which this front reads too slowly. The count of an engine that died is made up from its
+A `Run` is a request on its way through the group. Its engine may change without its caller noticing. The next engine
+gets the tokens that were sent as the beginning of the answer, and computes their KV again without charge. It samples
+the next token as the first engine would have, because a draw depends only on the seed and the token's number. An engine
+that is drained gives its requests back: they are cancelled in it, and end with its count. An engine of another machine
+does the same when it stops, or when this server reads too slowly. If an engine dies, its count is made up from its
 events.
 
-A request may be what an engine dies of. One that was on MAX_DEATHS engines in a row when they died, and got no token
-from them, is a suspect. Only engines that were working on it count, in a step or with the load of its adapter: after
-the first death it asks to hear of that (`Request.report_start`), for in a crowd most requests only wait. Suspects are
-tried one at a time, so that those that were only beside the cause are cleared by their next token; one under which
-MAX_TRIALS more engines die ends with an error. So does one that MAX_LOST engines in a row lost without a token.
+An engine may die of a request. A request is a suspect if MAX_DEATHS engines in a row died under it without having sent
+it a token. The first death always counts. A later one counts only if the engine was working on the request, in a step
+or with the load of its adapter: in a crowd most requests only wait. `Request.report_start` makes engines report this.
+Suspects are tried one at a time, so an innocent one is cleared by its next token. A suspect under which MAX_TRIALS more
+engines die ends with an error. So does a request that MAX_LOST engines in a row lost without a token.
 
-A request for which no engine serves waits for one, for `engines.max_wait_s` at most and no longer than its deadline. A
+If no engine serves, a request waits at most `engines.max_wait_s`, and no longer than its deadline. A
 suspect waits for its trial as long as engines serve.
 """
 
@@ -54,18 +54,18 @@ from loramux.fleet.view import EngineState
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 2
-"""Engines that die under a request in a row, before they have sent it a token, that make it a suspect."""
+"""Engines in a row that die while they work on a request, before they sent it a token, which make it a suspect."""
 MAX_TRIALS = 2
-"""Engines that die under a suspect while it is tried that make it the cause. One may be killed by something else, and
-while there are suspects one of them is always on trial."""
+"""Engines that die under a suspect during its trials, after which it is taken as the cause. One death is not enough:
+the engine may be killed by something else, and while there are suspects one of them is always on trial."""
 MAX_LOST = 8
 """Engines in a row that may lose a request before they have sent it a token, whether they had begun with it or not."""
 SCALE_SECONDS = 5.0
-"""Time between two decisions on the number of engines."""
+"""Seconds between two decisions on the number of engines."""
 DRAIN_SECONDS = 60.0
-"""Time for the requests of an engine that is not needed any more to end."""
+"""Seconds for the requests of an engine that is no longer needed to end."""
 EXCHANGE_SECONDS = 0.25
-"""Time between two exchanges of service between the engines."""
+"""Seconds between two exchanges of service between the engines."""
 
 
 class Run:
@@ -92,31 +92,32 @@ class Run:
         self.request = request
         self.on_event = on_event
         self.engine: FleetEngine | None = None
-        """None while it waits for one."""
+        """Engine that has the request; None while it waits for one."""
         self.token_ids: list[int] = []
-        """The answer so far."""
+        """Tokens of the answer so far."""
         self.num_deaths = 0
         """Engines in a row that died while they worked on it, before they had sent it a token."""
         self.num_lost = 0
         """Engines in a row that died before they had sent it a token."""
         self.has_begun = False
-        """Its engine works on it now, as far as is known."""
+        """True if its engine is known to work on it now."""
         self.is_moving = False
-        """Its engine was told to give it back."""
+        """True if its engine was told to give it back."""
         self.is_cancelled = False
-        """Its caller wants no more of it."""
+        """True if its caller has cancelled it."""
         self.timeout: asyncio.TimerHandle | None = None
-        """Ends it, while it waits for an engine."""
+        """Timer that ends it, while it waits for an engine."""
         self._submitted_at = now
         self.num_before = 0
         """Tokens of the answer that earlier engines have sent."""
         self.cached_tokens = 0
         """Prompt tokens that the engine of the first token found in its cache."""
         self.count = EngineCount()
-        """The usage of earlier engines."""
+        """Usage on earlier engines."""
 
     def rest(self, now: float, *, has_started: bool) -> Request:
-        """Return the part of the request that is left; `has_started`: it or another choice of its group."""
+        """Return the part of the request that is left; `has_started`: it, or another choice of its group, has a
+        token."""
         if not (has_started or self.num_lost or round(1000 * (now - self._submitted_at))):
             return self.request
         return msgspec.structs.replace(
@@ -128,7 +129,7 @@ class Run:
         )
 
     def deadline_ms(self, now: float) -> int | None:
-        """Return the milliseconds that are left to its first token; None: as long as it takes."""
+        """Return the milliseconds that are left to its first token; None without a deadline."""
         if self.request.deadline_ms is None:
             return None
         return max(1, self.request.deadline_ms - round(1000 * (now - self._submitted_at)))
@@ -140,7 +141,7 @@ class Run:
         return msgspec.structs.replace(event, count=self.count + event.count)
 
     def leave_engine(self, count: EngineCount | None) -> None:
-        """Note that its engine has sent its last event; without a count it died, and its events are counted."""
+        """Note that its engine has sent its last event. Without a count the engine died, and its events are counted."""
         num_sent = len(self.token_ids) - self.num_before
         if num_sent:
             self.num_deaths = self.num_lost = 0
@@ -157,17 +158,17 @@ class Run:
 
     @property
     def is_suspect(self) -> bool:
-        """May it be what engines die of?"""
+        """True if engines may be dying of it."""
         return self.num_deaths >= MAX_DEATHS
 
     @property
     def is_cause(self) -> bool:
-        """Have too many engines died under it?"""
+        """True if too many engines have died under it."""
         return self.num_deaths >= MAX_DEATHS + MAX_TRIALS or self.num_lost >= MAX_LOST
 
 
 class EngineGroup:
-    """The engines of one base, with the methods of an `EngineClient`; `stats` has those of each engine."""
+    """The engines of one base, with the methods of an `EngineClient`; `stats` returns those of each engine."""
 
     def __init__(self, base: BaseSettings, settings: Settings, launch: LaunchEngine) -> None:
         """`settings` are those of an engine of `base`."""
@@ -179,15 +180,15 @@ class EngineGroup:
         self._base = base.name
         self._range = base.engines
         self._scaler: Autoscaler | None = None
-        """None before the start."""
+        """Autoscaler; None before the start, and if the number of engines is fixed."""
         self._runs: dict[str, Run] = {}
         """Requests that have not ended, by id."""
         self._waiting: dict[str, Run] = {}
-        """Those of them that wait for an engine."""
+        """Requests that wait for an engine, by id."""
         self._trial: Run | None = None
-        """The one suspect that an engine has."""
+        """The one suspect that an engine has, if any."""
         self._groups: dict[str, dict[str, Run]] = {}
-        """The requests by their group: choices of one API request, which share a prompt and a deadline."""
+        """Requests by their group: the choices of one API request share a prompt and a deadline."""
         self._pins: dict[tuple[str, str], tuple[AdapterRef, FleetEngine]] = {}
         self._router = Router()
         self._exchange = ShareExchange()
@@ -199,7 +200,7 @@ class EngineGroup:
         self._is_stopping = False
 
     def _heard(self, launch: LaunchEngine) -> LaunchEngine:
-        """Return `launch` for engines whose service is heard."""
+        """Return `launch` for engines whose reports of service the group receives."""
 
         def launch_heard(name: str, settings: Settings) -> EngineClient:
             client = launch(name, settings)
@@ -213,7 +214,7 @@ class EngineGroup:
     async def start(self) -> ModelFacts:
         """Start `min` engines; return when each serves or has failed to, and at least one serves. Raises EngineDied.
 
-        With `min` = 0 one is started too: the model's facts are known from it alone.
+        With `min` = 0 one is started too, because only an engine knows the model's facts.
         """
         wanted = [member for member in self._members.values() if member.state is not EngineState.RESTING]
         outcomes = await asyncio.gather(*(member.start() for member in wanted), return_exceptions=True)
@@ -253,23 +254,23 @@ class EngineGroup:
         self._ended.set()
 
     async def wait_end(self) -> str:
-        """Wait until no engine serves and none is started again by itself; return why."""
+        """Wait until no engine serves and none will be started again automatically; return why."""
         await self._ended.wait()
         return next((member.problem for member in self._members.values() if member.problem), "the engines were stopped")
 
     @property
     def alive(self) -> bool:
-        """Does an engine serve, or will one when a request comes?"""
+        """True if an engine serves, or will serve when a request comes."""
         return bool(self._ready) or all(m.state is EngineState.RESTING for m in self._members.values())
 
     @property
     def _ready(self) -> list[FleetEngine]:
-        """The engines that may be given requests."""
+        """Engines that may be given requests."""
         return [member for member in self._members.values() if member.is_ready]
 
     @property
     def _silence(self) -> float:
-        """Seconds since an engine served last, where none does."""
+        """Seconds since an engine last served, if none serves."""
         return self._now() - max(member.served_until for member in self._members.values())
 
     def _now(self) -> float:
@@ -277,16 +278,16 @@ class EngineGroup:
 
     @property
     def has_ended(self) -> bool:
-        """Does no engine serve, and is none started again by itself?"""
+        """True if no engine serves and none will be started again automatically."""
         return self._ended.is_set()
 
     @property
     def unclaimed_tokens(self) -> int:
-        """Tokens of requests that ended without a listener, so that no bill can hold them."""
+        """Tokens of requests that ended without a listener; no bill can contain them."""
         return sum(member.unclaimed_tokens for member in self._members.values())
 
     async def _serve_with(self, member: FleetEngine) -> None:
-        """Give an engine that serves again what waits for one, and the pins that it should hold."""
+        """Give an engine that serves again the requests that wait, and the pins that it should hold."""
         self._router.forget(member.name)
         if self._scaler is not None:
             self._scaler.changed(self._now())
@@ -299,14 +300,14 @@ class EngineGroup:
 
     @property
     def _is_lost(self) -> bool:
-        """Has no engine served for `engines.max_wait_s`, and has each failed to start too often in a row?"""
+        """True if no engine has served for `engines.max_wait_s`, and each has failed to start too often in a row."""
         members = [member for member in self._members.values() if member.state is not EngineState.RESTING]
         is_failing = bool(members) and all(member.is_failing for member in members)
         return is_failing and self._silence >= self._range.max_wait_s
 
     def _note_failing(self) -> None:
         if self._range.addresses:
-            return  # they are started by others: a new server would find no more of them
+            return  # they are started elsewhere: a new server would find the same engines
         if self._is_lost:
             self._ended.set()
             for run in list(self._waiting.values()):
@@ -315,7 +316,7 @@ class EngineGroup:
     # requests
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Give the request to an engine, or have it wait for one; raises EngineDied when there will be none."""
+        """Give the request to an engine, or let it wait for one; raises EngineDied if there will be none."""
         assert request.id not in self._runs, f"request {request.id} was submitted before"
         if self.has_ended or self._is_lost:
             raise EngineDied("no engine serves, and none could be started for longer than a request waits")
@@ -341,7 +342,7 @@ class EngineGroup:
             run.engine.client.cancel(request_id)
 
     def forget(self, request_id: str) -> None:
-        """End a request and call its `on_event` no more."""
+        """End a request and stop calling its `on_event`."""
         run = self._runs.get(request_id)
         if run is not None:
             engine = run.engine
@@ -350,7 +351,7 @@ class EngineGroup:
                 engine.client.forget(request_id)
 
     def _place(self, run: Run) -> None:
-        """Give the request to an engine, or have it wait for one."""
+        """Give the request to an engine, or let it wait for one."""
         if self._send(run):
             if run.timeout is not None:
                 run.timeout.cancel()
@@ -361,7 +362,7 @@ class EngineGroup:
             self._limit_wait(run)
 
     def _limit_wait(self, run: Run) -> None:
-        """End the request in time where no engine gets it."""
+        """Limit the time for which the request waits for an engine."""
         seconds = self._range.max_wait_s
         deadline_ms = None if run.token_ids else run.deadline_ms(self._now())
         if deadline_ms is not None and deadline_ms / 1000 < seconds:
@@ -379,7 +380,7 @@ class EngineGroup:
             self._end(run, EngineFault(ENGINE_DIED, message))
 
     def _send(self, run: Run) -> bool:
-        """Give what is left of the request to an engine; False where none serves."""
+        """Give what is left of the request to an engine; return False if none serves."""
         if run.is_suspect and self._trial not in (None, run):
             return False
         engine = self._choose(run.request)
@@ -419,7 +420,8 @@ class EngineGroup:
         elif event.is_worked_on is not None:
             run.has_begun = event.is_worked_on
             return
-        # Every token of every request comes through here: the rest is for an engine's first token and its last event.
+        # Every token of every request comes through here. The rest is needed only for an engine's first token and last
+        # event.
         if len(run.token_ids) == run.num_before + 1:
             self._router.started(run.request.id, self._now())
             run.cached_tokens = max(run.cached_tokens, event.cached_tokens)
@@ -441,7 +443,7 @@ class EngineGroup:
             raise
 
     def _continue(self, run: Run, fault: EngineFault | None) -> None:
-        """Go on with a request that its engine has no more, at another one."""
+        """Continue a request that its engine no longer has on another engine."""
         if run.is_cancelled:
             self._end(run, None)
         elif run.is_cause:
@@ -455,11 +457,11 @@ class EngineGroup:
             self._end(run, fault or EngineFault(ENGINE_DIED, "the engines are stopped"))
         else:
             if self._trial is run:
-                self._try_next()  # the others first: it was perhaps something else that the engine died of
+                self._try_next()  # the other suspects first: perhaps the engine did not die of this one
             self._place(run)
 
     def _end_trial(self, run: Run) -> None:
-        """Note that a request has got a token, or has ended: it is no suspect, and the next one is tried."""
+        """Note that a request has got a token, or has ended: it is no suspect any more, and the next one is tried."""
         run.num_deaths = run.num_lost = 0
         if self._trial is run:
             self._try_next()
@@ -476,7 +478,7 @@ class EngineGroup:
             engine.idle.set()
 
     def _end(self, run: Run, fault: EngineFault | None) -> None:
-        """End a request that no engine has: with a fault, or cancelled."""
+        """End a request that is on no engine: with a fault, or cancelled."""
         self._drop(run)
         reason = "cancelled" if fault is None else "error"
         event = TokenEvent(request_id=run.request.id, finish_reason=reason, fault=fault, count=run.count)
@@ -504,7 +506,7 @@ class EngineGroup:
             member.client.retire(digest)
 
     async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
-        """Keep a revision in the pool of one engine; waits until it is there."""
+        """Keep a revision in the pool of one engine; wait until it is in the pool."""
         if (known := self._pins.get((ref.digest, owner))) and known[1].is_ready:
             return await self._pin_on(known[1], ref, owner)
         if not self._ready:
@@ -526,7 +528,7 @@ class EngineGroup:
     # shares
 
     def _note_service(self, engine: str, services: list[TenantService]) -> None:
-        """Count what an engine has served, and pass it on to the others within EXCHANGE_SECONDS."""
+        """Count what an engine has served, and pass it on to the other engines within EXCHANGE_SECONDS."""
         if len(self._members) == 1:
             return
         self._exchange.report(engine, services)
@@ -576,7 +578,7 @@ class EngineGroup:
             self._scale()
 
     def _scale(self) -> None:
-        """Start engines that rest, or drain engines, as the autoscaler decides."""
+        """Start resting engines, or drain engines, as the autoscaler decides."""
         if self._scaler is None:
             return
         now = self._now()
@@ -601,7 +603,8 @@ class EngineGroup:
     async def drain(self, name: str, seconds: float, *, rest: bool = False) -> EngineStatus:
         """Take an engine out of service: it gets no more requests, and is stopped once it has none.
 
-        Requests that still run after `seconds` go on at other engines. `rest`: it may be started again by itself.
+        Requests that still run after `seconds` continue on other engines. `rest`: it may be started again
+        automatically.
         Raises UnknownEngine.
         """
         member = self._member(name)
@@ -636,7 +639,8 @@ async def _until_idle(member: FleetEngine) -> None:
 
 
 def common_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
-    """Return the facts that requests are checked against: the first engine's, with the shortest context of those."""
+    """Return the facts that requests are checked against: the first engine's, with the shortest context of all
+    engines."""
     first = facts[0]
     alike = [one for one in facts if conflict_of(one, msgspec.structs.replace(first, max_model_len=0)) is None]
     shortest = min(alike, key=lambda one: one.context)
@@ -644,7 +648,7 @@ def common_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
 
 
 def settings_of_engines(base: BaseSettings, settings: Settings) -> dict[str, Settings]:
-    """Return the settings of each engine of a base, by its name; each has a device of its own where they are listed."""
+    """Return the settings of each engine of a base, by its name; if devices are listed, each engine gets one."""
     engines = {}
     for number in range(base.engines.most):
         engine = settings.engine

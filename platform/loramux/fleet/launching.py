@@ -5,9 +5,9 @@ On a Ray cluster (extra `ray`) Ray places the engines, gives them GPUs and resta
     RemoteChannel ──> RayDriver.place_of ──pipe──> fleet.ray_driver ──> Ray: where is the engine?
           └───────── commands and tokens, over the channel ─────────> the engine (an actor)
 
-Ray says where an engine is, and nothing else. It ends the process of a driver that has lost the cluster's head for a
-minute, so the driver is a process of its own: a server keeps the engines that it is connected to, and starts another
-driver for the next one that it has to find. Keys are made for each server, and only public ones go through Ray.
+Ray only says where an engine is. It ends the process of a driver that has lost the cluster's head for a minute, so the
+driver is a separate process. Then a server keeps the engines that it is connected to, and starts another driver to find
+the next one. Keys are made for each server, and only public keys go through Ray.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from loramux.fleet.wire import ENGINE_PUBLIC, FRONT_SECRET, KeyPair, new_pair, r
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.2
-"""The longest wait for the driver's answer, so that a server that stops need not wait for a place."""
+"""Longest wait for the driver's answer, in seconds: a server that stops should not wait for a place."""
 JOIN_S = 60.0
-"""Time for the driver to join the cluster."""
+"""Seconds for the driver to join the cluster."""
 PROBE_S = 5.0
-"""Time for the cluster's head to accept a connection; Ray itself tries for many minutes."""
+"""Seconds for the cluster's head to accept a connection; Ray itself tries for many minutes."""
 WARN_S = 60.0
-"""Time between two warnings that Ray has no room for an engine."""
+"""Seconds between two warnings that Ray has no room for an engine."""
 
 
 def launcher_of(settings: Settings) -> LaunchEngine:
-    """Return what makes the engines of these settings. Raises SettingsError."""
+    """Return the function that makes the engines of these settings. Raises SettingsError."""
     addresses = {
         f"{base.name}-{number}": address
         for base in settings.served_bases
@@ -65,7 +65,8 @@ def launch_here(_: str, settings: Settings) -> EngineClient:
 
 
 def attaching(settings: Settings, addresses: Mapping[str, str]) -> LaunchEngine:
-    """Return what attaches this server to the engines at `addresses`, by their names. Raises SettingsError."""
+    """Return the function that attaches this server to the engines at `addresses`, by their names. Raises
+    SettingsError."""
     folder = Path(settings.fleet.keys)
     pair, engine_key = read_pair(folder / FRONT_SECRET), read_public(folder / ENGINE_PUBLIC)
 
@@ -90,7 +91,7 @@ class RayDriver:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
         self._asked: set[tuple[str, int]] = set()
-        """Engines, each with its life, for which an answer is due."""
+        """Engines whose place was requested and not answered yet, each with its life."""
         self._placements: dict[tuple[str, int], Placement] = {}
 
     def start(self) -> None:
@@ -113,9 +114,9 @@ class RayDriver:
         self._process = process
 
     def place_of(self, engine: str, life: int, settings: Settings, front_key: bytes) -> EnginePlace | None:
-        """Return where an engine listens, None while it is not known; Ray starts it where it does not run.
+        """Return where an engine listens, or None while that is unknown; Ray starts the engine if it does not run.
 
-        `life` tells a new search from one that goes on. Raises EngineDied.
+        `life` distinguishes a new search from one that continues. Raises EngineDied.
         """
         key = engine, life
         with self._lock:
@@ -136,7 +137,7 @@ class RayDriver:
         return found.place
 
     def _connected(self) -> Connection:
-        """Return the connection to a driver, another one where the last has ended. Raises EngineDied."""
+        """Return the connection to a driver; start another driver if the last has ended. Raises EngineDied."""
         if self._process is None or not self._process.is_alive():
             try:
                 self.start()
@@ -147,7 +148,7 @@ class RayDriver:
 
 
 def launching_on_ray(settings: Settings) -> LaunchEngine:
-    """Join the cluster, and return what attaches this server to its engines. Raises SettingsError."""
+    """Join the cluster, and return the function that attaches this server to its engines. Raises SettingsError."""
     if importlib.util.find_spec("ray") is None:
         raise SettingsError(
             "fleet.launcher: Ray is not installed; run `pip install 'loramux[ray]'`, or set launcher = \"local\""
@@ -187,7 +188,7 @@ def _locating(driver: RayDriver, engine: str, life: int, settings: Settings, fro
 
 
 def _settings_of_actor(own: Settings) -> Settings:
-    """Return what an engine needs; the database's address, with its password, stays here."""
+    """Return the settings that an engine needs; the database's address, with its password, stays on this server."""
     records = own.records
     kept = RecordsSettings(
         blobs=records.blobs, blob_options=records.blob_options, cache=records.cache, cache_bytes=records.cache_bytes

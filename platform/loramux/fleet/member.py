@@ -4,9 +4,9 @@
                    ├─> DRAINING ──> LOST ──restart──> ...    an operator took it out of service
                    └─> DRAINING ──> RESTING ──> STARTING     it was not needed, and is again
 
-A pause grows with each failure in a row. An engine that fails to start MAX_FAILED_STARTS times in a row is tried on
-while others serve; where all engines of a base fail so, and none has served for `engines.max_wait_s`, the group has
-ended.
+A pause grows with each failure in a row. An engine that fails to start MAX_FAILED_STARTS times in a row is still tried
+while others serve. The group has ended if all engines of a base fail in this way and none has served for
+`engines.max_wait_s`.
 
 Refusals of an operator's orders to engines:
 
@@ -39,33 +39,33 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds between an engine's end and its next start."""
 MAX_FAILED_STARTS = 3
 SOUND_SECONDS = 60.0
-"""An engine that has served for so long has recovered: its next pause is the first one again."""
+"""Seconds of service after which an engine has recovered: its next pause is the first one again."""
 DRAINED = "drained"
 
 LaunchEngine = Callable[[str, Settings], EngineClient]
-"""Makes the client of one life of an engine, by the engine's name; it is not yet started."""
+"""Makes the client of one life of an engine, by the engine's name; the engine is not yet started."""
 
 
 class FleetError(LoramuxError):
-    """Base of these refusals."""
+    """Base class of refusals of orders to engines."""
 
 
 class UnknownEngine(FleetError):
-    """The message lists the engines."""
+    """No engine has this name; the message lists the engines."""
 
     code = "engine_not_found"
     status = HTTPStatus.NOT_FOUND
 
 
 class EngineBusy(FleetError):
-    """The message says of what."""
+    """The engine is being drained or restarted already; the message says which."""
 
     code = "engine_busy"
     status = HTTPStatus.CONFLICT
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine, for operators."""
+    """State of one engine as operators see it."""
 
     engine: str
     base_model: str
@@ -73,15 +73,15 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     """Requests that wait or run in it."""
     starts: int
-    """Times that it was started."""
+    """Number of times that it was started."""
     problem: str | None
-    """The reason why it does not serve, or did not before its last start."""
+    """Reason why it does not serve, or did not before its last start."""
     step_graphs_missing: int = 0
     """Recordings of steps that run without a CUDA graph; 0 on a CPU."""
 
 
 class FleetEngine:
-    """One engine of a group; every life has a client of its own."""
+    """One engine of a group; each of its lives has a new client."""
 
     def __init__(
         self, name: str, base: str, settings: Settings, launch: LaunchEngine, *, is_wanted: bool = True
@@ -90,25 +90,25 @@ class FleetEngine:
         self.name = name
         self.state = EngineState.LOST if is_wanted else EngineState.RESTING
         self.served_until = -math.inf
-        """The event loop's time at which its last life that served ended."""
+        """Event loop's time at which its last life that served ended."""
         self.requests: set[str] = set()
         """Ids of the requests that it was given and has not ended."""
         self.idle = asyncio.Event()
-        """Set whenever it has none left."""
+        """Set whenever it has no request left."""
         self.problem: str | None = None
-        """The reason of its last end."""
+        """Reason of its last end."""
         self.client = launch(name, settings)
         self._view: EngineView | None = None
         self._viewed: EngineStats | None = None
-        """The statistics that the view was made from."""
+        """Statistics from which the view was made."""
         self._base = base
         self._settings = settings
         self._launch = launch
         self._num_starts = 0
         self._num_failures = 0
-        """Ends since it last served for SOUND_SECONDS."""
+        """Number of its ends since it last served for SOUND_SECONDS."""
         self._num_failed_starts = 0
-        """In a row."""
+        """Number of failed starts in a row."""
         self._unclaimed = 0
         self._is_wanted = asyncio.Event()
         """Set while it should serve."""
@@ -121,7 +121,7 @@ class FleetEngine:
 
     @property
     def is_ready(self) -> bool:
-        """May it be given requests?"""
+        """True if it may be given requests."""
         return self.state is EngineState.READY and self.client.alive
 
     @property
@@ -136,7 +136,8 @@ class FleetEngine:
 
     @property
     def view(self) -> EngineView:
-        """What routing knows of it; made anew with every report of statistics, for it names every resident adapter."""
+        """Facts that routing knows of it. Kept until statistics arrive or its state changes, because making it takes
+        time: it names every resident adapter."""
         stats = self.stats
         if self._view is None or self._viewed is not stats or self._view.state is not self.state:
             self._view = view_of(self.name, self._base, self.state, stats, self.client.stats_at)
@@ -158,7 +159,7 @@ class FleetEngine:
     async def start(self, others: ModelFacts | None = None) -> ModelFacts:
         """Start its present life, and wait until it serves.
 
-        Raises EngineDied, also where its facts are in conflict with those of the `others` of its base.
+        Raises EngineDied, also if its facts are in conflict with those of the `others` of its base.
         """
         self.state, self._num_starts = EngineState.STARTING, self._num_starts + 1
         try:
@@ -170,22 +171,22 @@ class FleetEngine:
             await self.refuse(conflict)
             raise EngineDied(conflict)
         self._num_failed_starts = 0
-        # It may have been withdrawn meanwhile: then its end, which comes soon, is no failure.
+        # It may have been withdrawn during the start. Its end, which comes soon, is then no failure.
         self.state = EngineState.READY if self._is_wanted.is_set() else EngineState.DRAINING
         return facts
 
     async def refuse(self, conflict: str) -> None:
-        """Leave an engine that cannot serve beside the others; it is tried again as one that does not start."""
+        """Stop an engine that cannot serve together with the others; it is retried like one that failed to start."""
         await self.client.stop()
         self._note_failed_start(conflict)
 
     async def supervise(
         self, others: ModelFacts, on_ready: Callable[[FleetEngine], Awaitable[None]], on_failing: Callable[[], None]
     ) -> None:
-        """Watch the life that `start` began, and begin another one whenever it ends; runs until it is cancelled.
+        """Watch the life that `start` began, and begin another one whenever it ends; run until cancelled.
 
-        `others`: the facts that each life must agree with. `on_failing` is called before each start that follows on
-        too many failed ones.
+        `others`: the facts that each life must agree with. `on_failing` is called before each start that follows too
+        many failed ones.
         """
         while True:
             if self.state not in (EngineState.LOST, EngineState.RESTING):
@@ -208,7 +209,7 @@ class FleetEngine:
     def withdraw(self, *, rest: bool = False) -> None:
         """Take it out of service: it is given no more requests, and is not started again until `revive`.
 
-        `rest`: it is not needed now, and may be started again by itself.
+        `rest`: it is not needed now, and may be started again automatically.
         """
         self._is_wanted.clear()
         self.problem, self._withdrawn_to = (None, EngineState.RESTING) if rest else (DRAINED, EngineState.LOST)
@@ -221,7 +222,7 @@ class FleetEngine:
         self.state = self._withdrawn_to
 
     async def revive(self) -> None:
-        """Have an engine started again that was drained or has given up; return once it serves or has failed to."""
+        """Start again an engine that was drained or has given up; return once it serves or has failed to."""
         self._num_failures = self._num_failed_starts = 0
         self._started.clear()
         self._is_wanted.set()
@@ -229,7 +230,8 @@ class FleetEngine:
 
     @property
     def is_failing(self) -> bool:
-        """Has it ended, and failed to start too often in a row? A thread that ended may have harmed its process."""
+        """True if it failed to start too often in a row. A thread that ended may have harmed its process, so one end
+        counts."""
         most = 0 if self._settings.engine.in_process else MAX_FAILED_STARTS
         return self.state is EngineState.LOST and self.problem != DRAINED and self._num_failed_starts >= most
 
@@ -258,9 +260,10 @@ class FleetEngine:
 
 
 def conflict_of(facts: ModelFacts, others: ModelFacts) -> str | None:
-    """Return why an engine cannot go on with answers that the others of its base began, as a sentence for an operator.
+    """Return why an engine cannot continue answers that others of its base began, as a sentence for an operator; else
+    None.
 
-    It has to compute the same tokens, and to hold every request that the gateway lets in.
+    It has to compute the same tokens, and to hold every request that the serving layer accepts.
     """
     alike = ("dtype", "weights", "vocab_size", "eos_token_ids", "sampling_defaults", "block_size", "kv_cache_dtype")
     for name in alike:
@@ -279,5 +282,5 @@ def conflict_of(facts: ModelFacts, others: ModelFacts) -> str | None:
 
 
 def _pause(num_failures: int) -> float:
-    """Seconds to wait after so many failures in a row."""
+    """Return the seconds to wait after `num_failures` failures in a row."""
     return min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** max(0, num_failures - 1)) if num_failures else 0.0

@@ -1,9 +1,9 @@
-"""The process beside a server that speaks to Ray, and the engines as Ray's actors (extra `ray`).
+"""The process that speaks to Ray for a server, and the engines as Ray's actors (extra `ray`).
 
-An actor is one engine that listens (`fleet.serving`). Actors are named and detached, so that all servers of a namespace
-share them and a server's end costs no reload; one that no server has used for `unused_s` ends. The name holds a digest
-of the messages and of the engine's settings: a server of another release, or with other settings, has engines of its
-own.
+An actor is one engine that listens (`fleet.serving`). Actors are named and detached: all servers of a namespace share
+them, and a server's end costs no reload. An actor that no server has used for `unused_s` ends. Its name holds a digest
+of the messages and of the engine's settings, so a server of another release, or with other settings, has separate
+engines.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from loramux.fleet.wire import message_version, new_pair
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""The longest wait for one answer of Ray, so that every engine gets its turn."""
+"""Longest wait for one answer of Ray, in seconds: so every engine gets its turn."""
 MAX_DEATHS = 3
-"""Actors that end before they say where they are, until the engine counts as one that cannot be started."""
+"""Number of actors that end before they tell their place, after which the engine counts as one that cannot be
+started."""
 
 
 class EngineActor:
@@ -73,7 +74,7 @@ class EngineActor:
 
 
 class _Search:
-    """One life of an engine: has Ray start it, if need be, and asks it where it listens."""
+    """One life of an engine: has Ray start it if needed, and asks it where it listens."""
 
     def __init__(self, engine: str, settings: Settings, front_key: bytes) -> None:
         self._engine = engine
@@ -146,7 +147,7 @@ def _actor(engine: str, settings: Settings) -> Any:
 
 
 def _ignore_signals() -> None:
-    """Leave them to the server: it drains, and its end closes the connection."""
+    """Leave signals to the server: it drains, and its end closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

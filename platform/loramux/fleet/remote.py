@@ -1,8 +1,8 @@
-"""The front's end of the channel: a `Channel` to an engine that listens elsewhere.
+"""The server's end of the channel: a `Channel` to an engine that listens elsewhere.
 
-One thread holds the socket. A connection that is lost, refused or given up is not built again here: its last report is
-Stopped, as for a process that died, and the engine's `Member` starts another life with another channel. The thread
-confirms what the event loop has processed; where it is slow, the engine waits for it (`fleet.sessions`).
+One thread holds the socket. A connection that is lost, refused or given up is not opened again here. Its last report is
+Stopped, as for a process that died, and the `FleetEngine` starts another life with another channel. The thread confirms
+what the event loop has processed; if that is slow, the engine waits for it (`fleet.sessions`).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from loramux.fleet.wire import (
 )
 
 CONNECT_S = 30.0
-"""Time for an engine to answer; loading its model may take longer."""
+"""Seconds for an engine to answer; loading its model may take longer."""
 LOCATE_S = 0.25
-"""Pause before an engine that has no place yet is looked for again."""
+"""Seconds before an engine that has no place yet is looked for again."""
 CONFIRMED_BYTES = WINDOW_BYTES // 16
 """Bytes of processed reports that are confirmed at once, and not with the next beat."""
 
@@ -66,21 +66,21 @@ class EnginePlace(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The driver's answer; neither: the engine has no place yet."""
+    """The driver's answer; if it has neither, the engine has no place yet."""
 
     place: EnginePlace | None = None
     failure: str | None = None
 
 
 Locate = Callable[[], EnginePlace | None]
-"""Returns where the engine is, None while it is not known yet; called again then. May block for a second."""
+"""Returns where the engine is, or None while that is unknown: it is then called again. May block for a second."""
 
 
 class RemoteChannel:
     """A connection to one engine."""
 
     def __init__(self, locate: Locate, base: str, pair: KeyPair, lease_s: float) -> None:
-        """`pair` is this front's; `base` the one that the engine has to serve."""
+        """`pair` is this server's; `base` is the base model that the engine has to serve."""
         self._locate = locate
         self._base = base
         self._pair = pair
@@ -105,7 +105,7 @@ class RemoteChannel:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """Hand `command` to the thread. An engine that leaves too much unread counts as lost."""
+        """Pass `command` to the thread. An engine that leaves too much unread counts as lost."""
         try:
             data = self._encoder.encode(command)
         except OverflowError as error:
@@ -118,7 +118,7 @@ class RemoteChannel:
         self._waker.wake()
 
     def kill(self) -> None:
-        """Leave the engine: it cancels what it still has of this front. Other fronts may use it."""
+        """Leave the engine: it cancels what it still has of this server. Other servers may use it."""
         self._give_up("was given up")
 
     def join(self, timeout: float) -> None:
@@ -166,7 +166,7 @@ class RemoteChannel:
         on_report: Callable[[Report], None],
         loop: asyncio.AbstractEventLoop,
     ) -> str | None:
-        """Carry frames until the end; return why it came, None where the engine has reported it itself."""
+        """Carry frames until the end; return the reason of the end, or None if the engine has reported it itself."""
         poller = zmq.Poller()
         poller.register(monitor, zmq.POLLIN)
         poller.register(self._waker, zmq.POLLIN)
@@ -210,7 +210,7 @@ class RemoteChannel:
         return socket, monitor
 
     def _note_event(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> str | None:
-        """Greet the engine once the connection is there; return why there will be none."""
+        """Greet the engine once the connection is open; return why if it cannot be opened."""
         event = zmq.Event(recv_monitor_message(monitor)["event"])
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             front = f"{sockets.gethostname()}:{os.getpid()}"
@@ -220,7 +220,7 @@ class RemoteChannel:
         return _FAILURES.get(event)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send commands; return whether the socket takes no more of them now."""
+        """Send commands; return whether the socket accepts no more of them now."""
         while self._outbox:
             if not self._send_frame(socket, COMMAND, self._outbox[0]):
                 return True
@@ -239,7 +239,7 @@ class RemoteChannel:
     def _receive(
         self, socket: zmq.Socket[bytes], on_report: Callable[[Report], None], loop: asyncio.AbstractEventLoop
     ) -> tuple[bool, str | None]:
-        """Take what has come; return whether that was the end, and why."""
+        """Process what has come; return whether that was the end, and why."""
         while True:
             try:
                 kind, body = socket.recv_multipart(zmq.NOBLOCK)
@@ -265,7 +265,7 @@ class RemoteChannel:
                 return True, f"has ended the connection: {body.decode(errors='replace')}"
 
     def _confirm_after(self, size: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Count a report as processed behind its processing, in the event loop's own order."""
+        """Count a report as processed after the event loop has processed it: the loop keeps the order of its calls."""
         try:
             loop.call_soon_threadsafe(self._note_processed, size)
         except RuntimeError:

@@ -1,20 +1,22 @@
 """The engine for a request: close to its adapter and its cached prefix, away from queues.
 
 1. **Order.** Rendezvous hashing (Thaler and Ravishankar, 1998): an adapter has a fixed random order of the engines, the
-   same in every front, and an engine that comes or goes moves only its own share of the adapters.
-2. **Copies.** The first k engines of the order are the adapter's homes. k follows its load: the requests in flight over
-   half of what an engine should hold. The load rises at once and falls with a half-life, so that k does not flap.
+   same in every server. An engine that comes or goes moves only its own share of the adapters.
+2. **Copies.** The first k engines of the order are the adapter's homes. k follows the adapter's load: its requests in
+   flight, over half of what an engine should hold. The load rises at once and falls with a half-life, so k does not
+   oscillate.
 3. **Bounded load** (Mirrokni, Thorup, Zadimoghaddam, SODA 2018): an engine with more than `balance` times the mean of
-   requests takes none, so that an adapter whose homes are busy with others' traffic moves on along its order.
-4. **Choice.** Of two homes drawn by the request's id (Mitzenmacher's two choices: fronts with old views do not all run
-   to the same engine), the one with the earlier predicted first token: queue, load of the adapter if it is not there,
-   prefill of what is not cached. Where another engine would be `patience` times earlier, the request goes there.
+   requests takes none. So an adapter whose homes are busy with others' traffic moves on along its order.
+4. **Choice.** The request's id draws two homes. This is Mitzenmacher's two choices, and keeps servers with old views
+   from all choosing the same engine. The request goes to the home with the earlier predicted first token: queue, load
+   of the adapter if it is not in the pool, prefill of what is not cached. If another engine would be `patience` times
+   earlier, the request goes there.
 
-Requests for the base have no weights to be near to, but cached prefixes: their order is by tenant and beginning, and
-engines to which a longer equal beginning was sent are candidates too.
+Requests for the base need no adapter's weights, but cached prefixes. Their order is by tenant and beginning of the
+prompt, and engines that were sent a longer equal beginning are candidates too.
 
-A view is up to a second old. The front adds what it has sent and heard since: its own requests at the time of the view
-are replaced by its own requests now.
+A view is up to a second old. The server corrects it: it replaces its requests at the time of the view by its requests
+now.
 """
 
 from __future__ import annotations
@@ -37,13 +39,13 @@ from loramux.fleet.view import EngineState, EngineView
 MAX_REVISIONS = 16_384
 """Revisions, and beginnings of prompts of the base, whose load is remembered."""
 MAX_PREFIXES = 65_536
-"""Beginnings of prompts of which the router remembers where they were sent."""
+"""Beginnings of prompts for which the router remembers the engines that they were sent to."""
 HISTORY = 4096
 """Events of an engine's traffic that are remembered: more than come between two of its statistics."""
 PARALLEL_LOADS = 4
-"""Loads that an engine has under way at a time (`adapters.max_loading`)."""
+"""Loads that an engine runs at a time (`adapters.max_loading`)."""
 PREFIX_LENGTHS = tuple(sorted(step << shift for step in (32, 48) for shift in range(13)))
-"""Tokens at which the beginning of a prompt is compared: what is found is at least two thirds of what is shared."""
+"""Numbers of tokens at which beginnings of prompts are compared: at least two thirds of a shared beginning is found."""
 
 
 NameT = TypeVar("NameT", str, str | None)
@@ -54,15 +56,15 @@ class RoutingPolicy:
     """Limits and times of the router."""
 
     balance: float = 1.5
-    """An engine takes no more than this times the mean of requests."""
+    """Most requests of an engine, in multiples of the mean."""
     light_load: int = 8
-    """Requests that an engine may always hold: below it nothing is gained by another copy of an adapter."""
+    """Requests that an engine may always hold: below this number another copy of an adapter gains nothing."""
     home_share: float = 0.5
     """Part of an engine's bound that one adapter may fill before it gets another engine."""
     half_life_s: float = 10.0
-    """Time in which the load of an adapter that is no longer asked for counts half."""
+    """Seconds after which the load of an adapter without requests counts half."""
     patience: float = 2.0
-    """A request leaves its adapter's homes where its first token comes this many times earlier."""
+    """A request leaves its adapter's homes if its first token comes this many times earlier on another engine."""
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,26 +72,26 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     identity: KvIdentity
-    """Under which its prompt's KV is shared; its digest is the adapter's, or None."""
+    """Identity under which its prompt's KV is shared; its digest is the adapter's, or None."""
     prompt_tokens: int
     prefix: tuple[int, ...] = ()
     """`prefix_hashes` of its prompt."""
 
     @classmethod
     def of(cls, request: Request, prefix: tuple[int, ...] = ()) -> RoutingRequest:
-        """Return what the router has to know of `request`."""
+        """Return the properties of `request` that the router needs."""
         prompt_tokens = len(request.prompt_token_ids)
         return cls(id=request.id, identity=request.kv_identity, prompt_tokens=prompt_tokens, prefix=prefix)
 
     @property
     def key(self) -> str:
-        """The requests that belong together: those of a revision, or those for the base that begin alike."""
+        """Key of the requests that belong together: those of a revision, or those for the base that begin alike."""
         tenant, digest, scope = self.identity
         return digest or f"{tenant}/{scope}/{self.prefix[0] if self.prefix else 0:x}"
 
 
 def prefix_hashes(identity: KvIdentity, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Hash the first 32, 48, 64, 96, ... tokens; equal only for equal tokens of one identity."""
+    """Hash the first 32, 48, 64, 96, ... tokens; hashes are equal only for equal tokens of one identity."""
     digest = blake2b(repr(tuple(identity)).encode(), digest_size=8)
     hashes, start = [], 0
     for end in PREFIX_LENGTHS:
@@ -102,7 +104,7 @@ def prefix_hashes(identity: KvIdentity, token_ids: Sequence[int]) -> tuple[int, 
 
 
 class Router:
-    """One front's choices. `choose` asks; `sent`, `started` and `ended` tell what became of a request."""
+    """One server's choices. `choose` changes nothing; `sent`, `started` and `ended` report the course of a request."""
 
     def __init__(self, policy: RoutingPolicy | None = None) -> None:
         self.policy = policy or RoutingPolicy()
@@ -114,7 +116,7 @@ class Router:
     # questions
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineView], now: float) -> str | None:
-        """Return the engine that `request` should go to; None where none is ready."""
+        """Return the engine that `request` should go to; None if none is ready."""
         ready = [view for view in engines if view.state is EngineState.READY]
         if len(ready) < 2:
             return ready[0].engine if ready else None
@@ -176,7 +178,7 @@ class Router:
     # estimates
 
     def _estimate(self, ready: Sequence[EngineView]) -> _Fleet:
-        """Bring the views up to date with what this front has sent and heard since."""
+        """Bring the views up to date with what this server has sent and heard since."""
         loads = {view.engine: self._load(view) for view in ready}
         count = len(loads)
         total = sum(load.requests for load in loads.values())
@@ -206,13 +208,13 @@ class Router:
         demand = self._demand.get(key)
         if demand is None:
             return 1
-        # Other fronts are taken to send alike. One request alone says nothing of them.
+        # Other servers are assumed to send alike. One request alone says nothing about them.
         level = demand.level(now, self.policy.half_life_s)
         level += max(0.0, level - 1.0) * fleet.others
         return max(1, min(len(fleet.loads), math.ceil(level / fleet.home_load)))
 
     def _candidates(self, request: RoutingRequest, homes: Sequence[str], fleet: _Fleet) -> Iterable[str]:
-        """Two homes, engines that hold the adapter by a pin, and engines that were sent an equal beginning."""
+        """Return two homes, engines that hold the adapter by a pin, and engines that were sent an equal beginning."""
         digest = request.identity.digest
         near = {engine for engine, load in fleet.loads.items() if digest in load.view.pinned} if digest else set()
         for prefix in reversed(request.prefix):
@@ -234,13 +236,13 @@ class Router:
         return min(equals, key=lambda engine: fleet.loads[engine].requests)
 
     def _predict(self, request: RoutingRequest, load: _Load, fleet: _Fleet) -> float:
-        """Seconds to the first token: the queue, the adapter's load if it is not there, the uncached prefill."""
+        """Return the seconds to the first token: the queue, the adapter's load if needed, and the uncached prefill."""
         view, digest = load.view, request.identity.digest
         rate = view.prefill_tokens_per_s or fleet.tokens_per_s
         wait = load.queue_tokens / rate
         if view.waiting:
             waiting = max(1, view.waiting + load.requests - view.requests)
-            # Tenants take turns: a tenant's wait is for its own requests, each beside one of every other tenant's.
+            # Tenants take turns: each of a tenant's own requests waits for one request of every other tenant.
             turns = (load.tenants.get(request.identity.tenant, 0) + 1) * max(1, view.waiting_tenants)
             wait = max(wait, view.wait_s * waiting / view.waiting) * min(1.0, turns / waiting)
         prefill = (request.prompt_tokens - min(self._cached(request, view.engine), self._held(request, view))) / rate
@@ -250,21 +252,22 @@ class Router:
         return max(wait, (view.load_s or fleet.load_s) * (1.0 + ahead / PARALLEL_LOADS)) + prefill
 
     def _cached(self, request: RoutingRequest, engine: str) -> int:
-        """Tokens of the longest beginning of `request` that was sent to `engine` before."""
+        """Return the tokens of the longest beginning of `request` that was sent to `engine` before."""
         for length, prefix in zip(
             reversed(PREFIX_LENGTHS[: len(request.prefix)]), reversed(request.prefix), strict=True
         ):
             if engine in self._prefixes.get(prefix, ()):
+                # An engine always computes at least one token of a prompt.
                 return min(length, request.prompt_tokens - 1)
         return 0
 
     @staticmethod
     def _held(request: RoutingRequest, view: EngineView) -> int:
-        """Tokens that the engine reports under the request's identity: none where they were evicted since."""
+        """Return the tokens that the engine reports under the request's identity: 0 if they were evicted since."""
         return view.prefixes.get(request.identity, 0)
 
     def _forget_demand(self) -> None:
-        """Forget the revision that was asked for longest ago, of those with no request in flight."""
+        """Forget the revision whose last request is oldest, among those with no request in flight."""
         for key, demand in self._demand.items():
             if not demand.in_flight:
                 del self._demand[key]
@@ -290,12 +293,12 @@ def _rank(key: str, engine: str) -> bytes:
 
 @lru_cache(maxsize=16_384)
 def engine_order(key: str, engines: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the engines in the order of `key`: random, and equal wherever it is asked for."""
+    """Return the engines in the order of `key`: random, but the same in every process."""
     return tuple(sorted(engines, key=lambda engine: _rank(key, engine)))
 
 
 def _shuffled(request_id: str, engines: Iterable[str]) -> list[str]:
-    """Return the engines in an order of the request's own."""
+    """Return the engines in a random order that depends on the request's id."""
     return sorted(engines, key=lambda engine: _rank(request_id, engine))
 
 
@@ -307,20 +310,20 @@ class _Sent:
     key: str
     identity: KvIdentity
     tokens: int
-    """Of its prompt, to compute."""
+    """Tokens of its prompt that must be computed."""
     is_started: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class _Demand:
-    """Requests of a revision in flight, and a peak of them that fades."""
+    """Requests of a revision in flight, and their peak, which fades."""
 
     in_flight: int = 0
     peak: float = 0.0
     changed_at: float = 0.0
 
     def level(self, now: float, half_life: float) -> float:
-        """Requests in flight, or the faded peak."""
+        """Return the requests in flight, or the faded peak if it is larger."""
         return max(self.in_flight, self.peak * 0.5 ** max(0.0, (now - self.changed_at) / half_life))
 
     def change(self, requests: int, now: float, half_life: float) -> None:
@@ -331,15 +334,15 @@ class _Demand:
 
 @dataclass(eq=False, slots=True)
 class _Traffic:
-    """This front's requests on one engine: now, and at any time of the last seconds."""
+    """This server's requests on one engine: now, and at any time of the last seconds."""
 
     requests: int = 0
     tokens: int = 0
-    """Prompt tokens of those that have not started."""
+    """Prompt tokens of requests that have not started."""
     loading: Counter[str | None] = field(default_factory=Counter)
-    """Revisions of those that have not started, with their number; None: the base."""
+    """Revisions of requests that have not started, with their number; None: the base."""
     tenants: Counter[str] = field(default_factory=Counter)
-    """Tenants of those that have not started, with their number."""
+    """Tenants of requests that have not started, with their number."""
     _times: list[float] = field(default_factory=list)
     _past: list[tuple[int, int]] = field(default_factory=list)
 
@@ -389,14 +392,14 @@ class _Load:
     requests: int
     queue_tokens: int
     loading: Mapping[str | None, int]
-    """Revisions of requests that this front sent and that have not started."""
+    """Revisions of requests that this server sent and that have not started."""
     tenants: Mapping[str, int]
-    """Their tenants."""
+    """Tenants of these requests."""
 
 
 @dataclass(eq=False, slots=True)
 class _Fleet:
-    """All ready engines, and what follows from them together."""
+    """All ready engines, and the figures that follow from them together."""
 
     loads: dict[str, _Load]
     bound: float
@@ -404,16 +407,16 @@ class _Fleet:
     home_load: float
     """Requests of one adapter that an engine may hold before the adapter gets another engine."""
     others: float
-    """Requests of other fronts, over this one's."""
+    """Requests of other servers, divided by this server's."""
     tokens_per_s: float
-    """Mean prefill speed."""
+    """Mean prefill speed, in tokens per second."""
     load_s: float
-    """Mean time of a load."""
+    """Mean seconds of a load."""
 
     def is_full(self, engine: str) -> bool:
-        """Would one more request exceed the bound?"""
+        """Return whether one more request would exceed the bound."""
         return self.loads[engine].requests + 1 > self.bound
 
     def own_seconds(self, engine: str, prompt_tokens: int) -> float:
-        """Seconds that a request alone would take, with a load of its adapter."""
+        """Return the seconds that a request alone would take, with a load of its adapter."""
         return prompt_tokens / (self.loads[engine].view.prefill_tokens_per_s or self.tokens_per_s) + self.load_s

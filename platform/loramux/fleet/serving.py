@@ -1,15 +1,16 @@
 """One engine as a process that listens for servers: `loramux engine serve`, and each actor of the Ray launcher.
 
-The worker is the one that runs behind a pipe; it does not know the channel. The process ends with its worker, for its
-supervisor to start it again; a worker that hangs ends it too, so that servers which gave it up find another one.
+The worker is the same as in a child process with a pipe; it does not know the channel. The process ends with its
+worker, and its supervisor starts it again. It also ends if the worker hangs, so servers that gave it up find another
+one.
 
-`EngineListener` is the engine's end of the channel: one socket for all fronts, on a thread of its own. It authorizes
-connections by their key, greets fronts of the same base and message version, and carries frames between their
+`EngineListener` is the engine's end of the channel: one socket for all servers, on a separate thread. It authorizes
+connections by their key, greets servers of the same base and message version, and carries frames between their
 connections and `FrontSessions`.
 
-`FetchedAdapters` finds an adapter's files on this machine. A front names the folder of its own cache. Its last three
-parts are the place of a content in any cache and in the store, so an engine on another machine finds it in its own
-cache or fetches it, verified, from the same store.
+`FetchedAdapters` finds an adapter's files on this machine. A server names the folder in its own cache. The last three
+parts of that path are the content's place in any cache and in the store. So an engine on another machine finds the
+content in its own cache, or fetches it, verified, from the same store.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ from loramux.fleet.wire import (
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
-"""Time to send the last reports."""
+"""Seconds for sending the last reports."""
 LEAVE_SECONDS = 20.0
-"""Time for a worker that was told to stop; it gives its requests back at its next step."""
+"""Seconds for a worker that was told to stop; it gives its requests back at its next step."""
 
 
 class ListeningEngine:
     """One engine with its listener, in this process; `settings` name its one base."""
 
     def __init__(self, settings: Settings, pair: KeyPair, is_authorized: Callable[[bytes], bool]) -> None:
-        """`is_authorized` is asked for the key of each new connection."""
+        """`is_authorized` is called with the key of each new connection."""
         self._settings = settings
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         records, fleet = settings.records, settings.fleet
@@ -88,7 +89,7 @@ class ListeningEngine:
     def run(self, on_unused: Callable[[float], None] = lambda _: None) -> str | None:
         """Load the model and serve until `stop` or the worker's end; return why the worker ended by itself.
 
-        `on_unused` is called now and then with the seconds since any server was attached.
+        `on_unused` is called several times a lease with the seconds since any server was attached.
         """
 
         def tend(now: float) -> None:
@@ -107,7 +108,8 @@ class ListeningEngine:
         return self._reason
 
     def stop(self) -> None:
-        """Give every request back to its server, and end; from any thread. While the model is loaded, end at once."""
+        """Give every request back to its server, and end. Any thread may call it. While the model is loaded, end at
+        once."""
         threading.Thread(target=self._leave, daemon=True, name="leaving").start()
 
     def _leave(self) -> None:
@@ -136,7 +138,7 @@ class ListeningEngine:
 
 
 def serve_engine(settings: Settings, address: str, on_listening: Callable[[str, ListeningEngine], None]) -> str | None:
-    """Serve an engine with the keys of `fleet.keys` until it ends; return why, None where it was told to.
+    """Serve an engine with the keys of `fleet.keys` until it ends; return why, or None if it was told to end.
 
     `on_listening` gets the address and the engine before the model is loaded. Raises SettingsError.
     """
@@ -145,7 +147,7 @@ def serve_engine(settings: Settings, address: str, on_listening: Callable[[str, 
     read_authorized(authorized)
 
     def is_authorized(key: bytes) -> bool:
-        try:  # read for each connection, so that a server can be added or removed
+        try:  # read for each connection: a server can be added or removed while the engine runs
             return key in read_authorized(authorized)
         except SettingsError as error:
             logger.error("no server is let in: %s", error)
@@ -157,14 +159,15 @@ def serve_engine(settings: Settings, address: str, on_listening: Callable[[str, 
 
 
 ZAP = "inproc://zeromq.zap.01"
-"""Where libzmq asks for each connection whether its key is authorized (RFC 27)."""
+"""Address at which libzmq asks, for each connection, if its key is authorized (RFC 27)."""
 
 
 class EngineListener:
-    """Listens for fronts until it is closed."""
+    """Listens for servers until it is closed."""
 
     def __init__(self, base: str, pair: KeyPair, is_authorized: Callable[[bytes], bool], lease_s: float) -> None:
-        """`is_authorized` is asked for each new connection's key; a front that is silent for `lease_s` is gone."""
+        """`is_authorized` is called with each new connection's key; a server that is silent for `lease_s` counts as
+        gone."""
         self._base = base
         self._is_authorized = is_authorized
         self._lease_s = lease_s
@@ -185,7 +188,7 @@ class EngineListener:
         self._thread: threading.Thread | None = None
 
     def bind(self, address: str) -> str:
-        """Bind to `address` (tcp://HOST:PORT; port 0: a free one) and return what it became. Raises OSError."""
+        """Bind to `address` (tcp://HOST:PORT; port 0: a free one) and return the resulting address. Raises OSError."""
         self._socket.set(zmq.IPV6, "[" in address)
         try:
             self._socket.bind(address)
@@ -196,16 +199,16 @@ class EngineListener:
         return bound.decode().rstrip("\0")
 
     def start(self, sessions: FrontSessions, tend: Callable[[float], None] = lambda _: None) -> None:
-        """Serve `sessions` on a thread; `tend` is called there several times a lease, with the time."""
+        """Serve `sessions` on a thread, which calls `tend` several times a lease with the time."""
         self._thread = threading.Thread(target=self._run, args=(sessions, tend), daemon=True, name="fronts")
         self._thread.start()
 
     def wake(self) -> None:
-        """Have the thread look at the outboxes; from any thread."""
+        """Have the thread look at the outboxes. Any thread may call it."""
         self._waker.wake()
 
     def close(self, seconds: float) -> None:
-        """Send what is in the outboxes, for `seconds` at most, and end."""
+        """Send what is in the outboxes, within at most `seconds`, and end."""
         self._closing_at = time.monotonic() + seconds
         self.wake()
         if self._thread is not None:
@@ -245,7 +248,7 @@ class EngineListener:
         return sessions.is_flushed or time.monotonic() > self._closing_at
 
     def _receive(self, sessions: FrontSessions) -> None:
-        """Take what has come; a few hundred frames at most, so that reports are sent in between."""
+        """Process what has come, at most a few hundred frames: reports are sent in between."""
         for _ in range(256):
             try:
                 identity, *frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -294,7 +297,7 @@ class EngineListener:
     def _reply(self, identity: bytes, kind: bytes, body: bytes) -> None:
         try:
             self._socket.send_multipart((identity, kind, body), zmq.NOBLOCK)
-        except zmq.ZMQError:  # it is gone, or does not read
+        except zmq.ZMQError:  # the server is gone, or does not read
             logger.debug("a server did not get an answer")
 
     def _flush(self, sessions: FrontSessions) -> None:
@@ -315,20 +318,20 @@ class EngineListener:
 
 FETCHES_AT_ONCE = 4
 IDLE_SECONDS = 600.0
-"""Contents that were requested since then are not evicted: a request may be about to read them."""
+"""Seconds since its last use within which a content is not evicted: a request may be about to read it."""
 
 
 class FetchedAdapters:
-    """Finds adapters in the cache of `blobs`, which this machine's engines share, and fetches what is not there."""
+    """Finds adapters in the cache of `blobs`, which this machine's engines share, and fetches missing ones."""
 
     def __init__(self, blobs: BlobStore, cache_bytes: int) -> None:
-        """Beyond `cache_bytes` the longest unused contents leave the cache."""
+        """Above `cache_bytes`, the contents unused for longest leave the cache."""
         self._blobs = blobs
         self._cache_bytes = cache_bytes
         self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="adapters")
 
     def find(self, ref: AdapterRef) -> AdapterRef | None:
-        """Return the adapter with its folder on this machine; None where it has to be fetched first."""
+        """Return the adapter with its folder on this machine; None if it has to be fetched first."""
         digest = _content_of(ref)
         known = self._blobs.known_directory(digest) if digest is not None else None
         if known is not None:

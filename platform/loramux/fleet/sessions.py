@@ -1,14 +1,14 @@
-"""The fronts of one engine: whose request is whose, who hears what, and what a slow or dead front costs.
+"""The servers of one engine: which request belongs to which server, which reports each gets, and what a slow one costs.
 
-    front's command ──> FrontSessions.command ──> the engine's inbox
-    engine's report ──> FrontSessions.report ──> each front's outbox: its own events, and statistics for all
+    server's command ──> FrontSessions.command ──> the engine's inbox
+    engine's report  ──> FrontSessions.report  ──> each server's outbox: its own events, and statistics for all
 
-The engine does not know that it has several fronts. A front's death ends its own requests and pins and no others'. A
-front that does not read gets its running requests back: beyond HIGH_WATER unsent bytes they are cancelled, and the
-front, once it has read everything, has them continued behind the tokens that it got (`fleet.group`). So its requests
-wait for it, no page is held for them meanwhile, nothing is lost, and no memory grows.
+The engine does not know that it has several servers. When a server dies, only its own requests and pins end. A server
+that does not read gets its running requests back: if its outbox exceeds HIGH_WATER unsent bytes, they are cancelled.
+Once the server has read everything, it has them continued after the tokens that it got (`fleet.group`). So its requests
+wait for it, hold no page while they wait, and are not lost, and the engine's memory does not grow.
 
-Thread-safe: the engine's thread reports, the socket's thread commands, and threads that fetch adapters end.
+Thread-safe: it is called by the engine's thread (reports), the socket's (commands), and those that fetch adapters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from loramux.fleet.wire import WINDOW_BYTES
 logger = logging.getLogger(__name__)
 
 HIGH_WATER, LOW_WATER = 8 << 20, 1 << 20
-"""Unsent bytes above which a front's requests are given back, and below which it may send new ones."""
+"""Unsent bytes above which a server's requests are given back, and below which it may send new ones."""
 
 Then = Callable[[AdapterRef | EngineFault], None]
 
@@ -55,17 +55,17 @@ class AdapterFiles(Protocol):
     """Finds an adapter's files on the engine's machine."""
 
     def find(self, ref: AdapterRef) -> AdapterRef | None:
-        """Return the adapter with its folder on this machine; None where it has to be fetched first. Never blocks."""
+        """Return the adapter with its folder on this machine; None if it has to be fetched first. Never blocks."""
         ...
 
     def fetch(self, ref: AdapterRef, then: Then) -> None:
-        """Fetch it, and call `then` on another thread."""
+        """Fetch the adapter, and call `then` on another thread."""
         ...
 
 
 @dataclass(eq=False)
 class FrontSession:
-    """One connection of one front."""
+    """One connection of one server."""
 
     front: str
     heard_at: float
@@ -73,16 +73,16 @@ class FrontSession:
     """Encoded reports to send."""
     unsent_bytes: int = 0
     on_the_way: int = 0
-    """Bytes sent that it has not processed."""
+    """Bytes of reports that were sent and that the server has not processed."""
     processed: int = 0
-    """Bytes that it has processed since it joined."""
+    """Bytes of reports that the server has processed since it joined."""
     requests: dict[str, str] = field(default_factory=dict)
-    """The engine's id of each of its requests, by its own."""
+    """The engine's id of each of its requests, by the server's id."""
     pins: set[tuple[str, str]] = field(default_factory=set)
     held: deque[Command] | None = None
-    """Its commands since it is too slow; None: it is not."""
+    """Its commands since it became too slow; None: it is not too slow."""
     is_leaving: bool = False
-    """It sends no more requests, and waits for the end of those that it has."""
+    """True if it sends no more requests, and waits for the end of those that it has."""
 
 
 @dataclass(eq=False)
@@ -90,20 +90,20 @@ class _Owner:
     """The owner of a request in the engine."""
 
     session: FrontSession | None
-    """None: it has gone, and the engine's last event is still to come."""
+    """The server's session; None: it has gone, and the engine's last event is still to come."""
     id: str
-    """The request's id at its front."""
+    """Id of the request at its server."""
     held: list[Command] | None = None
-    """Commands that wait until its adapter is fetched."""
+    """Commands that wait until the adapter is fetched; None: none has to wait."""
 
 
 class FrontSessions:
-    """All fronts of one engine, by the ids of their connections."""
+    """All servers of one engine, by the ids of their connections."""
 
     def __init__(
         self, send: Callable[[Command], None], adapters: AdapterFiles, wake: Callable[[], None] = lambda: None
     ) -> None:
-        """`send` gives a command to the engine; `wake` says that an outbox has something."""
+        """`send` gives a command to the engine; `wake` is called when a report was put into an outbox."""
         self._send = send
         self._adapters = adapters
         self._wake = wake
@@ -111,7 +111,7 @@ class FrontSessions:
         self._lock = threading.RLock()
         self._sessions: dict[bytes, FrontSession] = {}
         self._owners: dict[str, _Owner] = {}
-        """By the engine's ids."""
+        """Owners of requests, by the engine's ids."""
         self._ready: Ready | None = None
         self._stopped: Stopped | None = None
         self._stats: EngineStats | None = None
@@ -121,7 +121,7 @@ class FrontSessions:
     # fronts
 
     def join(self, identity: bytes, front: str, now: float) -> None:
-        """Begin a session; what the engine has said of itself so far is repeated."""
+        """Begin a session; what the engine has reported of itself so far is repeated."""
         with self._lock:
             session = self._sessions[identity] = FrontSession(front, now)
             logger.info("the server %s is attached; servers: %d", front, len(self._sessions))
@@ -135,7 +135,7 @@ class FrontSessions:
                 self._post(session, self._stopped)
 
     def leave(self, identity: bytes, reason: str) -> None:
-        """End a session with its requests and pins; unknown ones have ended already."""
+        """End a session with its requests and pins; an unknown session has ended already."""
         with self._lock:
             if (session := self._sessions.pop(identity, None)) is None:
                 return
@@ -149,7 +149,7 @@ class FrontSessions:
                 self._unpin(session, key)
 
     def hear(self, identity: bytes, now: float) -> bool:
-        """Note that a front is alive; False where there is no such session."""
+        """Note that a server is alive; return False if there is no such session."""
         with self._lock:
             session = self._sessions.get(identity)
             if session is not None:
@@ -157,14 +157,14 @@ class FrontSessions:
             return session is not None
 
     def confirm(self, identity: bytes, processed: int) -> None:
-        """Note how many bytes of reports a front has processed since it joined."""
+        """Note how many bytes of reports a server has processed since it joined."""
         with self._lock:
             if (session := self._sessions.get(identity)) is not None:
                 session.on_the_way -= processed - session.processed
                 session.processed = processed
 
     def expire(self, before: float) -> None:
-        """End the sessions that were heard last before this time."""
+        """End the sessions that were last heard before this time."""
         with self._lock:
             for identity, session in list(self._sessions.items()):
                 if session.heard_at < before:
@@ -172,17 +172,17 @@ class FrontSessions:
 
     @property
     def count(self) -> int:
-        """Fronts that are attached."""
+        """Servers that are attached."""
         return len(self._sessions)
 
     @property
     def is_ready(self) -> bool:
-        """Is the model loaded?"""
+        """True if the model is loaded."""
         return self._ready is not None
 
     @property
     def has_requests(self) -> bool:
-        """Has the engine requests?"""
+        """True if the engine has requests."""
         return bool(self._owners)
 
     # outboxes
@@ -196,7 +196,7 @@ class FrontSessions:
 
     @property
     def is_flushed(self) -> bool:
-        """Is there nothing left to send?"""
+        """True if there is nothing left to send."""
         with self._lock:
             return not any(session.outbox for session in self._sessions.values())
 
@@ -228,7 +228,7 @@ class FrontSessions:
     # commands
 
     def command(self, identity: bytes, command: Command) -> None:
-        """Execute a front's command."""
+        """Execute a server's command."""
         with self._lock:
             if (session := self._sessions.get(identity)) is not None:
                 self._execute(session, command)
@@ -260,7 +260,7 @@ class FrontSessions:
             self._post(session, StepReport([_given_back(request.id)]))
             return
         engine_id = request.id
-        if engine_id in self._owners:  # of a lost connection: it is being cancelled, and its events are not this one's
+        if engine_id in self._owners:  # a lost connection's: it is being cancelled, and its events are not this one's
             self._num_renamed += 1
             engine_id = f"{engine_id}~{self._num_renamed}"
             command = Submit(msgspec.structs.replace(request, id=engine_id))
@@ -273,7 +273,8 @@ class FrontSessions:
         self._with_files(request.adapter, lambda found: self._begin(owner, command, found))
 
     def _begin(self, owner: _Owner, command: Submit, found: AdapterRef | EngineFault) -> None:
-        """Give a request to the engine whose adapter is there, with what was said of it meanwhile."""
+        """Give a request to the engine, now that its adapter is there; it ends at once if a command for it came
+        before."""
         request, held, owner.held = command.request, owner.held, None
         if isinstance(found, EngineFault) or held:
             fault = found if isinstance(found, EngineFault) else None
@@ -291,7 +292,7 @@ class FrontSessions:
     def _pin(self, session: FrontSession, command: Pin, found: AdapterRef | EngineFault) -> None:
         key = (command.ref.digest, command.owner)
         if key not in session.pins:
-            return  # it was released meanwhile
+            return  # it was released while the files were fetched
         if isinstance(found, EngineFault):
             session.pins.discard(key)
             self._post(session, StepReport([], pins=[Pinned(*key, found)]))
@@ -299,7 +300,7 @@ class FrontSessions:
             self._send(Pin(found, command.owner))
 
     def _unpin(self, session: FrontSession, key: tuple[str, str]) -> None:
-        """Release a front's pin; the engine's is released with the last front's."""
+        """Release a server's pin; the engine's pin is released with the last server's."""
         session.pins.discard(key)
         if not any(key in other.pins for other in self._sessions.values()):
             self._send(Unpin(*key))
@@ -318,7 +319,7 @@ class FrontSessions:
     # reports
 
     def report(self, report: Report) -> None:
-        """Pass on what the engine says."""
+        """Pass a report of the engine on to the servers."""
         with self._lock:
             if isinstance(report, StepReport):
                 self._pass_on(report)
@@ -360,13 +361,13 @@ class FrontSessions:
                     session.pins.discard((pinned.digest, pinned.owner))
 
     def _deliver(self, events: Iterable[TokenEvent]) -> None:
-        """Post events that no step brought about."""
+        """Post events that no step caused."""
         for session, own in self._sorted(events).items():
             self._post(session, StepReport(own))
             self._end_if_left(session)
 
     def _sorted(self, events: Iterable[TokenEvent]) -> dict[FrontSession, list[TokenEvent]]:
-        """Return each front's events under its own ids; requests that end are forgotten."""
+        """Return each server's events under its own ids; requests that end are forgotten."""
         by_session: dict[FrontSession, list[TokenEvent]] = {}
         for event in events:
             if (owner := self._owners.get(event.request_id)) is None:

@@ -1,7 +1,7 @@
-"""An engine as a front sees it: its latest statistics, a second old or older, with the time of their arrival.
+"""An engine as a server sees it: its latest statistics, a second old or older, with the time of their arrival.
 
-Routing, shares and autoscaling decide on views alone. Times are the front's, not the engine's: clocks of two machines
-are not compared.
+Routing, shares and autoscaling decide on views alone. Times are by the server's clock, not the engine's: clocks of two
+machines are not compared.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class EngineState(enum.StrEnum):
     """Its model is being loaded."""
     READY = "ready"
     DRAINING = "draining"
-    """It finishes what it has, and gets no more."""
+    """It finishes the requests that it has, and gets no more."""
     RESTING = "resting"
     """It is not needed now, and not started."""
     LOST = "lost"
-    """It died, or is silent for too long."""
+    """It died, or was silent for too long."""
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,29 +36,29 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the base model that it serves."""
     state: EngineState = EngineState.READY
     at: float = 0.0
-    """The front's clock when the statistics arrived."""
+    """Time by the server's clock when the statistics arrived."""
     resident: frozenset[str] = frozenset()
-    """Digests of the revisions in the pool, or on their way into it."""
+    """Digests of the revisions that are in the pool or are being loaded."""
     pinned: frozenset[str] = frozenset()
-    """Digests of the revisions that pins keep there."""
+    """Digests of the revisions that pins keep in the pool."""
     prefixes: Mapping[KvIdentity, int] = {}
-    """Tokens in the largest prefix trees."""
+    """Tokens in the largest prefix trees, by identity."""
     queue_tokens: int = 0
     """Prompt tokens still to compute."""
     waiting: int = 0
     waiting_tenants: int = 0
-    """Tenants that share what comes free."""
+    """Tenants with waiting requests, which share what comes free."""
     running: int = 0
     max_running: int = 1
     prefill_tokens_per_s: float = 0.0
-    """0: not measured yet."""
+    """Prompt tokens computed per second; 0: not measured yet."""
     wait_s: float = 0.0
     """Seconds until every request that waits has begun, by the engine's own estimates."""
     load_s: float = 0.0
     """Mean seconds of a load of an adapter; 0: none was loaded yet."""
     pages: int = 0
     free_pages: int = 0
-    """Pages that hold nothing, or what can be evicted at once."""
+    """Pages that hold nothing, or that can be evicted at once."""
 
     @property
     def requests(self) -> int:

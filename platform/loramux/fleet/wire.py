@@ -1,17 +1,17 @@
-"""The channel's frames and keys: how a front and an engine on another machine speak, and know each other.
+"""The channel's frames and keys: how a server and an engine on another machine communicate, and know each other.
 
-A front connects a DEALER socket to the engine's ROUTER socket; CURVE encrypts, and proves both keys. One connection is
-one session: the engine knows a connection by an id of its own making, so that nothing that a front sends can take it
-for another one, and a connection that was lost is never continued. What ran on it goes on as after an engine's death.
+A server connects a DEALER socket to the engine's ROUTER socket; CURVE encrypts, and proves both keys. One connection is
+one session. The engine itself makes the id of a connection: so a server cannot pass for another connection, and a lost
+connection is never continued. Requests on a lost connection continue as after an engine's death.
 
-    front ── HELLO ──> engine           a frame is two parts: its kind, and its body
-          <── WELCOME or REFUSAL ──
-          ── COMMAND*, BEAT* ──>        commands as over the pipe; a beat says how many bytes the front has processed
-          <── REPORT* ──                Ready first, Stopped last; at most WINDOW_BYTES that no beat has confirmed
-          ── BYE ──>                    the front leaves; also from the engine, to a connection that it does not know
+    server ── HELLO ──> engine          a frame has two parts: its kind, and its body
+           <── WELCOME or REFUSAL ──
+           ── COMMAND*, BEAT* ──>       commands as over the pipe; a beat says how many bytes the server has processed
+           <── REPORT* ──               Ready first, Stopped last; at most WINDOW_BYTES that no beat has confirmed
+           ── BYE ──>                   the server leaves; also from the engine, to a connection that it does not know
 
-The engine's end needs no beats: libzmq's own heartbeats break the connection to a process that is stopped, or a machine
-that is gone, and never wait for the interpreter's lock.
+The engine's end needs no beats. libzmq's own heartbeats break the connection to a stopped process or a lost machine,
+and they never wait for the interpreter's lock.
 
 Keys are CURVE key pairs in a folder, as `loramux engine keys` makes them:
 
@@ -45,29 +45,29 @@ from loramux.engine.messages import Command, Report
 HELLO, WELCOME, REFUSAL, COMMAND, REPORT, BEAT, BYE = (bytes([kind]) for kind in range(1, 8))
 
 MEANING = 1
-"""Raise it where a message keeps its form and changes its meaning."""
+"""Version of the messages' meaning: raise it if a message keeps its form and changes its meaning."""
 MAX_FRAME_BYTES = 256 << 20
-"""The longest frame; a prompt of a million tokens has 5 MB."""
+"""Longest frame, in bytes; a prompt of a million tokens has 5 MB."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Commands that may wait for an engine that does not read; beyond, it counts as lost."""
+"""Bytes of commands that may wait for an engine that does not read; beyond this the engine counts as lost."""
 WINDOW_BYTES = 4 << 20
-"""Reports on their way to a front, in libzmq's queues and before its event loop."""
+"""Bytes of reports on their way to a server, in libzmq's queues and before its event loop."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The front's first frame. Its form stays readable for every release: fields are only added, with defaults."""
+    """A server's first frame. Its form stays readable for every release: fields are only added, with defaults."""
 
     version: str
-    """`message_version` of the front."""
+    """`message_version` of the server."""
     release: str
     base: str
-    """Name of the base that the front wants."""
+    """Name of the base that the server wants."""
     front: str
-    """For the log."""
+    """Name of the server in the engine's log."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's answer; REFUSAL has a sentence instead."""
+    """The engine's answer to a Hello that it accepts; REFUSAL has a sentence instead."""
 
     version: str
     release: str
@@ -75,7 +75,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 @cache
 def message_version() -> str:
-    """Return a digest of every message's form: two processes with the same one understand each other."""
+    """Return a digest of every message's form: two processes with the same digest understand each other."""
     schema, components = msgspec.json.schema_components([Command, Report])
     text = json.dumps([MEANING, *map(_canonical, (schema, components))], sort_keys=True)
     return blake2b(text.encode(), digest_size=6).hexdigest()
@@ -87,7 +87,7 @@ def release() -> str:
 
 
 def version_conflict(front: Hello | Welcome, engine: Hello | Welcome) -> str | None:
-    """Return why the two cannot speak to each other, as a sentence for an operator."""
+    """Return why the two cannot communicate, as a sentence for an operator; None if they can."""
     if front.version == engine.version:
         return None
     return (
@@ -97,7 +97,8 @@ def version_conflict(front: Hello | Welcome, engine: Hello | Welcome) -> str | N
 
 
 def _canonical(schema: Any) -> Any:
-    """Drop docstrings, which change no message, and write 100 and 100.0 alike: typing caches equal annotations."""
+    """Drop docstrings, which change no message, and write 100 and 100.0 alike, because typing caches equal
+    annotations."""
     if isinstance(schema, dict):
         return {key: _canonical(value) for key, value in schema.items() if key != "description"}
     if isinstance(schema, (list, tuple)):
@@ -106,10 +107,10 @@ def _canonical(schema: Any) -> Any:
 
 
 def configure(socket: zmq.Socket[bytes], lease_s: float) -> None:
-    """Set what both ends have in common: heartbeats, and no wait for a peer that is gone.
+    """Set the options of both ends: heartbeats, and no wait for a peer that is gone.
 
-    A socket that is left unread does not see heartbeats, so both ends always read; WINDOW_BYTES and MAX_UNSENT_BYTES
-    bound what they hold.
+    A socket that is not read does not see heartbeats, so both ends always read. WINDOW_BYTES and MAX_UNSENT_BYTES bound
+    the bytes that they hold.
     """
     socket.set(zmq.LINGER, 200)
     socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
@@ -132,11 +133,11 @@ class Waker:
         return self._fd
 
     def wake(self) -> None:
-        """End the poll, or the next one; from any thread."""
+        """End the present poll, or the next one. Any thread may call it."""
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Wait for the next `wake`."""
+        """Reset the descriptor, which lets the next poll wait for a `wake`."""
         os.eventfd_read(self._fd)
 
 
@@ -149,7 +150,7 @@ ENGINE_SECRET, ENGINE_PUBLIC, FRONT_SECRET, FRONTS_PUBLIC = (
 MAKE_THEM = "`loramux engine keys` makes them"
 
 _key = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-"""Z85 of 32 bytes."""
+"""Pattern of a key: Z85 of 32 bytes."""
 
 
 class KeyPair(NamedTuple):
@@ -166,7 +167,7 @@ def new_pair() -> KeyPair:
 
 
 def write_keys(folder: Path) -> list[Path]:
-    """Write the four files of a new fleet; return them. Raises SettingsError where one is there already."""
+    """Write the four files of a new fleet; return them. Raises SettingsError if one exists already."""
     if taken := [
         name for name in (ENGINE_SECRET, ENGINE_PUBLIC, FRONT_SECRET, FRONTS_PUBLIC) if (folder / name).exists()
     ]:

@@ -8,6 +8,6 @@
     scenario      what is simulated
     hardware      devices and models as numbers, and the time of a step
 
-A step takes no time here: its duration is computed from its work, and the clock is advanced by it. Everything else
+A step takes no real time: its duration is computed from its work, and the clock is advanced by it. Everything else
 (admission, eviction, preemption, routing) is the code that serves.
 """

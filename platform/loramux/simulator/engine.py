@@ -1,7 +1,7 @@
-"""One engine of a simulation: the engine's own scheduler over modelled devices, with a clock of its own.
+"""One engine of a simulation: the engine's own scheduler over modelled devices, with a simulated clock.
 
-The devices are a clock, and a disk and a host link, each with a queue and its own time. Tenants are admitted in the
-engine's own order (`FairAdmission`) or, as a baseline, first come, first served (`FifoAdmission`).
+The devices are a disk and a host link, each with a queue, and the clock measures their times. Tenants are admitted in
+the engine's own order (`FairAdmission`) or, as a baseline, in order of arrival (`FifoAdmission`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from loramux.simulator.report import Meter, ServiceGap, Share
 from loramux.simulator.scenario import Scenario, ScenarioError
 
 MOMENT = 1e-6
-"""Seconds; what is nearer than that is the same time."""
+"""Seconds within which two times count as equal."""
 NEVER = math.inf
 BASE = "base"
 
 
 @dataclass(slots=True)
 class VirtualClock:
-    """Seconds since the start of the simulation; calling it reads it, as with time.monotonic."""
+    """Seconds since the start of the simulation. Calling it reads it, as with time.monotonic."""
 
     now: float = 0.0
 
     def __call__(self) -> float:
-        """The time."""
+        """Return the time."""
         return self.now
 
     def advance_to(self, when: float) -> None:
@@ -61,7 +61,7 @@ T = TypeVar("T")
 class SimulatedStore:
     """An AdapterStore whose work ends when the clock says so: one transfer at a time over disk and link.
 
-    The storage adds a latency of its own to each load, and some loads fail; both are drawn from a fixed seed.
+    The storage adds a latency to each load, and some loads fail; both are drawn from a fixed seed.
     """
 
     def __init__(self, clock: VirtualClock, device: Device, sizes: dict[str, tuple[int, int]]) -> None:
@@ -71,7 +71,7 @@ class SimulatedStore:
         self._sizes = sizes
         self._random = random.Random(0)  # noqa: S311  a simulation, repeatable
         self.num_loads: Counter[str] = Counter()
-        """Loads that were started, by digest."""
+        """Number of loads that were started, by digest."""
         self._due: list[tuple[float, int, StoreJob[Any], Any]] = []
         self._tickets = count()
         self._free_slots: list[int] = []
@@ -79,7 +79,7 @@ class SimulatedStore:
         self._disk_free_at = 0.0
         self._link_free_at = 0.0
 
-    # what the engine asks for
+    # calls of the engine
 
     def inspect(self, ref: AdapterRef) -> StoreJob[Inspected]:
         """Read the files into the host's memory."""
@@ -106,13 +106,13 @@ class SimulatedStore:
         heapq.heappush(self._free_slots, slot)
 
     def forget(self, digest: str) -> None:
-        """The revision was deleted; a simulation's are read again when they are wanted again."""
+        """Do nothing: a deleted revision would be read again if it were wanted again."""
 
-    # what the simulation asks for
+    # calls of the simulation
 
     @property
     def next_due(self) -> float | None:
-        """The end of the next transfer; None where none is under way."""
+        """The end of the next transfer; None if none is running."""
         return self._due[0][0] if self._due else None
 
     @property
@@ -121,20 +121,20 @@ class SimulatedStore:
         return self._device.link_bandwidth if self._link_free_at > self._clock.now else 0.0
 
     def settle(self) -> None:
-        """Give out the results of what has ended by now."""
+        """Set the results of the transfers that have ended by now."""
         while self._due and self._due[0][0] <= self._clock.now + MOMENT:
             _, _, future, result = heapq.heappop(self._due)
             _conclude(future, result)
 
     def settle_all(self) -> None:
-        """Everything under way ends at once, as before the first request comes."""
+        """End all running transfers at once, as before the first request comes."""
         for _, _, future, result in self._due:
             _conclude(future, result)
         self._due.clear()
         self._disk_free_at = self._link_free_at = self._clock.now
 
     def digest_of(self, slot: int) -> str:
-        """The revision that a slot serves."""
+        """Return the revision that a slot serves."""
         digest = self._digests[slot]
         assert digest is not None, "a step runs only adapters that are in the pool"
         return digest
@@ -169,15 +169,15 @@ class SimulatedHost:
         self._due = 0.0
 
     def save(self, pages: Sequence[int], places: Sequence[int]) -> None:
-        """Pages to the host."""
+        """Copy pages to the host."""
         self._carry(pages, places)
 
     def restore(self, places: Sequence[int], pages: Sequence[int]) -> None:
-        """And back."""
+        """Copy pages back from the host."""
         self._carry(places, pages)
 
     def spend(self) -> float:
-        """Seconds that the copies take which were asked for since this was called last."""
+        """Return the seconds that the copies take which were ordered since the last call."""
         due, self._due = self._due, 0.0
         return due
 
@@ -187,7 +187,7 @@ class SimulatedHost:
 
 
 class FairAdmission:
-    """The engine's own order; the gap is that of its own counters."""
+    """The engine's own order; the gap is that of the engine's own counters."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._gaps = [(group, ServiceGap()) for group in queue.groups]
@@ -206,7 +206,7 @@ class FairAdmission:
 
     @property
     def largest_gap(self) -> float:
-        """The largest gap of all classes."""
+        """Largest gap of all classes."""
         return max(gap.largest for _, gap in self._gaps)
 
 
@@ -214,7 +214,7 @@ SHARED_TENANT = "all-tenants"
 
 
 class FifoAdmission:
-    """The baseline: to the engine all tenants are one, served in order of arrival; their counters are kept here."""
+    """The baseline: the engine sees all tenants as one, served in order of arrival; their counters are kept here."""
 
     def __init__(self) -> None:
         self._counters: dict[tuple[ServiceClass, str], VirtualTokenCounter] = {}
@@ -250,23 +250,23 @@ class FifoAdmission:
 
     @property
     def largest_gap(self) -> float:
-        """The largest gap over all tenants, for there is one queue."""
+        """Largest gap over all tenants, because there is one queue."""
         return self._gap.largest
 
 
 class SimulatedEngine:
-    """An engine of a scenario. `wake_at` says when `run` is to be called; time passes between the calls."""
+    """An engine of a scenario. `wake_at` is the time of the next call of `run`; time passes between the calls."""
 
     def __init__(self, name: str, scenario: Scenario, ranks: Mapping[str, int], meter: Meter, now: float) -> None:
-        """`ranks`: of the adapters, by digest. `meter` samples the tokens of all engines."""
+        """`ranks`: ranks of the adapters, by digest. `meter` samples the tokens of all engines."""
         self.name = name
         self.scenario = scenario
         self.clock = VirtualClock(now)
         self.wake_at = NEVER
         self.opened: dict[str, Request] = {}
-        """Requests that were sent here and have not ended."""
+        """Requests that were sent to this engine and have not ended."""
         self.most_adapters = 0
-        """Resident at once."""
+        """Most adapters that were resident at once."""
         self.use, self.use_when_waited_for = Share(), Share()
         self._ranks = ranks
         self._bytes = {digest: scenario.model.adapter_bytes(rank) for digest, rank in ranks.items()}
@@ -286,7 +286,7 @@ class SimulatedEngine:
             PageBudget(scenario.num_pages, scenario.block_size),
             self.pool,
             self.residency,
-            # How much the model weighs beside its adapters.
+            # weight of the model, in pages, without its adapters
             dataclasses.replace(scenario.policy, weight_pages=scenario.model.weight_bytes / scenario.page_bytes),
             self.host,
         )
@@ -297,7 +297,7 @@ class SimulatedEngine:
         self._inbox: list[Request] = []
         self._step: Step | None = None
         self.view = self._look()
-        """The latest statistics, as fronts have them."""
+        """Latest statistics, as servers have them."""
 
     # before time begins
 
@@ -323,14 +323,14 @@ class SimulatedEngine:
     # while time passes
 
     def submit(self, request: Request, now: float) -> None:
-        """Send a request, which the loop takes at the end of the step under way."""
+        """Send a request; the loop takes it at the end of the running step."""
         self.opened[request.id] = request
         self._inbox.append(request)
         if self._step is None:
             self.wake_at = min(self.wake_at, max(now, self.clock.now))
 
     def run(self) -> list[TokenEvent]:
-        """Do at `wake_at` what is due: end the step under way, begin the next; return what clients get to see."""
+        """Do what is due at `wake_at`: end the running step, begin the next. Return the events for clients."""
         self.clock.advance_to(max(self.clock.now, self.wake_at))
         events: list[TokenEvent] = []
         if self._step is not None:
@@ -355,7 +355,7 @@ class SimulatedEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Does nothing run, wait or arrive?"""
+        """True if no request runs, waits or arrives."""
         return self.scheduler.is_idle and not self._inbox
 
     def _begin(self, step: Step) -> None:
@@ -378,7 +378,7 @@ class SimulatedEngine:
                 del self.opened[event.request_id]
 
     def _work(self, step: Step) -> StepWork:
-        """The bytes that a step reads and the operations that it computes."""
+        """Return the bytes that a step reads and the operations that it computes."""
         tokens = contexts = pairs = 0
         for chunk in step.chunks:
             length, end = chunk.length, chunk.start + chunk.length
@@ -396,7 +396,7 @@ class SimulatedEngine:
     def _observe_pool(self, seconds: float) -> None:
         share = self.pool_use
         self.most_adapters = max(self.most_adapters, len(self.residency.resident))
-        if self.clock.now <= self.scenario.duration_s or not self.use.seconds:  # what drains is no load
+        if self.clock.now <= self.scenario.duration_s or not self.use.seconds:  # draining is no load
             self.use.add(share, seconds)
             if len(self.scheduler.queue):
                 self.use_when_waited_for.add(share, seconds)
@@ -409,7 +409,7 @@ class SimulatedEngine:
 
     @property
     def most_units_of_a_step(self) -> float:
-        """The most that one step charges one tenant."""
+        """Most units that one step charges one tenant."""
         scenario, policy = self.scenario, self.scheduler.state.policy
         largest = max((pages for pages, _ in self.sizes.values()), default=0)
         loads = min(scenario.num_pages, largest * policy.lookahead) * policy.load_units_per_page
@@ -417,7 +417,7 @@ class SimulatedEngine:
 
     @property
     def most_units_per_s(self) -> float:
-        """The most that an engine charges one tenant in a second: prefill, decode and loads, each at its fastest."""
+        """Most units that an engine charges one tenant in a second: prefill, decode and loads, each at its fastest."""
         tokens, rows = self.scenario.max_num_batched_tokens, self.scenario.max_num_seqs
         prefill = tokens / self._step_time.seconds(StepWork(tokens, tokens, tokens, 0, 0))
         decode = 2 * rows / self._step_time.seconds(StepWork(rows, rows, rows, 0, 0))

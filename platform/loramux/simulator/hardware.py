@@ -1,8 +1,8 @@
-"""Devices and models as a handful of numbers, and how long a step takes on them.
+"""Devices and models as a few numbers, and the time of a step on them.
 
 A step reads the weights, the KV of all contexts and the distinct adapters once, and computes two operations for each
-weight and token: the roofline, with the shares of the data sheet's figures that kernels reach in practice, plus a fixed
-cost. `docs/simulator.md` compares it with measured runs.
+weight and token. The time is the roofline, with the shares of the data sheet's figures that kernels reach in practice,
+plus a fixed cost. `docs/simulator.md` compares it with measured runs.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One accelerator. Bandwidths in bytes a second, as the data sheet has them."""
+    """One accelerator. Bandwidths are in bytes per second, as in the data sheet."""
 
     memory_bytes: Positive
     memory_bandwidth: Positive
     flops: Positive
-    """Dense bf16 operations a second."""
+    """Dense bf16 operations per second."""
     link_bandwidth: Positive
-    """Bytes a second from the host's memory."""
+    """Bytes per second from the host's memory."""
     disk_bandwidth: Positive = 2e9
-    """Bytes a second into the host's memory."""
+    """Bytes per second into the host's memory."""
     memory_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
     flops_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.6
     step_overhead_s: Annotated[float, Meta(ge=0)] = 0.0008
-    """Launches, sampling and planning; facts: 0.8-2.2 ms without CUDA graphs."""
+    """Seconds for launches, sampling and planning of a step; measured: 0.8 to 2.2 ms without CUDA graphs."""
     load_overhead_s: Annotated[float, Meta(ge=0)] = 0.0003
-    """Fixed seconds of one adapter's load, beside the time for its bytes."""
+    """Fixed seconds of one adapter's load, in addition to the time for its bytes."""
     load_latency_s: tuple[Seconds, Seconds] = (0.0, 0.0)
-    """Least and most seconds that the storage adds to a load, uniformly distributed. Loads wait for it side by side, so
-    they end in any order, and several between two steps."""
+    """Least and most seconds that the storage adds to a load, uniformly distributed. Loads wait for the storage at the
+    same time, so they end in any order, and several may end between two steps."""
     load_failures: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of the loads that fail."""
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
-    """A round on-demand price; give your own."""
+    """Approximate on-demand price in US dollars; give your own."""
     peer_bandwidth: Positive = 25e9
-    """Bytes a second that one rank sends to the others."""
+    """Bytes per second that one rank sends to the others."""
     reduction_latency_s: Seconds = 0.00002
-    """Fixed seconds of one sum over ranks, beside the time for its bytes."""
+    """Fixed seconds of one sum over ranks, in addition to the time for its bytes."""
     is_shared_by_ranks: bool = False
-    """Ranks are processes on it and share what it has; else each has a device of its own."""
+    """True if all ranks are processes on this device and share its resources; else each rank has a separate device."""
 
     def of_rank(self, size: int) -> Device:
-        """Return what one of `size` ranks has, at the price of all."""
+        """Return the resources of one of `size` ranks, at the price of all."""
         if not self.is_shared_by_ranks:
             return msgspec.structs.replace(self, dollars_per_hour=self.dollars_per_hour * size)
         return msgspec.structs.replace(
@@ -124,18 +124,19 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     num_key_value_heads: Count
     vocab_size: Count
     head_dim: Count | None = None
-    """None: hidden_size / num_attention_heads."""
+    """Size of a head; None: hidden_size / num_attention_heads."""
     tie_word_embeddings: bool = False
     bytes_per_element: Count = 2
     bits_per_weight: Annotated[float, Meta(gt=0)] | None = None
-    """Of a quantized layer's linears, with their scales; None: those of an element."""
+    """Bits of a weight of a quantized layer's linears, with its scales; None: those of an element."""
     bytes_per_kv_element: Count | None = None
-    """1 in FP8, whose scales (8 bytes for each page, layer and head) are not counted; None: those of an element."""
+    """Bytes of a number of the KV cache: 1 in FP8 (its scales, 8 bytes for each page, layer and head, are not counted);
+    None: those of an element."""
     lora_targets: tuple[str, ...] = ("q", "k", "v", "o", "gate", "up", "down")
     """Linears that adapters change."""
     max_model_len: Count = 8192
     num_ranks: Count = 1
-    """Ranks of which this is one's share."""
+    """Number of ranks; the model is one rank's share."""
 
     def share_of(self, size: int) -> Model:
         """Return the share of one of `size` ranks: a narrower model, as the engine makes it. Raises ValueError."""
@@ -160,7 +161,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def num_reductions(self) -> int:
-        """Sums over ranks in a step: of the embedding, and two of a layer."""
+        """Number of sums over ranks in a step: one of the embedding, and two of each layer."""
         return 1 + 2 * self.num_hidden_layers if self.num_ranks > 1 else 0
 
     @property
@@ -171,7 +172,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(in, out) of a layer's linears."""
+        """Sizes (in, out) of a layer's linears."""
         head = self.head_dim or self.hidden_size // self.num_attention_heads
         hidden, wide = self.hidden_size, self.intermediate_size
         query, key = head * self.num_attention_heads, head * self.num_key_value_heads
@@ -187,7 +188,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def num_active_weights(self) -> int:
-        """Weights that every token goes through: the layers' and the output's."""
+        """Number of weights that every token goes through: the layers' and the output's."""
         return self._layers_weights + self.vocab_size * self.hidden_size
 
     @property
@@ -208,23 +209,23 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of the keys and values of all layers for one token."""
         return 2 * (self.bytes_per_kv_element or self.bytes_per_element) * self.num_hidden_layers * self.linears["k"][1]
 
     @property
     def least_block_size(self) -> int:
-        """Tokens of the smallest page that holds 16 rank rows of an adapter's widest side: the server takes no less."""
+        """Tokens of the smallest page that holds 16 rank rows of an adapter's widest side: the server's minimum."""
         widest = max(max(sides) for sides in self.linears.values())
         return -(-16 * widest * self.bytes_per_element // self.kv_bytes_per_token)
 
     @property
     def weights_per_rank(self) -> int:
-        """Weights that one rank of an adapter has in all."""
+        """Number of weights in one rank of an adapter, over all layers and targets."""
         linears = self.linears
         return self.num_hidden_layers * sum(sum(linears[target]) for target in self.lora_targets)
 
     def adapter_bytes(self, rank: int) -> int:
-        """One adapter at its true rank."""
+        """Return the bytes of one adapter at its true rank."""
         return self.bytes_per_element * rank * self.weights_per_rank
 
     @property
@@ -262,13 +263,13 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
 
     num_tokens: int
     context_tokens: int
-    """Keys and values read, over all sequences."""
+    """Number of keys and values read, over all sequences."""
     attention_pairs: int
-    """Query-key pairs computed."""
+    """Number of query-key pairs computed."""
     adapter_bytes: int
     """Bytes of the distinct adapters."""
     adapter_ranks: int
-    """The sum over tokens of their adapter's rank."""
+    """Sum over tokens of their adapter's rank."""
 
 
 class StepTime:
@@ -288,7 +289,8 @@ class StepTime:
         self._reductions_s = model.num_reductions * device.reduction_latency_s
 
     def seconds(self, work: StepWork, link_bandwidth: float = 0.0) -> float:
-        """Seconds that `work` takes while adapters arrive at `link_bandwidth`, which the memory must write as well."""
+        """Return the seconds that `work` takes while adapters arrive at `link_bandwidth`, which the memory must write
+        too."""
         read = self._active_bytes + self._kv_bytes * work.context_tokens + work.adapter_bytes
         flops = (
             self._token_flops * work.num_tokens

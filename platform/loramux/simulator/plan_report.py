@@ -19,21 +19,21 @@ class PlanReason(msgspec.Struct, frozen=True, kw_only=True):
     """The goal that decides a plan's number of GPUs, and the figures that show it."""
 
     bound_by: Goal
-    """The goal with less in hand, or the one that is missed."""
+    """The goal with less margin, or the one that is missed."""
     text: str
 
 
 def reason_of(found: Plan) -> PlanReason:
     """Return the reason for the plan's number of GPUs.
 
-    It is the closest candidate with fewer GPUs, which misses a goal; without one, the goal that the plan itself comes
-    closest to.
+    The reason is the closest candidate with fewer GPUs, which misses a goal. If there is none, it is the goal that the
+    plan itself comes closest to.
     """
     best, goals = found.recommended, found.goals
     fewer = [trial for trial in found.tried if trial.settings.gpus < best.settings.gpus]
     if found.goals_met and fewer:
         most = max(trial.settings.gpus for trial in fewer)
-        # all engines behind the router tell more than one engine with its part of the traffic
+        # a simulation of all engines with the router says more than one of a single engine with its part of the traffic
         shown = max(
             (one for one in fewer if one.settings.gpus == most), key=lambda one: (one.simulated, -one.excess(goals))
         )

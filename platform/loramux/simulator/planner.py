@@ -17,11 +17,11 @@ from loramux.simulator.traffic import Arrivals
 
 MOST_GPUS = 256
 ADAPTER_RANK = 16
-"""Of the adapters that a plan's memory counts."""
+"""Rank of the adapters that a plan's memory counts."""
 
 
 class Goals(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies that the plan must keep; P99, in milliseconds."""
+    """Latencies that the plan must keep: P99, in milliseconds."""
 
     ttft_ms: float = 2000.0
     itl_ms: float = 100.0
@@ -34,12 +34,12 @@ class PlannedSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 128
     block_size: int = 16
     class_shares: tuple[float, float, float] = (8.0, 3.0, 1.0)
-    """interactive : standard : batch."""
+    """Weights of the classes interactive, standard and batch."""
     gpus: int = 1
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings, and what the simulator says of them."""
+    """Settings, and the simulator's figures for them."""
 
     settings: PlannedSettings
     ttft_ms_p50: float
@@ -49,32 +49,32 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     preemption_rate: float
     pool_use: float
     tokens_per_s: float
-    """Tokens a second of all GPUs together."""
+    """Tokens per second of all GPUs together."""
     adapters_resident: int
-    """The most that one GPU's pool held at once."""
+    """Most adapters that one GPU's pool held at once."""
     dollars_per_million_tokens: float
-    """Prompt and output tokens together."""
+    """Cost of a million tokens, prompt and output together."""
     simulated: int = 1
-    """GPUs that were simulated: one, with its part of the traffic, or all of them behind the router."""
+    """GPUs that were simulated: one, with its part of the traffic, or all of them with the router before them."""
 
     def excess(self, goals: Goals) -> float:
-        """The factor by which the worse of the two goals is missed; at most 1 where both are kept."""
+        """Return the factor by which the worse of the two goals is missed; at most 1 if both are kept."""
         return max(self.ttft_ms_p99 / goals.ttft_ms, self.itl_ms_p99 / goals.itl_ms)
 
 
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Memory of one rank of an engine; of the whole engine where it has one."""
+    """Memory of one rank of an engine; of the whole engine if it has one rank."""
 
     num_ranks: int
     weight_bytes: int
     pool_bytes: int
     pages: int
     adapters: int
-    """Adapters of ADAPTER_RANK on all targets that the pool alone would hold."""
+    """Adapters of ADAPTER_RANK on all targets that the pool would hold without KV."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The recommendation, and all that was tried for it."""
+    """The recommendation, and all trials that it is based on."""
 
     memory: RankMemory
 
@@ -90,11 +90,12 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "block_size": (8, 32),
     "class_shares": ((4.0, 2.0, 1.0), (16.0, 4.0, 1.0)),
 }
-"""Beside what `PlannedSettings` begins with."""
+"""Values to try in addition to the defaults of `PlannedSettings`."""
 
 
 class Planner:
-    """Finds the fewest GPUs that keep the goals, then tunes one knob after the other for them and for one GPU less."""
+    """Finds the fewest GPUs that keep the goals, then tunes one setting after the other for them and for one GPU
+    less."""
 
     def __init__(self, device: Device, model: Model, arrivals: Arrivals, goals: Goals) -> None:
         self._device = device
@@ -102,9 +103,9 @@ class Planner:
         self._arrivals = arrivals
         self._goals = goals
         self._tried: dict[PlannedSettings, Trial] = {}
-        """One engine each, with its part of the traffic."""
+        """Trials of one engine, with its part of the traffic."""
         self._fleets: list[Trial] = []
-        """All engines, behind the router."""
+        """Trials of all engines, with the router before them."""
         classes = {source.service_class for source in arrivals.sources}
         self._choices = {knob: c for knob, c in _CHOICES.items() if knob != "class_shares" or len(classes) > 1}
         least = model.least_block_size
@@ -119,7 +120,7 @@ class Planner:
         return sum(map(len, self._choices.values()))
 
     def plan(self, on_trial: Callable[[Trial], None] = lambda _: None) -> Plan:
-        """Search; `on_trial` gets every simulation. Raises ScenarioError where the model does not fit the device."""
+        """Search; `on_trial` gets every simulation. Raises ScenarioError if the model does not fit the device."""
         best = self._tuned(self._fewest_gpus(on_trial), on_trial)
         while best.settings.gpus > 1:
             fewer = msgspec.structs.replace(best.settings, gpus=best.settings.gpus - 1)
@@ -134,8 +135,10 @@ class Planner:
         return Plan(memory=memory, recommended=best, goals=self._goals, goals_met=met, tried=tried)
 
     def _routed(self, best: Trial, on_trial: Callable[[Trial], None]) -> Trial:
-        """Return the plan for whole engines behind the router, which divides the traffic less evenly than the search
-        supposes: with more engines where it takes them, a quarter more at most."""
+        """Return the plan for whole engines with the router before them.
+
+        The router divides the traffic less evenly than the search assumes, so the plan may need more engines: at most a
+        quarter more are tried."""
         fewest = best.settings.gpus
         if fewest == 1 or best.excess(self._goals) > 1:
             return best
@@ -151,7 +154,7 @@ class Planner:
         return min(trials, key=self._rank)
 
     def _fewest_gpus(self, on_trial: Callable[[Trial], None]) -> Trial:
-        """Find the fewest GPUs with unchanged knobs: double until goals are met or more do not help, then bisect."""
+        """Find the fewest GPUs with default settings: double until goals are met or more do not help, then bisect."""
         trial, short = self._try(self._first, on_trial), 0
         while trial.excess(self._goals) > 1:
             short, gpus = trial.settings.gpus, trial.settings.gpus * 2
@@ -179,7 +182,7 @@ class Planner:
             yield msgspec.structs.replace(settings, **{knob: choice})
 
     def _rank(self, trial: Trial) -> tuple[float, float]:
-        """Goals first; of those that keep them, the one with most in hand, less what it preempts."""
+        """Rank trials: goals first; of those that keep them, the one with most margin, less its preemption rate."""
         excess = trial.excess(self._goals)
         return max(excess, 1.0), excess + trial.preemption_rate
 
@@ -199,7 +202,7 @@ class Planner:
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            # As an engine has it that is started with the planned settings; ranks share a device that is a CPU.
+            # The default of an engine with the planned settings; only a CPU is shared by ranks.
             max_mixed_prefill_tokens=default_mixed_prefill_tokens(on_cpu=self._device.is_shared_by_ranks),
             policy=Policy(class_shares=dict(zip(ServiceClass, settings.class_shares, strict=True))),
             clients=(),
@@ -239,7 +242,7 @@ def _memory_of(scenario: Scenario) -> RankMemory:
 
 
 def _refusal(scenario: Scenario) -> str:
-    """Say what does not fit a device's memory, and how many ranks would."""
+    """Return a sentence: what does not fit a device's memory, and how many ranks would."""
     model, device = scenario.model, scenario.device
     usable = scenario.memory_utilization * device.memory_bytes
     context = model.kv_bytes_per_token * model.max_model_len

@@ -1,9 +1,9 @@
-"""The figures of a simulation: exact times, the service gap, the report made of them, and a picture over time.
+"""The figures of a simulation: exact times, the service gap, the report made of them, and a plot over time.
 
-Times are counted to the microsecond, so every quantile is exact, in memory that does not grow with the tokens. VTC
-(OSDI 2024) calls the service gap the accumulated service difference of backlogged clients: the largest difference, over
-any interval in which two parties both waited, between what they received. A `SimulatedTimeline` samples the pool, the
-queue and the tenants' tokens; `plot_report` draws it.
+Times are counted to the microsecond: every quantile is exact, and memory does not grow with the tokens. VTC (OSDI 2024)
+calls the service gap the accumulated service difference of backlogged clients. It is the largest difference, over any
+interval in which two parties both waited, between what they received. A `SimulatedTimeline` samples the pool, the queue
+and the tenants' tokens; `plot_report` draws it.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from loramux.simulator.traffic import TrafficSource
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Quantiles of a time, in milliseconds; None where nothing was measured."""
+    """Quantiles of a time, in milliseconds; None if nothing was measured."""
 
     p50: float | None
     p99: float | None
 
 
 class Times:
-    """Durations as a count for each microsecond, so that every quantile is exact."""
+    """Durations as a count for each microsecond, from which every quantile is exact."""
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
 
     def add(self, seconds: float) -> None:
-        """One duration."""
+        """Count one duration."""
         microseconds = round(seconds * 1e6)
         self.counts[microseconds] = self.counts.get(microseconds, 0) + 1
 
     def milliseconds(self, share: float) -> float | None:
-        """The lowest duration that at least `share` of all do not exceed."""
+        """Return the lowest duration that at least `share` of all do not exceed."""
         missing = math.ceil(share * sum(self.counts.values()))
         for microseconds in sorted(self.counts):
             missing -= self.counts[microseconds]
@@ -59,7 +59,7 @@ class Times:
 
 
 def merge_times(times: Iterable[Times]) -> Times:
-    """All of them together."""
+    """Return all durations together."""
     total: Counter[int] = Counter()
     for one in times:
         total.update(one.counts)
@@ -84,14 +84,14 @@ class TenantTally:
 
 @dataclass(slots=True)
 class _Run:
-    """One request on its way."""
+    """One request that has not ended."""
 
     tally: TenantTally
     arrived: float
     deadline_s: float | None
     output_left: int
     next_token: TokenEvent
-    """The same for all but the last, which is made when it comes."""
+    """Event of the next token: the same for all but the last, which is made when it comes."""
     last_token_at: float | None = None
     tokens_told: int = 0
 
@@ -104,18 +104,18 @@ class Share:
     seconds: float = 0.0
 
     def add(self, share: float, seconds: float) -> None:
-        """Add a time during which it was `share`."""
+        """Add `seconds` during which the value was `share`."""
         self.integral += share * seconds
         self.seconds += seconds
 
     @property
     def mean(self) -> float:
-        """0 where nothing was added."""
+        """Mean over time; 0 if nothing was added."""
         return self.integral / self.seconds if self.seconds else 0.0
 
 
 class Meter:
-    """Stands in for the sampler, and keeps the times."""
+    """Takes the place of the sampler, and records the times."""
 
     def __init__(self) -> None:
         self.tallies: defaultdict[str, TenantTally] = defaultdict(TenantTally)
@@ -124,21 +124,21 @@ class Meter:
         self._runs: dict[str, _Run] = {}
 
     def arrive(self, request_id: str, at: float, source: TrafficSource, output_tokens: int) -> None:
-        """A request that will generate `output_tokens` came `at`, which may be before the loop saw it."""
+        """Note a request that will generate `output_tokens`; it came `at`, which may be before the loop saw it."""
         token = TokenEvent(request_id=request_id, token_id=0)
         self._runs[request_id] = _Run(self.tallies[source.tenant], at, source.deadline_s, output_tokens, token)
 
     def sample(self, step: Step, now: float) -> list[TokenEvent]:
-        """The tokens of a step that ended `now`, one for each of `step.sampling`."""
+        """Return the tokens of a step that ended `now`, one for each of `step.sampling`."""
         self.last_token_at = now
         return [self._next_token(self._runs[chunk.sequence.request.id], now) for chunk in step.sampling]
 
     def tokens_told(self, request_id: str) -> int:
-        """Tokens that the client of an open request has."""
+        """Return the number of tokens that the client of an open request has."""
         return self._runs[request_id].tokens_told
 
     def end(self, event: TokenEvent, prompt_tokens: int) -> None:
-        """A request was answered by `event`, which ends it."""
+        """Note that `event` ends a request."""
         run = self._runs.pop(event.request_id)
         self.num_answered += 1
         if event.fault is not None and event.fault.code != "deadline_exceeded":
@@ -166,13 +166,14 @@ class Meter:
 
 
 WATCHED = 256
-"""Parties watched at once: the work grows with the square. Where more wait, the first that came are watched."""
+"""Parties compared at once, because the work grows with the square. If more wait, the first that came are compared."""
 
 
 class ServiceGap:
     """The largest difference, over any interval in which two parties both waited, between what they received.
 
-    In units over weight. A pair's difference when both began to wait does not matter, its range since then does.
+    The unit is service units over weight. A pair's difference at the time when both began to wait does not count; the
+    range of the difference since then does.
     """
 
     def __init__(self, watched: int = WATCHED) -> None:
@@ -181,7 +182,7 @@ class ServiceGap:
         self._free = list(range(watched - 1, -1, -1))
         self._lifted = np.zeros(watched)
         self._highest = np.zeros((watched, watched))
-        """The highest difference of row minus column; the lowest is minus the highest of column minus row."""
+        """Highest difference of row minus column; the lowest is minus the highest of column minus row."""
 
     def observe(self, waiting: Iterable[VirtualTokenCounter]) -> None:
         """Note a step, with the parties that have eligible work waiting."""
@@ -228,7 +229,7 @@ class FleetGap:
 
     @property
     def largest(self) -> float:
-        """The largest of all classes, in units over weight."""
+        """Largest gap of all classes, in units over weight."""
         return max((gap.largest for gap in self._gaps.values()), default=0.0)
 
     def observe(self, queues: Sequence[RequestQueue]) -> None:
@@ -246,7 +247,7 @@ class FleetGap:
 
 
 class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant's part."""
+    """Figures of one tenant."""
 
     accepted: int
     refused: int
@@ -258,7 +259,7 @@ class TenantReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one simulation; the same scenario gives the same ones."""
+    """The figures of one simulation; the same scenario gives the same figures."""
 
     throughput_tokens_per_s: float
     """Prompt tokens computed and tokens generated, each counted once, from the first arrival to the last token."""
@@ -267,28 +268,28 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     itl_ms: Quantiles
     """Time between two tokens of one answer."""
     preemption_rate: float
-    """Preemptions over accepted requests."""
+    """Preemptions, divided by the accepted requests."""
     pages_swapped: int
     """Pages of preempted requests that were copied to the host's memory instead of being computed again."""
     pool_use: float
-    """Share of the pool's pages that running requests and their adapters held, on average while others waited for room
-    (while anything ran, if nothing ever waited)."""
+    """Share of the pool's pages that running requests and their adapters held. It is the mean over the time in which
+    others waited for room, or, if none ever waited, over the time in which any ran."""
     service_gap_max: float
-    """The most that the service of two tenants of a class drifted apart while both waited, on every engine, in units
+    """Largest difference between the service of two tenants of a class while both waited, on every engine, in units
     over weight."""
     service_gap_bound: float
-    """Its upper bound: decision 0004 for one engine, decision 0027 for a fleet."""
+    """Upper bound of the service gap: decision 0004 for one engine, decision 0027 for a fleet."""
     adapter_loads: int
     """Loads of adapters, on all engines."""
     accepted: int
     refused: int
     in_deadline: float | None
-    """Share of the accepted requests with a deadline that had their first token in time; None where none had one."""
+    """Share of the accepted requests with a deadline that had their first token in time; None if none had one."""
     per_tenant: dict[str, TenantReport]
 
 
 def share_in_deadline(tallies: Iterable[TenantTally]) -> float | None:
-    """Return the share of accepted requests with a deadline that met it; None where none had one."""
+    """Return the share of accepted requests with a deadline that met it; None if none had one."""
     asked = in_time = 0
     for tally in tallies:
         asked += tally.with_deadline
@@ -297,7 +298,7 @@ def share_in_deadline(tallies: Iterable[TenantTally]) -> float | None:
 
 
 def tenant_report(tally: TenantTally) -> TenantReport:
-    """One tenant's part."""
+    """Return the figures of one tenant."""
     return TenantReport(
         accepted=tally.accepted,
         refused=tally.refused,
@@ -310,7 +311,7 @@ def tenant_report(tally: TenantTally) -> TenantReport:
 
 
 def overall(tallies: Iterable[TenantTally]) -> TenantReport:
-    """All tenants as if they were one."""
+    """Return the figures of all tenants as if they were one."""
     together = list(tallies)
     return tenant_report(
         TenantTally(
@@ -327,24 +328,24 @@ def overall(tallies: Iterable[TenantTally]) -> TenantReport:
 
 
 BUSIEST = 8
-"""Tenants whose service is plotted."""
+"""Number of tenants whose service is plotted."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimelinePoint:
-    """One look at a running simulation."""
+    """One sample of a running simulation."""
 
     seconds: float
     pool_use: float
     waiting: int
     running: int
     tokens: dict[str, int]
-    """Generated so far, by tenant; of the first BUSIEST tenants that got any."""
+    """Tokens generated so far by tenant; only the first BUSIEST tenants that got any are counted."""
 
 
 @dataclass(slots=True)
 class SimulatedTimeline:
-    """Looks at least `interval` seconds of simulated time apart."""
+    """Samples of a simulation, at least `interval` seconds of simulated time apart."""
 
     interval: float
     moments: list[TimelinePoint] = field(default_factory=list)
@@ -352,11 +353,11 @@ class SimulatedTimeline:
     _watched: list[str] = field(default_factory=list)
 
     def due(self, now: float) -> bool:
-        """Is it time for another sample?"""
+        """Return whether it is time for another sample."""
         return now >= self._next_at
 
     def look(self, now: float, pool_use: float, counts: tuple[int, int], tallies: Mapping[str, TenantTally]) -> None:
-        """Keep a moment; `counts` are those that wait and those that run."""
+        """Keep a sample; `counts` are the numbers of waiting and running requests."""
         self._next_at = now + self.interval
         if len(self._watched) < BUSIEST:
             self._watched = list(tallies)[:BUSIEST]
@@ -365,9 +366,9 @@ class SimulatedTimeline:
 
 
 def plot_report(course: SimulatedTimeline, title: str, path: Path) -> None:
-    """Tokens by tenant, requests and the pool over time, as a picture file.
+    """Write a picture file of tokens by tenant, requests and the pool over time.
 
-    Raises ScenarioError where matplotlib is missing or the file's kind is unknown.
+    Raises ScenarioError if matplotlib is missing or the file's kind is unknown.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """A scenario: a device, a model, the engine's settings and the clients, read from TOML with overrides.
 
-`load_scenario` reads one that is shipped, or a file; `model_of` reads a model from a checkpoint's config.
+`load_scenario` reads a shipped scenario, or a file; `model_of` reads a model from a checkpoint's config.
 
 A client's arrival times, lengths and choices of adapters follow the distributions of the literature (Poisson and Gamma
 arrivals, log-normal lengths, Zipf popularity), drawn from seeds.
@@ -25,7 +25,7 @@ from loramux.simulator.hardware import DEVICES, MODELS, Count, Device, Model, Po
 
 Rng = np.random.Generator
 LONGEST = 4096
-"""Tokens; the tails of the log-normals are cut off here."""
+"""Tokens at which the tails of the log-normal distributions are cut off."""
 
 
 class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="distribution", tag="constant"):
@@ -34,18 +34,18 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     tokens: Count
 
     def draw(self, rng: Rng, count: int) -> np.ndarray:  # noqa: ARG002  nothing to draw
-        """int64[count]."""
+        """Return int64[count]."""
         return np.full(count, self.tokens, dtype=np.int64)
 
 
 class Uniform(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="distribution", tag="uniform"):
-    """Every length from `low` to `high`, both included, alike."""
+    """Every length from `low` to `high`, both included, with equal probability."""
 
     low: Count
     high: Count
 
     def draw(self, rng: Rng, count: int) -> np.ndarray:
-        """int64[count]."""
+        """Return int64[count]."""
         return rng.integers(self.low, self.high + 1, count)
 
 
@@ -58,7 +58,7 @@ class LogNormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     high: Count = LONGEST
 
     def draw(self, rng: Rng, count: int) -> np.ndarray:
-        """int64[count]."""
+        """Return int64[count]."""
         return np.clip(rng.lognormal(self.mu, self.sigma, count).astype(np.int64), self.low, self.high)
 
 
@@ -67,21 +67,23 @@ Lengths = Constant | Uniform | LogNormal
 
 
 def arrival_times(rng: Rng, count: int, rate: float, cv: float) -> np.ndarray:
-    """float64[count] seconds, the first at 0: Gamma gaps of mean 1/rate with shape 1/cv^2 and scale cv^2/rate."""
+    """Return float64[count] seconds, the first 0: Gamma gaps of mean 1/rate with shape 1/cv^2 and scale cv^2/rate."""
     gaps = rng.gamma(1 / cv**2, cv**2 / rate, count) if cv else np.full(count, 1 / rate)
     times: np.ndarray = np.cumsum(gaps) - gaps[0]
     return times
 
 
 def with_pauses(times: np.ndarray, on_s: float, off_s: float) -> np.ndarray:
-    """The same arrivals in bursts of `on_s` seconds with `off_s` of silence between them, float64 like `times`."""
+    """Return the same arrivals in bursts of `on_s` seconds with `off_s` of silence between them, float64 like
+    `times`."""
     return times + np.floor(times / on_s) * off_s
 
 
 def choose(rng: Rng, count: int, popularity: str, options: int) -> np.ndarray:
-    """int64[count] of 0..options-1.
+    """Return int64[count] of 0..options-1.
 
-    `identical` (all the first), `distinct` (each another until all have had a turn), `uniform` or `zipf:EXPONENT`.
+    `popularity` is `identical` (all the first), `distinct` (each another until all had a turn), `uniform` or
+    `zipf:EXPONENT`.
     Raises ValueError for anything else.
     """
     kind, _, argument = popularity.partition(":")
@@ -109,46 +111,46 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     tenant: str
     tenants: Count = 1
-    """More than one: `tenant-0`, `tenant-1`, ..."""
+    """Number of tenants; more than one are named `tenant-0`, `tenant-1`, ..."""
     rate: Positive
-    """Requests a second of all of them together, while they are on."""
+    """Requests per second of all tenants together, during activity."""
     cv: Annotated[float, Meta(ge=0)] = 1.0
-    """Coefficient of variation of the gaps (Gamma): 0 is a metronome, 1 Poisson, more is burstier."""
+    """Coefficient of variation of the gaps (Gamma): 0 is exactly regular, 1 Poisson, more is burstier."""
     start_s: Seconds = 0.0
     requests: Count | None = None
-    """The most requests; None: as many as come before the scenario ends."""
+    """Most requests; None: as many as come before the scenario ends."""
     on_s: Positive | None = None
-    """Seconds of activity, followed by `off_s` seconds of silence, in turns."""
+    """Seconds of activity, followed by `off_s` seconds of silence, in turns; None: always active."""
     off_s: Seconds = 0.0
     prompt_tokens: Lengths
     output_tokens: Lengths
     max_tokens: Count | None = None
     """The max_tokens of its requests; None: exactly as many as they will generate."""
     adapters: Annotated[int, Meta(ge=0)] = 0
-    """0: the base model. Adapter i belongs to the client's tenant i modulo tenants."""
+    """Number of adapters; 0: the base model. Adapter i belongs to the client's tenant i modulo tenants."""
     popularity: str = "uniform"
     """Popularity of the adapters: identical, distinct, uniform or zipf:EXPONENT."""
     ranks: tuple[Count, ...] = (16,)
     """Adapter i has rank ranks[i modulo their number]."""
     preload: bool = False
-    """Its adapters are in the pool before the first request, as if they had been warmed."""
+    """True if its adapters are in the pool before the first request."""
     service_class: ServiceClass = ServiceClass.STANDARD
     weight: Positive = 1.0
     deadline_s: Positive | None = None
-    """Within which its requests want their first token."""
+    """Seconds within which its requests need their first token; None: no deadline."""
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine dies; what it had goes on elsewhere, from the prompt and the tokens that were told."""
+    """An engine's death. Its requests continue elsewhere, from the prompt and the tokens that clients have."""
 
     engine: str
     at_s: Seconds
     back_s: Seconds
-    """It is ready again, with an empty pool."""
+    """Time at which the engine is ready again, with an empty pool."""
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One simulation, wholly: the same scenario gives the same figures on every machine."""
+    """One whole simulation: the same scenario gives the same figures on every machine."""
 
     description: str = ""
     seed: int = 0
@@ -159,13 +161,13 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     model: Model
     """A table with a `preset` and the fields that differ from it, or with all fields."""
     engines: Count = 1
-    """Engines that share the traffic, `engine-0` and so on, each with a device of its own."""
+    """Engines that share the traffic, `engine-0` and so on, each with a separate device."""
     routing: str = "router"
-    """`router`, as the fleet has it; for comparison `random`, or `least-loaded`: fewest requests, wherever they are."""
+    """`router` as in the fleet; for comparison `random`, or `least-loaded`: the engine with the fewest requests."""
     fronts: Count = 1
-    """Routers, each with a part of the requests."""
+    """Number of routers (servers), each with a part of the requests."""
     statistics_s: Positive = 1.0
-    """Seconds between two reports of a busy engine to the fronts."""
+    """Seconds between two reports of a busy engine to the servers."""
     exchange_s: Seconds = 0.25
     """Seconds between two exchanges of service between the engines; 0: none."""
     slowness: Mapping[str, Positive] = {}
@@ -181,11 +183,11 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
     max_mixed_prefill_tokens: Count | None = None
-    """The most prompt tokens of a step in which sequences decode; None: no limit of its own."""
+    """Most prompt tokens of a step in which sequences decode; None: only the other limits apply."""
     policy: Policy = Policy()
-    """The engine's own, with the values that differ."""
+    """The engine's policy, with the values that differ."""
     order: str = "fair"
-    """`fair` as the engine has it; `fifo`, for comparison: in order of arrival alone."""
+    """`fair` as in the engine; for comparison `fifo`: by arrival alone."""
     clients: Annotated[tuple[Client, ...], Meta(min_length=1)]
 
     @property
@@ -203,21 +205,21 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def scenarios_folder() -> Path:
-    """`loramux/configs/scenarios` of an installed wheel, or `configs/scenarios` of the repository."""
+    """Return `loramux/configs/scenarios` of an installed wheel, or `configs/scenarios` of the repository."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
     return (installed if installed.is_dir() else package.parents[1] / "configs") / "scenarios"
 
 
 def scenario_names() -> list[str]:
-    """The scenarios that are shipped."""
+    """Return the names of the scenarios that are shipped."""
     return sorted(path.stem for path in scenarios_folder().glob("*.toml"))
 
 
 def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
-    """A shipped scenario by its name, or a TOML file, with `key=value` overrides.
+    """Return a shipped scenario by its name, or that of a TOML file, with `key=value` overrides.
 
-    Raises ScenarioError naming what is wrong and what would be right.
+    Raises ScenarioError, which names what is wrong and what would be right.
     """
     shipped = scenarios_folder() / f"{name_or_path}.toml"
     path = shipped if shipped.is_file() else Path(name_or_path)
@@ -234,7 +236,7 @@ def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
 
 
 def make_scenario(data: Mapping[str, Any], source: str) -> Scenario:
-    """A scenario of plain data, presets filled in; `source` is for messages."""
+    """Return the scenario of plain data, presets filled in; `source` is for messages."""
     filled = {**data, **{key: _preset(key, data[key], source) for key in _PRESETS if key in data}}
     known = {field.name for field in dataclasses.fields(Policy)}
     for name in set(data.get("policy", ())) - known:
@@ -258,9 +260,9 @@ def make_scenario(data: Mapping[str, Any], source: str) -> Scenario:
 
 
 def model_of(name_or_path: str) -> Model:
-    """A model by its name, or from a transformers checkpoint's config.json (the file or its folder).
+    """Return a model by its name, or from a transformers checkpoint's config.json (the file or its folder).
 
-    Raises ScenarioError naming the field that is missing.
+    Raises ScenarioError, which names the field that is missing.
     """
     if preset := MODELS.get(name_or_path):
         return preset
@@ -281,7 +283,7 @@ def model_of(name_or_path: str) -> Model:
 
 
 def _preset(key: str, table: Any, source: str) -> Any:
-    """`table` over the preset that it names; a bare name stands for the preset itself."""
+    """Return `table` over the preset that it names; a bare name means the preset itself."""
     if isinstance(table, str):
         table = {"preset": table}
     if not isinstance(table, dict) or "preset" not in table:
@@ -326,7 +328,7 @@ def _index(items: list[Any], text: str, override: str) -> int:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is JSON, else the text itself."""
+    """Return the value of JSON; other text is returned as it is."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The loop: engines that run the engine's own scheduler, requests that come to them through the fleet's own router.
+"""The loop: engines that run the engine's own scheduler, and requests that reach them through the fleet's own router.
 
 `LeastLoaded` and `RandomChoice` are baselines to compare the router with.
 """
@@ -25,9 +25,9 @@ from loramux.simulator.traffic import Arrivals, draw_arrivals
 
 
 class LeastLoaded:
-    """In place of the router: the engine with the fewest requests of this front, wherever the adapter is.
+    """A baseline instead of the router: the engine with the fewest requests of this server, wherever the adapter is.
 
-    Perfect balance, and no affinity.
+    It balances perfectly and has no affinity.
     """
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class LeastLoaded:
             self._requests[engine] -= 1
 
     def forget(self, engine: str) -> None:
-        """Count its requests no more."""
+        """Stop counting the requests of an engine."""
         self._engine_of = {key: other for key, other in self._engine_of.items() if other != engine}
         del self._requests[engine]
 
 
 class RandomChoice(LeastLoaded):
-    """Any engine: the baseline for loads."""
+    """A baseline that chooses a random engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,18 +76,18 @@ ROUTERS: dict[str, type[Router] | type[LeastLoaded]] = {
     "random": RandomChoice,
     "least-loaded": LeastLoaded,
 }
-"""By `Scenario.routing`."""
+"""Classes of routers by `Scenario.routing`."""
 
 
 class Stalled(RuntimeError):
-    """Requests wait and nothing will ever happen: a fault of the engine's, found."""
+    """Requests wait and no event will ever come: the simulation has found a fault of the engine."""
 
 
 class Simulation:
     """One scenario, served from its first request to its last token."""
 
     def __init__(self, scenario: Scenario, arrivals: Arrivals | None = None) -> None:
-        """`arrivals` in place of those that the scenario draws."""
+        """`arrivals` replaces those that the scenario would draw."""
         drawn = draw_arrivals(scenario.clients, scenario.duration_s, scenario.seed) if arrivals is None else arrivals
         self.arrivals = drawn
         self.scenario = scenario
@@ -98,7 +98,7 @@ class Simulation:
         self.routers = [ROUTERS[scenario.routing]() for _ in range(scenario.fronts)]
         self.timeline = SimulatedTimeline(interval=scenario.duration_s / 500)
         self.sent_to: list[int] = []
-        """The engine of every request, in order of arrival; of those that were sent twice, the first."""
+        """The engine of every request, in order of arrival; for a request that was sent twice, the first."""
         self._coming = drawn.requests()
         self._next = next(self._coming, None)
         self._prompts: dict[str, int] = {}
@@ -127,14 +127,15 @@ class Simulation:
         return self.report()
 
     def preload(self) -> None:
-        """Bring the adapters of clients with `preload` into the pools, before time begins: each into one."""
+        """Bring the adapters of clients with `preload` into the pools before time begins: each into one."""
         wanted = {ref.digest: ref for ref in self.arrivals.preloaded}
         placed = place_pins(wanted, [engine.name for engine in self.engines])
         for engine in self.engines:
             engine.preload(wanted[digest] for digest in placed[engine.name])
 
     def advance(self) -> bool:
-        """Do what is due next: a request comes, an engine steps or dies, or service is exchanged; False at the end."""
+        """Do what is due next: a request comes, an engine steps or dies, or service is exchanged; return False at the
+        end."""
         engine = min(self.engines, key=attrgetter("wake_at"))
         arrives_at = self._next[0] if self._next else NEVER
         fault_at = self._faults[0][0] if self._faults else NEVER
@@ -142,7 +143,7 @@ class Simulation:
         if due == NEVER or (not self._next and due == fault_at and self._is_idle):
             self._ensure_idle()
             return False
-        # Service that was exchanged while nothing happened moves no flow.
+        # An exchange of service while nothing happens moves no flow.
         if self._exchange_at <= due:
             self.now = self._exchange_at
             self._exchange_service(due)
@@ -237,7 +238,7 @@ class Simulation:
         return SimulatedEngine(name, self.scenario, self._ranks, self.meter, now)
 
     def lose(self, name: str) -> None:
-        """An engine dies; its requests go on elsewhere, behind the tokens that were told."""
+        """Let an engine die; its requests continue elsewhere after the tokens that clients have."""
         number = int(name.removeprefix("engine-"))
         dead = self.engines[number]
         self._count_past(dead)
@@ -250,7 +251,7 @@ class Simulation:
             self._route(msgspec.structs.replace(request, output_token_ids=told))
 
     def bring_back(self, name: str) -> None:
-        """An engine that was lost is ready again."""
+        """Make a lost engine ready again."""
         del self._lost[name]
 
     def _count_past(self, engine: SimulatedEngine) -> None:
@@ -262,11 +263,11 @@ class Simulation:
 
     @property
     def num_loads(self) -> int:
-        """Loads of adapters on all engines, those that died included."""
+        """Loads of adapters on all engines, including engines that died."""
         return self._past_loads + sum(sum(engine.store.num_loads.values()) for engine in self.engines)
 
     def report(self) -> SimulationReport:
-        """The figures so far."""
+        """Return the figures so far."""
         tallies = self.meter.tallies
         everyone = overall(tallies.values())
         seconds = self.meter.last_token_at - float(self.arrivals.at[0])
@@ -292,7 +293,8 @@ class Simulation:
         )
 
     def _gap_bound(self) -> float:
-        """What two tenants can differ by: on one engine decision 0004's bound, on a fleet that of `fleet.shares`."""
+        """Return the bound of two tenants' difference: decision 0004's on one engine, that of `fleet.shares` on a
+        fleet."""
         least = min(source.weight for source in self.arrivals.sources)
         if len(self.engines) == 1:
             policy = self.scenario.policy

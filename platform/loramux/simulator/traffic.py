@@ -1,6 +1,6 @@
 """The requests of a simulation in the order in which they arrive: drawn from clients, or read from a log.
 
-`draw_arrivals` draws the requests of a scenario's clients. `read_workload` takes the workload of a plan: a log of
+`draw_arrivals` draws the requests of a scenario's clients. `read_workload` reads the workload of a plan: a log of
 requests (JSON lines or CSV), or a TOML description of the traffic.
 """
 
@@ -57,12 +57,12 @@ class Arrivals:
 
     @property
     def adapters(self) -> dict[AdapterRef, int]:
-        """The rank of every adapter."""
+        """Rank of every adapter."""
         return {source.adapter: source.rank for source in self.sources if source.adapter}
 
     @property
     def preloaded(self) -> list[AdapterRef]:
-        """The adapters that are in the pool from the beginning."""
+        """Adapters that are in the pool from the beginning."""
         return [source.adapter for source in self.sources if source.adapter and source.preload]
 
     def only(self, which: np.ndarray) -> Arrivals:
@@ -77,7 +77,7 @@ class Arrivals:
         )
 
     def on_engine(self, engine: int, engines: int) -> Arrivals:
-        """The share of one of `engines`, all of them equal: a source keeps to as few engines as its part allows."""
+        """Return the share of one of `engines` equal engines: a source uses as few engines as its part allows."""
         if engines == 1:
             return self
         sources = np.random.default_rng(0).permutation(len(self.sources))[self.source]
@@ -86,12 +86,12 @@ class Arrivals:
         order = np.argsort(sources, kind="stable")
         turn = np.empty(len(self), dtype=np.int64)
         turn[order] = np.arange(len(self)) - before[sources[order]]
-        # A source covers an interval as long as its part; its requests go around in it by the golden ratio.
+        # A source covers an interval as long as its part; its requests step through the interval by the golden ratio.
         place = before[sources] + counts[sources] * (turn * 0.6180339887498949 % 1.0)
         return self.only(place * engines // len(self) == engine)
 
     def requests(self) -> Iterator[tuple[float, TrafficSource, int, Request]]:
-        """(arrival, source, tokens it will generate, request); no two prompts begin alike: none hits a cache."""
+        """Yield (arrival, source, tokens it will generate, request). No two prompts begin alike: none hits a cache."""
         columns = (self.source, self.at, self.prompt_tokens, self.output_tokens, self.max_tokens)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for number, (index, at, prompt, output, most) in enumerate(rows):
@@ -110,9 +110,10 @@ class Arrivals:
 
 
 def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Arrivals:
-    """Draw the requests of `duration_s` seconds; each client has a generator of its own: one more changes no other.
+    """Draw the requests of `duration_s` seconds. Each client has a separate generator: one client more changes no
+    other.
 
-    Raises ScenarioError where none arrives.
+    Raises ScenarioError if no request arrives.
     """
     parts = [_draw(client, duration_s, np.random.default_rng([seed, index])) for index, client in enumerate(clients)]
     sources: list[TrafficSource] = []
@@ -174,23 +175,23 @@ def _sources(client: Client) -> list[TrafficSource]:
 
 
 class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a log: a JSON object, or a CSV row under these names. What else a line has is not looked at."""
+    """One line of a log: a JSON object, or a CSV row under these names. Other fields of a line are ignored."""
 
     arrival_s: Annotated[float, Meta(ge=0)]
     prompt_tokens: Count
     output_tokens: Count
     tenant: str = "tenant"
     adapter: str = ""
-    """Empty: the base model."""
+    """Name of the adapter; empty: the base model."""
     rank: Count = 16
     service_class: ServiceClass = ServiceClass.STANDARD
     weight: Annotated[float, Meta(gt=0)] = 1.0
     max_tokens: Count | None = None
-    """None: not logged; what was generated is taken as the limit."""
+    """Limit of the request; None: not logged, and the number of generated tokens is taken."""
 
 
 class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A description: the clients of a scenario, without a device."""
+    """A description of traffic: the clients of a scenario, without a device."""
 
     description: str = ""
     duration_s: Annotated[float, Meta(gt=0)]
@@ -199,9 +200,9 @@ class Traffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 def read_workload(path: Path) -> Arrivals:
-    """Requests from a .toml description (`duration_s` and `[[clients]]`) or a .jsonl or .csv log.
+    """Read requests from a .toml description (`duration_s` and `[[clients]]`) or a .jsonl or .csv log.
 
-    Raises ScenarioError naming the file, the line and the field.
+    Raises ScenarioError, which names the file, the line and the field.
     """
     try:
         match path.suffix:

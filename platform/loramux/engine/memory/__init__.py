@@ -1,24 +1,24 @@
 """Memory: KV pages, adapter weights, the prefix cache and swapped KV, in one pool of equal pages.
 
 KV is paged as in vLLM (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-SOSP 2023): a sequence's tokens lie in pages of `block_size` tokens, which its block table lists in order. Adapters lie
-in the same pages, as in S-LoRA's unified paging (Sheng et al., MLSys 2024), each at its true rank. So no memory is set
-apart for either: whatever saves least for the pages it takes goes first, and only when room is needed.
+SOSP 2023): a sequence's tokens are in pages of `block_size` tokens, which its block table lists in order. Adapters are
+in the same pages, each at its true rank, as in S-LoRA's unified paging (Sheng et al., MLSys 2024). So neither has a
+reserved part of memory. Whatever saves least for its pages is evicted first, and only when pages are needed.
 
-What may be evicted is compared in one unit, the time that a page takes over the host link:
+The savings of all pages are compared in one unit, the time that a page takes over the host link:
 
-- a cached page of KV saves what computing its tokens takes, times its expected uses;
-- an idle adapter's page saves its way over the link and a share of the fixed cost of a load, times its expected uses.
+- a cached page of KV saves the time to compute its tokens, times its expected uses;
+- a page of an idle adapter saves its copy over the link and a share of the fixed cost of a load, times expected uses.
 
 Expected uses are counts that decay by half every half-life (`ranking`, after GreedyDual-Size-Frequency, Cherkasova
-1998). Only leaves go: KV that nothing builds on, and adapters without cached KV under them.
+1998). Only leaves are evicted: KV that no other KV builds on, and adapters without cached KV under them.
 
     memory                   room in the pool: take pages, evict what saves least; pins; KV swapped to the host
     prefix_cache             KV that requests share
     residency                the adapters: inspected, loaded, claimed, pinned, evicted
     pages                    the pool, cached pages, and a sequence's pages
-    ranking                  a priority queue whose ranks change under it
+    ranking                  a priority queue for ranks that change while an item is queued
 
-`host_memory` (PEFT files on disk, copies of adapters and of KV in the host's memory) needs torch and is known only to
-the engine, so that the scheduler and the simulator run without it.
+`host_memory` (PEFT files on disk, copies of adapters and of KV in the host's memory) needs torch. Only the engine
+imports it, so the scheduler and the simulator run without torch.
 """

@@ -1,14 +1,14 @@
 """The host's side of the pool: the adapter store of a real engine, and the host's slots for swapped KV.
 
-**Adapters**: PEFT files on disk, copies in the host's memory, weights in the pool. Inspecting an adapter brings it into
-the host's memory while its requests queue. Reading and copying have threads of their own, so that an adapter that is in
-the host's memory never waits for others that are still being read. The host's memory keeps adapters by
-GreedyDual-Size-Frequency (Cherkasova, 1998), as `residency` does in the pool: those that are used often, expensive to
-read and small.
+**Adapters** are PEFT files on disk, copies in the host's memory, and weights in the pool. An inspection brings an
+adapter into the host's memory while its requests queue. Reading and copying have separate threads: an adapter that is
+in the host's memory never waits for others that are still being read. The host's memory keeps the adapters that are
+used often, expensive to read and small, by GreedyDual-Size-Frequency (Cherkasova, 1998), as `residency` does in the
+pool.
 
-**KV**: `HostPages` holds pages of preempted sequences as tensors; `memory.KvSwap` decides which.
+**KV**: `HostPages` holds pages of preempted sequences as tensors; `memory.KvSwap` decides which pages.
 
-This is the one module of the package that needs torch, so that the scheduler and the simulator run without it.
+Only this module of the package needs torch; the scheduler and the simulator run without it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 MAX_HUNG_READS = 64
-"""Reads that hang, at most: beyond it the storage is taken as down, and loads fail at once."""
+"""Most reads that may hang. Beyond it the storage counts as down, and loads fail at once."""
 OVERHEAD_BYTES = float(1 << 20)
-"""Cost of opening and checking an adapter beside reading it, in bytes that take the same time."""
+"""Cost of opening and checking an adapter, in addition to reading it: the bytes that take the same time to read."""
 
 
 @dataclass(eq=False, slots=True)
@@ -51,7 +51,7 @@ class _CachedAdapter:
 
     @property
     def retention_score(self) -> float:
-        """log2 of expected uses x cost of a miss / bytes."""
+        """Score by which adapters are kept: log2 of expected uses x cost of a miss / bytes."""
         return self.recency + math.log2(1.0 + OVERHEAD_BYTES / max(self.num_bytes, 1))
 
 
@@ -71,7 +71,7 @@ class HostCache:
         return len(self._kept)
 
     def may_take(self, num_bytes: int) -> bool:
-        """Could this number of bytes ever be kept?"""
+        """Return whether this number of bytes could ever be kept."""
         return num_bytes <= self._max_bytes
 
     def get(self, digest: str) -> AdapterWeights | None:
@@ -84,7 +84,7 @@ class HostCache:
             return kept.weights
 
     def put(self, digest: str, weights: AdapterWeights) -> None:
-        """Keep `weights`, unless an adapter that would have to go for them is worth more."""
+        """Keep `weights`, unless that would remove an adapter that is worth more."""
         kept = _CachedAdapter(weights, weights.nbytes, used_at(NEVER_USED, self._now))
         with self._lock:
             self._drop(digest)
@@ -104,7 +104,8 @@ class HostCache:
         return self._clock() / self._half_life
 
     def _displaced_by(self, kept: _CachedAdapter) -> list[str] | None:
-        """The adapters of the lowest scores that must go for it; None where it is too large, or one is worth more."""
+        """Return the adapters of the lowest scores to remove for `kept`; None if it is too large or one of them is
+        worth more."""
         leaving, excess = [], self.num_bytes + kept.num_bytes - self._max_bytes
         for digest in sorted(self._kept, key=lambda digest: self._kept[digest].retention_score):
             if excess <= 0:
@@ -121,13 +122,13 @@ class HostCache:
 
 
 class AdapterTarget(Protocol):
-    """Where adapters are served from: an AdapterBank, or those of several ranks."""
+    """The place that adapters are served from: an AdapterBank, or the banks of several ranks."""
 
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
         """Lay out the blocks of a validated adapter. Raises AdapterRejected if its rank is too large."""
 
     def fence(self) -> torch.cuda.Event | None:
-        """Return the end of all steps that were launched so far; None where a launched step has ended."""
+        """Return the end of all steps launched so far; None on a CPU, where a launch returns after its step."""
 
     def install(
         self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: torch.cuda.Event | None
@@ -140,7 +141,7 @@ class AdapterTarget(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """The base that adapters are read for, and the limits that they must keep."""
+    """The base that adapters are read for, and the limits that adapters must keep."""
 
     base: BaseDescription
     weights: BaseWeights
@@ -152,15 +153,15 @@ class AdapterSource:
         return inspect_adapter(Path(ref.path), self.base, self.limits)
 
     def load(self, ref: AdapterRef) -> AdapterWeights:
-        """Read and check the files, and fit what they hold to the base. Raises AdapterRejected."""
+        """Read and check the files, and fit their weights to the base. Raises AdapterRejected."""
         return fit_to_base(load_adapter(Path(ref.path), self.base, self.limits, self.dtype), self.weights)
 
 
 class LoaderThreads:
-    """Threads that run jobs in order. One whose job is cancelled under it hangs, and another takes its place.
+    """Threads that run jobs in order. A thread whose job is cancelled during its read hangs, and another replaces it.
 
-    A job has two parts: `read` may hang, for it waits for files; `write` does not, and a job can be cancelled until it
-    begins, so that what it would write to is free again.
+    A job has two parts. `read` waits for files and may hang; `write` does not wait. A job can be cancelled until
+    `write` begins, and then the pages that it would write to are free again.
     """
 
     def __init__(self, name: str, threads: int, clock: Callable[[], float]) -> None:
@@ -169,13 +170,13 @@ class LoaderThreads:
         self._jobs: SimpleQueue[Callable[[], bool] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._hung: set[str] = set()
-        """Keys of jobs that were cancelled and still read."""
+        """Keys of jobs that were cancelled and are still reading."""
         self._threads = threads
         for _ in range(threads):
             self._start_thread()
 
     def submit(self, key: str, read: Callable[[], R], write: Callable[[R], T]) -> StoreJob[T]:
-        """Queue a job. One that would wait for a read that hangs fails at once."""
+        """Queue a job. It fails at once if a read of the same key hangs, or if too many reads hang."""
         job: StoreJob[T] = StoreJob()
         if key in self._hung or len(self._hung) >= MAX_HUNG_READS:
             job.set_exception(TimeoutError("the storage does not answer: earlier reads of it have not ended."))
@@ -185,7 +186,7 @@ class LoaderThreads:
         return job
 
     def close(self) -> None:
-        """End the threads once their present work is done; those that hang are left behind."""
+        """End the threads once their present work is done; threads that hang are not waited for."""
         for _ in range(self._threads):
             self._jobs.put(None)
 
@@ -198,7 +199,7 @@ class LoaderThreads:
                 return
 
     def _run(self, key: str, job: StoreJob[T], read: Callable[[], R], write: Callable[[R], T]) -> bool:
-        """Run a job; return False where it was cancelled meanwhile: another thread has this one's place."""
+        """Run a job. Return False if it was cancelled after it began: another thread has replaced this one."""
         with self._lock:
             if job.cancelled():
                 return True
@@ -221,7 +222,8 @@ class LoaderThreads:
 
 
 class DiskStore:
-    """An `AdapterStore` over PEFT files. It checks again what it reads, but for the values: a digest fixes those."""
+    """An `AdapterStore` over PEFT files. It checks the files again at a load, except their values: the digest fixes
+    them."""
 
     def __init__(
         self,
@@ -253,7 +255,7 @@ class DiskStore:
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
         """Copy the weights into `pages`; the result is their slot."""
-        fence = self._bank.fence()  # steps launched until now may read what the pages held; later ones do not
+        fence = self._bank.fence()  # steps launched until now may still read the pages' old content; later steps do not
         return self._copiers.submit(ref.digest, partial(self._weights, ref), partial(self._install, pages, fence))
 
     def drop(self, slot: int) -> None:
@@ -289,21 +291,21 @@ class DiskStore:
 
 
 SAMPLE_PAGES = 16
-"""Copied once each way to measure what a page takes."""
+"""Pages that are copied once each way to measure the time of a page."""
 
 
 class HostPages:
-    """A `HostKv` for the pool of a bank: tensors on a CPU; on a GPU pinned memory, copied in the order of its stream.
+    """A `HostKv` for a bank's pool: tensors on a CPU; on a GPU pinned memory, copied in the order of its stream.
 
     The host waits for no copy. The device does, before its next step: a page takes some tens of microseconds over the
-    link, and sequences are preempted in few steps.
+    link, and few steps preempt sequences.
     """
 
     def __init__(self, pool: torch.Tensor, page_elements: int, num_bytes: int) -> None:
         """`pool` is flat; at most `num_bytes` bytes are kept, and never more pages than the pool has."""
         self._pool = pool[: pool.numel() // page_elements * page_elements].view(-1, page_elements)
         self.num_slots = min(num_bytes // (page_elements * pool.element_size()), len(self._pool))
-        # Uninitialised on purpose: on a CPU memory that is not touched is not held.
+        # Uninitialised on purpose: a CPU holds no memory that was never touched.
         shape = (self.num_slots, page_elements)
         self._slots = torch.empty(shape, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
         self.seconds_per_page = self._measured()
@@ -322,7 +324,7 @@ class HostPages:
 
     @torch.inference_mode()
     def _measured(self) -> float:
-        """Seconds for a page one way, of a second round: the first one touches the memory."""
+        """Return the seconds for one page one way, measured in a second round: the first round touches the memory."""
         pages = self._pool[:SAMPLE_PAGES]
         slots = torch.empty_like(pages, device="cpu", pin_memory=pages.device.type == "cuda")
         seconds = 0.0

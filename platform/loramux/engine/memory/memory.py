@@ -1,15 +1,15 @@
 """The room in the pool: what is evicted when pages are needed, what is swapped to the host, and what pins keep.
 
-**Room** (`Memory`): one pool for KV and adapters. The page that saves least goes first, whichever it is, on demand.
+**Room** (`Memory`): one pool for KV and adapters. When pages are needed, the page that saves least is evicted first.
 
-**Swap** (`KvSwap`): KV of preempted sequences is kept in the host's memory where copying it out and back takes less
-than computing it again. It is vLLM's swapping, with the choice made by two measured times (decision 0016): 2 x pages x
-seconds a page takes over the link against the seconds that the tokens take to compute. A slot belongs to one waiting
-sequence, which alone ever reads it.
+**Swap** (`KvSwap`): KV of preempted sequences is kept in the host's memory if copying it out and back takes less time
+than computing it again. This is vLLM's swapping, decided by two measured times (decision 0016). One is 2 x pages x the
+seconds that a page takes over the link; the other is the seconds to compute the tokens. A slot belongs to one waiting
+sequence, and no other sequence ever reads it.
 
-**Pins** (`AdapterPins`): revisions that an operator or a tenant wants in the pool whether they are asked for or not. A
-pin is loaded as soon as room for it is free, without evicting what a request waits for, and is kept until every owner
-has unpinned it. Pins together may hold a share of the pool, so that traffic always has the rest.
+**Pins** (`AdapterPins`): revisions that an operator or a tenant wants in the pool, even without requests. A pin is
+loaded as soon as room for it is free, without evicting what a request waits for, and is kept until every owner has
+unpinned it. All pins together may hold a share of the pool; the rest is always left to traffic.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class PageCounts:
 
     total: int
     kv: int
-    """Pages of running sequences, shared ones counted once."""
+    """Pages of running sequences; shared pages count once."""
     kv_cached: int
-    """Cached, and not in use."""
+    """Pages that are cached and not in use."""
     adapters: int
     """Pages of adapters that are in use, claimed or loading."""
     adapters_idle: int
@@ -49,7 +49,7 @@ class PageCounts:
 class Memory:
     """One pool for KV and adapters: the page that saves least goes first, whichever it is.
 
-    Only leaves go: KV that nothing builds on, and revisions without cached KV under them. On demand only, no timers.
+    Only leaves are evicted: KV that no other KV builds on, and revisions without cached KV under them. No timer evicts.
     """
 
     def __init__(self, pool: PagePool, residency: Residency, cache: PrefixCache, swap: KvSwap) -> None:
@@ -66,7 +66,8 @@ class Memory:
         return PageCounts(pool.num_pages, kv - cached, cached, adapters - idle, idle, pool.num_free)
 
     def next_evictions(self, limit: int) -> list[Evictable]:
-        """Return what would be evicted next, in order, of what can be evicted now. Changes nothing."""
+        """Return what would be evicted next, in order, among what can be evicted now. Changes nothing."""
+        # More pages than entries, because consecutive pages of one identity become one entry.
         pages, residents = self.cache.eviction_order(4 * limit), self.residency.eviction_order(limit)
         residents = [one for one in residents if not one.num_trees]
         order: list[Evictable] = []
@@ -95,7 +96,7 @@ class Memory:
 
     @property
     def num_kv(self) -> int:
-        """Pages of KV that running sequences hold, shared ones counted once."""
+        """Pages of KV that running sequences hold; shared pages count once."""
         return self._pool.num_taken(PageUse.KV) - self.cache.num_idle
 
     @property
@@ -104,18 +105,17 @@ class Memory:
         return self._pool.num_free + self.cache.num_idle
 
     def give_back_kv(self, pages: Iterable[int]) -> None:
-        """Return pages of KV that no cached prefix is in."""
+        """Return pages of KV that do not belong to a cached prefix."""
         self._pool.give_back(pages, PageUse.KV)
 
     def take_kv(self, num_pages: int) -> list[int] | None:
-        """Take pages for KV, evicting what is idle; None where that is not enough."""
+        """Take pages for KV, evicting what is idle; return None if that is not enough."""
         return self._pool.take(num_pages, PageUse.KV) if self._make_room(num_pages) else None
 
     def load(self, digest: str, *, claimed: bool, spare_wanted: bool, leave_free: int = 0) -> bool:
-        """Start to load a KNOWN revision; False when its pages, or a place among the loads, cannot be had now.
+        """Start to load a KNOWN revision; return False if its pages, or a place among the loads, are not available now.
 
-        `leave_free` more pages must be left; with `spare_wanted` no revision that a request waits for is evicted for
-        it.
+        `leave_free` more pages must stay free. With `spare_wanted`, a revision that a request waits for is not evicted.
         """
         if self.residency.is_saturated:
             return False
@@ -125,18 +125,18 @@ class Memory:
         return True
 
     def retire(self, digest: str) -> None:
-        """Free the pages of a deleted revision, and those of its KV, as soon as nothing uses them."""
+        """Free the pages of a deleted revision, and of its KV, as soon as nothing uses them."""
         self.cache.retire(digest)
         self.residency.retire(digest)
 
     def release(self, digest: str) -> None:
-        """Note that a request for a revision has ended; the last one of a retired revision frees its KV as well."""
+        """Note that a request for a revision has ended; the last request of a retired revision frees its KV as well."""
         self.residency.release(digest)
         if not self.residency.is_known(digest):
             self.cache.retire(digest)
 
     def _make_room(self, num_pages: int, *, spare_wanted: bool = False) -> bool:
-        """Evict until `num_pages` are free, or evict nothing and return False where that would not be enough."""
+        """Evict until `num_pages` are free; if that cannot be reached, evict nothing and return False."""
         pool, residency = self._pool, self.residency
         if (missing := num_pages - pool.num_free) <= 0:
             return True
@@ -148,7 +148,8 @@ class Memory:
         return True
 
     def _evict_one(self) -> None:
-        """Evict the leaf that saves least; a revision that a request waits for only where there is nothing else."""
+        """Evict the leaf that saves least. A revision that a request waits for is evicted only if nothing else is
+        left."""
         page, resident = self.cache.eviction_candidate, self.residency.eviction_candidate
         if resident is not None and not resident.num_trees and (page is None or self._goes_before(resident, page)):
             self.residency.evict(resident)
@@ -163,8 +164,8 @@ class Memory:
 class HostKv(Protocol):
     """Slots for pages of KV outside the pool, numbered from 0.
 
-    A copy is in the order of the steps: behind those that were launched before it was asked for, and before those that
-    are launched later. So the caller may give the pages, or the slots, to another sequence at once.
+    Copies keep the order of the steps: a copy runs after the steps launched before its call and before the steps
+    launched later. So the caller may give the pages, or the slots, to another sequence at once.
     """
 
     num_slots: int
@@ -182,7 +183,7 @@ class KvSwap:
     """Saves the KV of sequences that are preempted and restores it when they run again."""
 
     def __init__(self, host: HostKv | None, costs: PageCosts, counters: Counters) -> None:
-        """Nothing is swapped before the steps' time is known, or without a `host`."""
+        """Without a `host`, or before steps were measured, nothing is swapped."""
         self.num_slots = host.num_slots if host else 0
         self._host = host
         self._costs = costs
@@ -195,13 +196,14 @@ class KvSwap:
         return self.num_slots - len(self._free)
 
     def pays(self, sequence: SequenceKv) -> bool:
-        """Is the KV of `sequence` sooner copied out and back than computed again?"""
+        """Return whether copying the KV of `sequence` out and back takes less time than computing it again."""
         if (copying := self._costs.copy_seconds) is None:
             return False
+        # Twice: out now, and back later.
         return 2.0 * self._num_pages(sequence) * copying < self._costs.compute_seconds(sequence.num_computed)
 
     def save(self, sequence: SequenceKv) -> None:
-        """Copy out the KV of a `sequence` that is about to lose its pages, where that pays and slots are free."""
+        """Copy out the KV of a `sequence` that is about to lose its pages, if that pays and slots are free."""
         pages = sequence.pages[: self._num_pages(sequence)]
         if self._host is None or not (0 < len(pages) <= len(self._free) and self.pays(sequence)):
             return
@@ -213,11 +215,12 @@ class KvSwap:
         self._counters.kv_pages_swapped_out += len(pages)
 
     def restore(self, sequence: SequenceKv) -> None:
-        """Fill the pages of a `sequence` that runs again, but for those that the prefix cache had."""
+        """Fill the pages of a `sequence` that runs again, except those that the prefix cache had."""
         found = len(sequence.prefix_pages)
         if self._host is not None and (slots := sequence.swap_slots[found:]):
             self._host.restore(slots, sequence.pages[found : found + len(slots)])
             self._counters.kv_pages_swapped_in += len(slots)
+        # The prefix cache may have found more tokens than were saved.
         sequence.num_computed = max(sequence.num_computed, sequence.num_saved)
         self.discard(sequence)
 
@@ -232,14 +235,14 @@ class KvSwap:
 
 @dataclass(frozen=True, slots=True)
 class PinLimits:
-    """Bounds on what pins may hold."""
+    """Bounds on the pages and revisions that pins may hold."""
 
     max_pages: int
-    """The most pages of all pins together."""
+    """Most pages of all pins together."""
     leave_free: int = 0
     """Pages that must stay free when a pin is loaded."""
     per_tenant: int = 2
-    """Revisions of one tenant; the operator's are not counted."""
+    """Most revisions that one tenant may pin; the operator's pins are not limited."""
 
 
 @dataclass(eq=False, slots=True)
@@ -247,11 +250,11 @@ class _Pin:
     owners: set[str] = field(default_factory=set)
     is_in_pool: bool = False
     claims: bool = False
-    """Its load was started here, so that it stays in the pool until it is kept."""
+    """True if its load was started here: the claim keeps it in the pool until the pin does."""
 
 
 class AdapterPins:
-    """The pins; `advance` acts between steps, and reports the outcome of each pin once."""
+    """The pins. `advance` acts between steps and reports the outcome of each pin once."""
 
     def __init__(self, limits: PinLimits, memory: Memory) -> None:
         self._limits = limits
@@ -264,7 +267,7 @@ class AdapterPins:
         return sum(pin.is_in_pool for pin in self._pins.values())
 
     def pin(self, ref: AdapterRef, owner: str) -> None:
-        """Keep `ref` for `owner`; a second time changes nothing."""
+        """Keep `ref` for `owner`; a second call changes nothing."""
         held = sum(owner in pin.owners for digest, pin in self._pins.items() if digest != ref.digest)
         if owner != OPERATOR and held >= self._limits.per_tenant:
             message = f"The tenant has {held} pins; the maximum is {self._limits.per_tenant}. Unpin one first."
@@ -273,13 +276,14 @@ class AdapterPins:
         pin = self._pins.get(ref.digest)
         if pin is None:
             pin = self._pins[ref.digest] = _Pin()
+            # A pin counts like a request: its revision is inspected, and stays known until the pin is released.
             self._residency.acquire(ref)
         pin.owners.add(owner)
         if pin.is_in_pool:
             self._outcomes.append(Pinned(ref.digest, owner))
 
     def unpin(self, digest: str, owner: str) -> None:
-        """Release `owner`'s pin; the weights stay until their room is needed. Unknown pins are gone already."""
+        """Release `owner`'s pin; the weights stay until their room is needed. An unknown pin is ignored."""
         if (pin := self._pins.get(digest)) and owner in pin.owners:
             pin.owners.remove(owner)
             if not pin.owners:
@@ -316,7 +320,7 @@ class AdapterPins:
                 pass
 
     def _excess(self, digest: str) -> str | None:
-        """Return why `digest` does not fit beside the pins that are loaded or loading; None where it does."""
+        """Return why `digest` does not fit next to the pins that are loaded or loading; None if it fits."""
         limit, size = self._limits.max_pages, self._residency.num_pages(digest)
         others = [other for other in self._pins if other != digest and self._residency.state(other) in _IN_POOL]
         taken = sum(map(self._residency.num_pages, others))

@@ -1,6 +1,6 @@
 """Pages: the one pool that KV and adapters share, the cached pages of the prefix tree, and the pages of a sequence.
 
-Page ids are plain integers; the memory that they stand for is the runner's. This module holds data structures only; the
+Page ids are plain integers; the runner owns the memory that they name. This module holds data structures only; the
 other modules of the package act on them.
 """
 
@@ -27,7 +27,7 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Hand out page ids; every page has exactly one holder or none."""
+    """Hands out page ids; every page has one holder or none."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -36,15 +36,15 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that nothing holds."""
+        """Pages that are not taken."""
         return len(self._free)
 
     def num_taken(self, use: PageUse) -> int:
-        """Pages held for `use`."""
+        """Return the number of pages held for `use`."""
         return self._taken[use]
 
     def take(self, count: int, use: PageUse) -> list[int]:
-        """Take `count` pages; raises OutOfPages, and takes none, when fewer are free."""
+        """Take `count` pages; if fewer are free, take none and raise OutOfPages."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted for {use}, {len(self._free)} of {self.num_pages} free")
         split = len(self._free) - count
@@ -63,19 +63,19 @@ class PagePool:
 
 @dataclass(frozen=True, slots=True)
 class PageCosts:
-    """Seconds that a page of KV takes to compute, and to copy over the host link, as measured."""
+    """Measured seconds to compute a page of KV, and to copy it over the host link."""
 
     compute_seconds: Callable[[int], float]
-    """Seconds that a number of tokens take in steps that run anyway; 0 before the steps' time is known."""
+    """Seconds that a number of tokens take in steps that run anyway; 0 before steps were measured."""
     block_size: int
     copy_seconds: float | None
-    """Seconds to copy a page one way; None where nothing is ever copied."""
+    """Seconds to copy a page one way; None if pages are never copied."""
     assumed: float
-    """`recompute` before both times are known."""
+    """Value of `recompute` before both times are known."""
 
     @property
     def recompute(self) -> float:
-        """Time to compute a page's tokens, over the time that the page takes over the link."""
+        """Time to compute a page's tokens, divided by the time to copy the page over the link."""
         seconds = self.compute_seconds(self.block_size)
         return seconds / self.copy_seconds if seconds and self.copy_seconds else self.assumed
 
@@ -83,7 +83,7 @@ class PageCosts:
 # ---- the prefix tree
 
 Tokens = tuple[int, ...]
-"""The block_size token ids of a page; compared whole, so that no two texts are ever taken for one."""
+"""The block_size token ids of a page. They are compared whole: two different texts are never taken for one."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,11 +94,11 @@ class PrefixTree:
     children: dict[Tokens, CachedPage] = field(default_factory=dict)
     num_pages: int = 0
     closed: bool = False
-    """Its revision was retired: no lookup finds it, and its pages go with their last users."""
+    """True once its revision was retired: no lookup finds the tree, and each page goes with its last user."""
     num_published: int = 0
-    """Pages ever."""
+    """Pages ever published in this tree."""
     num_reused: int = 0
-    """The number of them that were ever found again."""
+    """Published pages that were ever found again."""
 
     @property
     def reuse_share(self) -> float:
@@ -106,7 +106,7 @@ class PrefixTree:
         return (self.num_reused + 1) / (self.num_published + 2)
 
     def __iter__(self) -> Iterator[CachedPage]:
-        """Every page, parents before children."""
+        """Yield every page, parents before children."""
         found = list(self.children.values())
         for page in found:
             yield page
@@ -115,7 +115,7 @@ class PrefixTree:
 
 @dataclass(eq=False, slots=True)
 class CachedPage:
-    """KV of block_size tokens in their context. A user of a page uses all pages that lead to it."""
+    """KV of block_size tokens in their context. A sequence that uses a page uses all pages that lead to it."""
 
     tree: PrefixTree
     parent: CachedPage | None
@@ -123,19 +123,19 @@ class CachedPage:
     page: int
     """Page number in the pool; -1 once it was evicted."""
     users: int = 0
-    """Running sequences whose block tables begin with it."""
+    """Running sequences whose block tables contain this page."""
     recency: float = NEVER_USED
     reused: bool = False
     children: dict[Tokens, CachedPage] = field(default_factory=dict)
 
     @property
     def siblings(self) -> dict[Tokens, CachedPage]:
-        """The pages that continue its parent, itself included."""
+        """Pages that continue its parent, itself included."""
         return self.tree.children if self.parent is None else self.parent.children
 
     @property
     def is_evicted(self) -> bool:
-        """Its KV is gone; that of its parents may still be there."""
+        """True if its KV is gone; that of its parents may still be there."""
         return self.page < 0
 
     @property
@@ -148,7 +148,7 @@ class CachedPage:
 
 
 class SequenceKv:
-    """The tokens of a sequence, how many of them have KV, and the pages that hold it."""
+    """The tokens of a sequence, the number of them that have KV, and the pages that hold it."""
 
     __slots__ = (
         "activation",
@@ -167,48 +167,49 @@ class SequenceKv:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
-        """Prompt and output."""
+        """Token ids of the prompt and the output."""
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        """Tokens the client sent."""
+        """Number of tokens that the client sent."""
         self.num_computed = 0
         """Leading tokens whose KV is in `pages`."""
         self.num_ever_computed = len(self.token_ids) - 1 if request.output_token_ids else 0
-        """Leading tokens that had been computed, or found in the cache, when it last began to run: free from then
-        on. So are those that another engine had computed, but for the last, which leads to the next token."""
+        """Leading tokens that had been computed, or found in the cache, when the sequence last began to run. They are
+        not charged again. Tokens that another engine computed count too, except the last one, which leads to the next
+        token."""
         self.num_cached = 0
         """Prompt tokens found in the cache before the sequence had computed them itself."""
         self.pages: array[int] = array("i")
-        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). An array, for the runner copies
-        it into a tensor in every step."""
+        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). It is an array because the
+        runner copies it into a tensor in every step."""
         self.prefix_pages: list[CachedPage] = []
-        """The cached pages that `pages` begins with; while it waits, those that it could begin with."""
+        """Cached pages that `pages` begins with; while the sequence waits, cached pages that it could begin with."""
         self.swap_slots: list[int] = []
-        """The host's copy of its KV while it waits: slot i holds the tokens that page i held."""
+        """Slots with the host's copy of its KV while it waits: slot i holds the tokens that page i held."""
         self.num_saved = 0
         """Leading tokens whose KV is in `swap_slots`."""
         self.activation: int | None = None
-        """The first token that an activated LoRA serves; the tokens before it, and their KV, are the
-        base's. None: one model serves them all."""
+        """First token that an activated LoRA serves; earlier tokens, and their KV, are the base's. None: one model
+        serves all tokens."""
 
     @property
     def kv_identity(self) -> KvIdentity:
-        """The identity under which the KV of the first `num_shareable` tokens is shared."""
+        """Identity under which the KV of the first `num_shareable` tokens is shared."""
         return self.request.kv_identity if self.activation is None else self.request.base_kv_identity
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Must every token of its prompt go through the model, for its log probability or the mean of their states?"""
+        """True if log probabilities, or the mean of hidden states, need every prompt token to go through the model."""
         if self.request.pooling == "mean":
             return True
         return self.request.sampling.prompt_logprobs is not None and not self.request.output_token_ids
 
     @property
     def num_shareable(self) -> int:
-        """Tokens whose KV others may use: behind an invocation KV depends on where the invocation stands."""
+        """Leading tokens whose KV others may use: after an invocation, KV depends on the invocation's position."""
         return len(self.token_ids) if self.activation is None else min(self.activation, len(self.token_ids))
 
     def resume_from_prefix(self, block_size: int) -> None:
-        """Begin to run behind the KV of `prefix_pages`."""
+        """Begin to run after the KV of `prefix_pages`."""
         self.pages = array("i", [page.page for page in self.prefix_pages])
         self.num_computed = len(self.pages) * block_size
         self.num_cached += max(0, min(self.num_computed, self.num_prompt_tokens) - self.num_ever_computed)

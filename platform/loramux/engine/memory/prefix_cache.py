@@ -1,8 +1,8 @@
 """The prefix cache: full pages of KV, kept for sequences that begin with the same tokens under the same identity.
 
-A tree per identity (tenant and revision) whose edges are whole pages of tokens, as in vLLM's automatic prefix caching
-and SGLang's RadixAttention. Only full pages are shared, so a shared page is never written again. Eviction takes leaves
-only, in order of the recency of use; `PagePool` pages of the cache count as free (see `memory`).
+Each identity (tenant and revision) has a tree whose edges are whole pages of tokens, as in vLLM's automatic prefix
+caching and SGLang's RadixAttention. Only full pages are shared, so a shared page is never written again. Eviction takes
+leaves only, in order of the recency of use. `memory` counts cached pages that no sequence uses as available.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PrefixCache:
         return self._leaves.peek(limit)
 
     def retention_score(self, page: CachedPage) -> float:
-        """log2 of expected uses x cost of computing the page again, in the time that it takes over the host link."""
+        """Return log2 of expected uses x cost of computing the page again, in units of its time over the host link."""
         return page.recency + math.log2(self._costs.recompute)
 
     def largest_trees(self, limit: int) -> list[PrefixTree]:
@@ -57,12 +57,13 @@ class PrefixCache:
     # one sequence
 
     def look_up(self, sequence: SequenceKv) -> None:
-        """Find the pages that a waiting `sequence` could begin with now: its `prefix_pages`, which this does not
-        reserve.
+        """Find the cached pages that a waiting `sequence` could begin with now. This does not reserve its
+        `prefix_pages`.
 
-        At least one token is left to compute, for there must be logits. A second call continues where the first ended.
+        At least one token is left to compute, because logits are needed. A second call continues where the first ended.
         """
         prefix, size = sequence.prefix_pages, self._block_size
+        # Since an earlier call, pages may have been evicted or their revision retired.
         while prefix and (prefix[-1].is_evicted or prefix[-1].tree.closed):
             prefix.pop()
         tree = self._trees.get(sequence.kv_identity)
@@ -77,9 +78,10 @@ class PrefixCache:
             children = found.children
 
     def acquire(self, sequence: SequenceKv) -> None:
-        """Begin to run `sequence` with its `prefix_pages`, which stay until it is released."""
+        """Begin to run `sequence` with its `prefix_pages`, which stay until the sequence is released."""
         prefix = sequence.prefix_pages
         if prefix:
+            # Only the last page can be a leaf, because each other page has a child.
             self._leaves.drop(prefix[-1])
             now = self._residency.now
             for page in prefix:
@@ -87,7 +89,8 @@ class PrefixCache:
         sequence.resume_from_prefix(self._block_size)
 
     def publish(self, sequence: SequenceKv) -> None:
-        """Let others find the pages that `sequence` has filled. Where an equal page exists already, use that one."""
+        """Let others find the pages that `sequence` has filled. If an equal page exists already, use that one
+        instead."""
         assert self.is_enabled, "a cache that keeps nothing is not asked to"
         prefix, size = sequence.prefix_pages, self._block_size
         most = min(sequence.num_computed, sequence.num_shareable)
@@ -101,6 +104,7 @@ class PrefixCache:
                 found = siblings[tokens] = CachedPage(tree, parent, tokens, sequence.pages[len(prefix)], users=1)
                 self._count(found)
             else:
+                # Another sequence has computed and published the same text.
                 self._pool.give_back([sequence.pages[len(prefix)]], PageUse.KV)
                 sequence.pages[len(prefix)] = found.page
                 self._leaves.drop(found)
@@ -111,6 +115,7 @@ class PrefixCache:
         """Give back the own pages of a `sequence` that stops; its cached pages stay until their room is needed."""
         prefix, pages = sequence.prefix_pages, sequence.drop_kv()
         self._pool.give_back(pages[len(prefix) :], PageUse.KV)
+        # From the last page to the first: removing a page of a closed tree makes its parent a leaf.
         while prefix:
             page = prefix.pop()
             page.users -= 1
@@ -123,7 +128,7 @@ class PrefixCache:
     # room
 
     def evict(self, page: CachedPage) -> None:
-        """Give back a leaf; its parent may become one."""
+        """Give back a leaf; its parent may become a leaf."""
         self._remove(page)
         self._counters.kv_evictions += 1
         if page.parent is not None and page.parent.is_leaf:
@@ -134,6 +139,7 @@ class PrefixCache:
         for identity in [identity for identity in self._trees if identity.digest == digest]:
             tree = self._trees.pop(identity)
             tree.closed = True
+            # Children before parents, which are no leaves until then.
             for page in reversed(list(tree)):
                 if page.is_leaf:
                     self._remove(page)
@@ -147,6 +153,7 @@ class PrefixCache:
     def _count(self, page: CachedPage) -> None:
         """Note a new page of a tree."""
         tree = page.tree
+        # A new page counts as a part of a use: the estimated chance that it is ever used again.
         page.recency = self._residency.now + math.log2(tree.reuse_share)
         tree.num_published += 1
         tree.num_pages += 1

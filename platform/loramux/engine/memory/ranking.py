@@ -1,8 +1,8 @@
-"""A priority queue whose ranks change under it, and a measure of recent use that never has to be refreshed.
+"""A priority queue whose ranks change while items are queued, and a measure of recent use that needs no refresh.
 
 `RankedItems` is a binary heap with lazy repair. An entry whose rank has grown since it was pushed is pushed down again
-when it reaches the top; an entry that was dropped is discarded there. So a change of rank costs nothing, and `first` is
-O(log n) amortised. A rank that falls must be announced by `put`.
+when it reaches the top; an entry that was dropped is discarded there. So a growing rank costs nothing, and `first` is
+O(log n) amortised. If a rank falls, the caller must call `put`.
 
 `recency` is the logarithm of a use count that decays by half every half-life (the "aging" of
 GreedyDual-Size-Frequency). Because all items decay at the same rate, the number is stored relative to a fixed origin:
@@ -52,11 +52,12 @@ class RankedItems(Generic[ItemT, RankT]):
         """Add `item`, or rank it again after its rank has fallen."""
         ticket = self._tickets[item] = next(self._next_ticket)
         heapq.heappush(self._heap, (self._rank(item), ticket, item))
+        # A rebuild removes more than half of the entries, so its cost for each `put` is constant, amortised.
         if len(self._heap) > 2 * len(self._tickets) + 64:
             self._discard_stale_entries()
 
     def drop(self, item: ItemT) -> None:
-        """Remove `item`; no effect where it is absent."""
+        """Remove `item`, if it is present."""
         self._tickets.pop(item, None)
 
     def first(self) -> ItemT | None:
@@ -72,7 +73,7 @@ class RankedItems(Generic[ItemT, RankT]):
         return None
 
     def lowest(self, suits: Callable[[ItemT], bool], limit: int, up_to: RankT) -> ItemT | None:
-        """Return the lowest item that `suits`, of the `limit` lowest whose rank is at most `up_to`."""
+        """Return the lowest item that `suits`, among the `limit` lowest whose rank is at most `up_to`."""
         passed: list[tuple[RankT, int, ItemT]] = []
         found = None
         while len(passed) < limit and (item := self.first()) is not None and not up_to < self._heap[0][0]:
@@ -85,11 +86,11 @@ class RankedItems(Generic[ItemT, RankT]):
         return found
 
     def peek(self, limit: int) -> list[ItemT]:
-        """Return the `limit` lowest items, the lowest first, and change nothing: a walk down the heap, best first.
+        """Return the `limit` lowest items, the lowest first, and change nothing: a best-first walk down the heap.
 
-        A stored rank is a lower bound of the present one, and no entry lies below its parent, so an item whose present
-        rank has come to the front is the next. The walk is bounded,
-        however stale the heap is: then fewer items come back.
+        A stored rank is a lower bound of the present one, and no entry is below its parent. So an item whose present
+        rank has reached the front of the walk is the next. The walk is bounded: if many entries are stale, it returns
+        fewer items.
         """
         front: list[tuple[RankT, int, int, bool]] = []  # rank, ticket, place in the heap, is it the present rank?
         if self._heap:
@@ -116,7 +117,7 @@ class RankedItems(Generic[ItemT, RankT]):
 
 
 NEVER_USED = float("-inf")
-"""The recency of an item that was never used."""
+"""Recency of an item that was never used."""
 
 
 def used_at(recency: float, now: float, log2_uses: float = 0.0) -> float:

@@ -1,15 +1,15 @@
-"""The adapters in the pool: inspected and loaded off the step loop, pinned while in use, evicted on demand.
+"""The adapters in the pool: inspected and loaded outside the step loop, pinned while in use, evicted on demand.
 
     INSPECTING -> KNOWN -> LOADING -> READY        FAILED: from an inspection or a load, tried again after a quarantine
                     ^---- evicted ------'
 
-- **A load is a claim.** A load is started for one waiting sequence, and the revision stays pinned from the first page
-  taken until a sequence runs under it (or the claim is released). Without that, two cold revisions that do not fit side
-  by side evict each other before either has served anything, for ever.
+- **A load is a claim.** A load is started for one waiting sequence. The revision stays pinned from the first page taken
+  until a sequence runs under it or the claim is released. Without claims, two cold revisions that do not fit together
+  would evict each other for ever, each before it has served a request.
 - **Eviction** takes unpinned revisions in order of GreedyDual-Size-Frequency: recency of use, plus the logarithm of
-  what a miss costs a page. Revisions with cached KV under them go after that KV, revisions that a waiting request wants
-  after all others.
-- **Bounded time**: an inspection or a load that takes longer than `load_timeout` is cancelled, and its revision FAILED.
+  what a miss costs for each page. A revision with cached KV goes after that KV; a revision that a waiting request wants
+  goes after all others.
+- **Bounded time**: an inspection or a load that takes longer than `load_timeout` is cancelled; its revision is FAILED.
 - **Bounded memory**: a revision that holds no pages and that no request wants is forgotten once MAX_DORMANT others were
   used after it. Its size is then read again.
 """
@@ -34,30 +34,30 @@ from loramux.engine.metrics import Counters
 T = TypeVar("T")
 
 MAX_DORMANT = 16_384
-"""Revisions remembered beside those that hold pages or are wanted."""
+"""Most revisions to remember in addition to those that hold pages or are wanted."""
 
 
 class Inspected(NamedTuple):
-    """Facts of a revision, known once its files were checked."""
+    """Facts of a revision that are known once its files were checked."""
 
     num_pages: int
-    """Pages that it takes."""
+    """Pages that the revision takes."""
     invocation: tuple[int, ...] | None = None
     """Tokens that activate an activated LoRA."""
 
 
 class StoreJob(Future[T]):
-    """A store's work under way. It can be cancelled until its result is being written into the pool."""
+    """A running job of a store. It can be cancelled until its result is being written into the pool."""
 
     started_at: float | None = None
-    """The time at which a thread began it, by the engine's clock; None: it waits for one."""
+    """Time at which a thread began the job, by the engine's clock; None: no thread has begun it."""
 
 
 class AdapterStore(Protocol):
-    """The source of weights. Every method returns at once; the work is done on other threads."""
+    """A source of weights. Every method returns at once; other threads do the work."""
 
     def inspect(self, ref: AdapterRef) -> StoreJob[Inspected]:
-        """Check the files, and so bring them into the host's memory."""
+        """Check the files; this also brings them into the host's memory."""
         ...
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
@@ -69,7 +69,7 @@ class AdapterStore(Protocol):
         ...
 
     def forget(self, digest: str) -> None:
-        """Keep nothing of a deleted revision."""
+        """Drop everything that is kept of a deleted revision."""
         ...
 
 
@@ -78,16 +78,16 @@ class AdapterState(enum.Enum):
 
     INSPECTING = enum.auto()
     KNOWN = enum.auto()
-    """Its files are on disk and its size is known; it holds no pages."""
+    """The files are on disk and their size is known; the revision holds no pages."""
     LOADING = enum.auto()
-    """Pages held, weights on their way."""
+    """The revision holds pages, and its weights are being read or copied."""
     READY = enum.auto()
     FAILED = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPolicy:
-    """Retries, loads at a time, and how use is remembered."""
+    """Times between retries, the number of concurrent loads, and how use is remembered."""
 
     first_retry: float = 1.0
     """Seconds before a failed revision is tried again (its quarantine); doubled with every failure in a row."""
@@ -95,11 +95,11 @@ class ResidencyPolicy:
     half_life: float = 300.0
     """Seconds after which a use counts half."""
     max_loading: int = 4
-    """Loads under way at a time; the others wait in the scheduler's order."""
+    """Loads that run at a time; the others wait in the scheduler's order."""
     load_timeout: float = 120.0
-    """Seconds that an inspection or a load may take, once a thread has begun it."""
+    """Seconds that an inspection or a load may take after a thread has begun it."""
     overhead_pages: float = 8.0
-    """Cost of a load beside its bytes, in the time that a page takes."""
+    """Fixed cost of a load in addition to its bytes, in units of the time that a page takes."""
 
     def quarantine(self, failures: int) -> float:
         """Return the seconds to wait after `failures` failures in a row."""
@@ -108,40 +108,40 @@ class ResidencyPolicy:
 
 @dataclass(eq=False, slots=True)
 class Resident:
-    """One revision."""
+    """One revision that was requested."""
 
     ref: AdapterRef
     pending: StoreJob[Inspected] | StoreJob[int] | None = None
-    """An inspection, or a load."""
+    """An inspection or a load that runs; None: neither does."""
     state: AdapterState = AdapterState.INSPECTING
     num_pages: int = 0
     invocation: tuple[int, ...] | None = None
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     users: int = 0
-    """Running sequences under it, and one for a permanent pin."""
+    """Running sequences under it; a permanent pin counts as one."""
     wanted_by: int = 0
     """Waiting and running requests, and permanent pins."""
     is_claimed: bool = False
     """True while it is loaded or loading for a sequence that has not run yet."""
     num_trees: int = 0
-    """Prefix trees with cached KV under it; it is no leaf before they are empty."""
+    """Prefix trees with cached KV under it; it can be evicted only when they are empty."""
     recency: float = NEVER_USED
     loading_since: float = 0.0
     ready_at: float = 0.0
-    """The end of its latest load."""
+    """End of its latest load."""
     is_retired: bool = False
     failures: int = 0
     retry_at: float = 0.0
     reason: str = ""
 
     def retention_score(self, overhead_pages: float) -> float:
-        """log2 of expected uses x cost of a miss / pages; a page's way over the host link costs one."""
+        """Return log2 of expected uses x cost of a miss / pages; copying a page over the host link costs one."""
         return self.recency + math.log2(1.0 + overhead_pages / max(self.num_pages, 1))
 
 
 class Residency:
-    """The revisions that were asked for, and the pages of those that are in the pool."""
+    """The revisions that were requested, and the pages of those that are in the pool."""
 
     def __init__(
         self,
@@ -152,7 +152,8 @@ class Residency:
         counters: Counters | None = None,
         wake: Callable[[], None] = lambda: None,
     ) -> None:
-        """`wake` is called from the store's threads when an inspection or a load has ended and `poll` would say so."""
+        """`wake` is called from the store's threads when an inspection or a load has ended and `poll` would return
+        it."""
         self.clock = clock
         self.num_loading = 0
         self.counters = Counters() if counters is None else counters
@@ -166,13 +167,13 @@ class Residency:
         self._awaited: set[str] = set()
         """Revisions that are wanted and not READY."""
         self._timeouts: list[tuple[float, int, Resident, StoreJob[Inspected] | StoreJob[int]]] = []
-        """A heap of the times at which jobs under way are looked at, and a number that makes them distinct."""
+        """A heap of the times at which running jobs are checked; a number makes equal times distinct."""
         self._num_jobs = 0
         self._idle: dict[str, Resident] = {}
         self.idle_pages = 0
         """Pages of unpinned revisions."""
         self.unwanted_pages = 0
-        """Those of them that no request waits for either."""
+        """Pages of unpinned revisions that no request waits for either."""
         self._kept: dict[str, int] = {}
         self._dormant: OrderedDict[str, Resident] = OrderedDict()
         self._by_score: RankedItems[Resident, tuple[bool, bool, float]] = RankedItems(
@@ -182,15 +183,15 @@ class Residency:
     # questions
 
     def state(self, digest: str) -> AdapterState:
-        """The stage of a wanted revision."""
+        """Return the stage of a wanted revision."""
         return self._known[digest].state
 
     def is_known(self, digest: str) -> bool:
-        """Was it asked for, and not forgotten since?"""
+        """Return whether it was requested and not forgotten since."""
         return digest in self._known
 
     def has_failed(self, digest: str) -> bool:
-        """Is it known and FAILED?"""
+        """Return whether it is known and FAILED."""
         return digest in self._known and self._known[digest].state is AdapterState.FAILED
 
     def failure(self, digest: str) -> str:
@@ -200,24 +201,24 @@ class Residency:
         return f"{failed.reason} It failed {failed.failures} times in a row and is tried again in {wait:.0f} s."
 
     def load_times(self, digest: str) -> tuple[float, float]:
-        """Return the begin and the end of the latest load that has ended, by the clock; zeros where there was none."""
+        """Return the begin and the end of its latest load, by the clock; zeros if no load has ended."""
         resident = self._known[digest]
         return resident.loading_since, resident.ready_at
 
     def is_in_use(self, digest: str) -> bool:
-        """Does a running sequence, or a permanent pin, use it?"""
+        """Return whether a running sequence, or a permanent pin, uses it."""
         return digest in self._known and self._known[digest].users > 0
 
     def num_pages(self, digest: str) -> int:
-        """Pages it takes; 0 while INSPECTING."""
+        """Return the pages that it takes; 0 while INSPECTING."""
         return self._known[digest].num_pages
 
     def invocation(self, digest: str) -> tuple[int, ...] | None:
-        """The tokens that switch it on, where it is an activated LoRA whose files have been checked."""
+        """Return the tokens that activate it, if it is an activated LoRA and its files have been checked."""
         return self._known[digest].invocation
 
     def expected_wait(self, digest: str) -> float:
-        """Seconds until a wanted revision is likely to be READY, by the mean of the loads so far."""
+        """Return the seconds until a wanted revision is likely to be READY, by the mean of the loads so far."""
         resident, counters = self._known.get(digest), self.counters
         if not counters.adapter_loads or (resident and resident.state is AdapterState.READY):
             return 0.0
@@ -227,32 +228,32 @@ class Residency:
 
     @property
     def resident(self) -> Collection[str]:
-        """The revisions that hold pages: READY, or on their way."""
+        """Revisions that hold pages: READY or LOADING."""
         return self._resident.keys()
 
     @property
     def kept(self) -> Collection[str]:
-        """The revisions that permanent pins hold."""
+        """Revisions that permanent pins hold."""
         return self._kept.keys()
 
     @property
     def awaits_any(self) -> bool:
-        """Does a request wait for a revision that is not READY?"""
+        """True if a request waits for a revision that is not READY."""
         return bool(self._awaited)
 
     @property
     def is_saturated(self) -> bool:
-        """Are as many loads under way as may be?"""
+        """True if the maximum number of loads is running."""
         return self.num_loading >= self._policy.max_loading
 
     @property
     def now(self) -> float:
-        """Half-lives: the clock that recency is measured by."""
+        """The present time in half-lives, the unit of recency."""
         return self.clock() / self._policy.half_life
 
     @property
     def eviction_candidate(self) -> Resident | None:
-        """The unpinned revision to evict first: one without KV under it, then one that no request waits for."""
+        """The unpinned revision to evict first: without cached KV if possible, then one that no request waits for."""
         return self._by_score.first()
 
     def eviction_order(self, limit: int) -> list[Resident]:
@@ -260,11 +261,12 @@ class Residency:
         return self._by_score.peek(limit)
 
     def retention_score(self, resident: Resident) -> float:
-        """Expected saving of a page of it."""
+        """Return the expected saving of one of its pages, as log2."""
         return resident.retention_score(self._policy.overhead_pages)
 
     def pinned_pages(self, candidate: str | None = None) -> int:
-        """Pages of every revision that is in use, claimed or loading, and of `candidate` as if it were."""
+        """Return the pages of every revision in use, claimed or loading, and of `candidate` as if it were one of
+        them."""
         pinned = self._pool.num_taken(PageUse.ADAPTER) - self.idle_pages
         resident = self._known.get(candidate) if candidate else None
         if resident is None or (resident.pages and candidate not in self._idle):
@@ -272,7 +274,7 @@ class Residency:
         return pinned + resident.num_pages
 
     def kept_pages(self, besides: str | None = None) -> int:
-        """Pages that permanent pins hold."""
+        """Return the pages that permanent pins hold, without those of `besides`."""
         if not self._kept:
             return 0
         return sum(pages for digest, pages in self._kept.items() if digest != besides)
@@ -280,7 +282,7 @@ class Residency:
     # requests come and go
 
     def acquire(self, ref: AdapterRef) -> None:
-        """Note a request for `ref`: learn its size, if that is unknown; try a FAILED one again after its quarantine."""
+        """Note a request for `ref`: learn its size if it is unknown, and retry a FAILED one after its quarantine."""
         resident = self._known.get(ref.digest)
         if resident is None:
             resident = self._known[ref.digest] = Resident(ref)
@@ -319,14 +321,14 @@ class Residency:
         self._start(resident, self._store.fill(resident.ref, resident.pages))
 
     def release_claim(self, digest: str) -> None:
-        """Unpin what was loaded for a sequence: it runs now, or runs no more."""
+        """Unpin a revision that was loaded for a sequence: the sequence runs now, or will not run."""
         if (resident := self._known.get(digest)) is not None and resident.is_claimed:
             resident.is_claimed = False
             self._update_idle(resident)
             self._forget_if_unneeded(resident)
 
     def pin(self, digest: str) -> int:
-        """Keep a READY revision until it is unpinned as often; returns its slot."""
+        """Keep a READY revision until it is unpinned as often as pinned; return its slot."""
         resident = self._known[digest]
         assert resident.slot is not None, "only a READY revision is pinned"
         resident.users += 1
@@ -352,11 +354,11 @@ class Residency:
 
     @property
     def next_timeout(self) -> float:
-        """The time of the next look at a job under way; inf where there is none."""
+        """Time of the next check of a running job; inf if there is none."""
         return self._timeouts[0][0] if self._timeouts else math.inf
 
     def poll(self) -> list[str]:
-        """Take over inspections and loads that have ended; return the revisions that they belong to."""
+        """Take over inspections and loads that have ended; return their revisions."""
         self._cancel_expired()
         digests = []
         while not self._ended.empty():
@@ -368,17 +370,17 @@ class Residency:
         return digests
 
     def evict(self, resident: Resident) -> None:
-        """Give back the pages of an unpinned revision; it is loaded again when it is wanted."""
+        """Give back the pages of an unpinned revision; a later request loads it again."""
         self._release_pages(resident, AdapterState.KNOWN)
         self.counters.adapter_evictions += 1
         self._forget_if_unneeded(resident)
 
     def add_tree(self, digest: str) -> None:
-        """A tree of KV has begun under it."""
+        """Count a prefix tree that has begun under it."""
         self._known[digest].num_trees += 1
 
     def remove_tree(self, digest: str) -> None:
-        """A tree of KV under it has become empty."""
+        """Count off a prefix tree under it that has become empty."""
         if resident := self._known.get(digest):
             resident.num_trees -= 1
             self._rank(resident)
@@ -400,7 +402,7 @@ class Residency:
         resident.pending = pending
 
         def end(_: Future[Inspected] | Future[int]) -> None:
-            # First the entry, then the wake-up: the other way round the loop could look, find nothing, and sleep.
+            # First the entry, then the wake-up. In the other order the loop could look, find nothing, and sleep.
             self._ended.put(resident)
             self._wake()
 
@@ -412,7 +414,8 @@ class Residency:
         heapq.heappush(self._timeouts, (at, self._num_jobs, resident, pending))
 
     def _cancel_expired(self) -> None:
-        """Cancel jobs that were begun too long ago. One that is being written ends soon: writing waits for nothing."""
+        """Cancel jobs that began too long ago. A job that is writing cannot be cancelled, and ends soon: it does not
+        wait."""
         now, timeout = self.clock(), self._policy.load_timeout
         while self.next_timeout <= now:
             _, _, resident, pending = heapq.heappop(self._timeouts)
@@ -481,7 +484,7 @@ class Residency:
             self._awaited.discard(resident.ref.digest)
 
     def _rank(self, resident: Resident) -> None:
-        """Put it again: something made it easier to evict."""
+        """Rank it again: a change made it easier to evict."""
         if resident in self._by_score:
             self._by_score.put(resident)
 
@@ -497,8 +500,8 @@ class Residency:
         self._note_awaited(resident)
 
     def _forget_if_unneeded(self, resident: Resident) -> None:
-        """Forget a retired revision; let one that holds and serves nothing fall asleep, and forget the one asleep
-        longest."""
+        """Forget a retired revision. Make one dormant that holds no pages and no KV; forget the one that has been
+        dormant longest."""
         if resident.users or resident.wanted_by or resident.pending or resident.is_claimed:
             return
         digest = resident.ref.digest

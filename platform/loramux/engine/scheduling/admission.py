@@ -1,27 +1,27 @@
-"""Admission: does a sequence fit, which waiting ones join, which running ones leave, whose adapters are loaded.
+"""Admission: which waiting sequences join, which running ones leave, and whose adapters are loaded.
 
-**Capacity** (`CapacityPolicy`) are checks that change no state: the page budget, with the pages and rows that are kept
-for some and from others:
+**Capacity** (`CapacityPolicy`) is a set of checks that change no state. They apply the page budget, and the pages and
+rows that are kept for some sequences and from others:
 
-- `PageBudget.reserve_share`: kept for flows that hold few, so that a newcomer gets into a full pool at once.
+- `PageBudget.reserve_share`: kept for flows that hold little, so a newcomer gets into a full pool at once.
 - `Policy.reserved_pages`: kept for a class while it holds less.
-- `Policy.tenant_guaranteed_pages`: pages beyond it are borrowed, and given back when a tenant that holds less than its
-  guarantee needs them. `Policy.tenant_max_pages`: the most that a tenant may hold.
+- `Policy.tenant_guaranteed_pages`: a tenant borrows its pages beyond this guarantee. It gives them back when a tenant
+  below its own guarantee needs them. `Policy.tenant_max_pages`: the most that a tenant may hold.
 - Claims: the KV of sequences whose adapters are being loaded. See `has_pages`.
 
 **Admission** goes in the order of the queue (lowest projected service first). A sequence whose adapter is in the pool
-joins where a row and its pages are free. A sequence whose adapter is not starts its load instead, under two conditions
-that together keep any ratio of adapters to memory live:
+joins if a row and its pages are free. A sequence whose adapter is not in the pool starts its load instead, if two
+conditions hold. Together they make sure that any ratio of adapters to memory makes progress:
 
-- it would be admitted now if its adapter were there, so nothing is loaded that cannot run;
-- it fits beside all other claimants, so the set being loaded never exceeds what can run side by side.
+- it would be admitted now if its adapter were in the pool: no adapter is loaded whose request cannot run;
+- it fits together with all other claimants: the adapters being loaded never exceed what can run at the same time.
 
-The head of the queue holds its place: while it waits for pages, no sequence behind it joins, except claimants, whose
-room is theirs already. While it waits for a row, adapters behind it are loaded, as far as that takes nothing from it.
+The head of the queue keeps its place. While it waits for pages, no later sequence joins, except claimants, whose room
+is already theirs. While it waits for a row, adapters of later sequences are loaded if that takes nothing from the head.
 
-Every empty plan is followed by progress. If nothing runs and nothing is loading, all claimants are READY; those that
-are not suspended join, for their room is theirs. If all are suspended, the sequence they are ahead of gets its room
-back: their claims are revoked, the newest first, until it fits.
+Every empty plan is followed by progress. If nothing runs and nothing is loading, all claimants are READY. Claimants
+that are not suspended join, because their room is theirs. If all are suspended, the sequence that they are ahead of
+gets its room back: claims are revoked, the newest first, until it fits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from loramux.engine.scheduling.state import SchedulerState, quota_of
 
 
 class CapacityPolicy:
-    """Pure functions of the scheduler's state, but for two memos that spare asking the same again."""
+    """Pure functions of the scheduler's state, except for two memos that avoid repeated checks."""
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
@@ -49,13 +49,13 @@ class CapacityPolicy:
         self._rejected: dict[Sequence, tuple[int, int, int, bool, Sequence | None]] = {}
         self._tenant_pages: defaultdict[str, int] = defaultdict(int)
         self._num_counted = 0
-        """The leading running sequences that `_tenant_pages` is the sum of."""
+        """Number of leading running sequences that `_tenant_pages` is the sum of."""
         self._counted_at: tuple[int, int] | None = None
 
     # one request
 
     def too_long(self, request: Request) -> str | None:
-        """Return why no pool of this size, model or quota could hold `request`, with the numbers."""
+        """Return why `request` exceeds the pool's size, the model's length or the tenant's quota, with the numbers."""
         prompt, max_tokens = len(request.prompt_token_ids), request.max_output
         by_quota = self._budget.tokens_in(self._policy.max_pages(self._budget.num_pages))
         limit = min(self._state.limits.max_model_len, by_quota)
@@ -67,7 +67,7 @@ class CapacityPolicy:
         )
 
     def never_fits(self, sequence: Sequence) -> str | None:
-        """Return why `sequence` could not run in an empty pool either, with the numbers."""
+        """Return why `sequence` could not run even in an empty pool, with the numbers."""
         digest, budget = sequence.digest, self._budget
         adapter_pages = self._residency.num_pages(digest) if digest else 0
         kept = self._residency.kept_pages(besides=digest)
@@ -80,7 +80,7 @@ class CapacityPolicy:
         )
 
     def is_over_quota(self, sequence: Sequence) -> bool:
-        """Would its tenant hold more than it may? A tenant that holds nothing was checked on arrival."""
+        """Return whether its tenant would hold more than it may. A tenant that holds nothing was checked on arrival."""
         most = self._policy.max_pages(self._budget.num_pages)
         if most >= self._budget.num_pages:
             return False
@@ -90,7 +90,7 @@ class CapacityPolicy:
     # rows and pages
 
     def has_row(self, flow: Flow, builder: StepBuilder) -> bool:
-        """Has the step a row for `flow`?"""
+        """Return whether the step has a row for `flow`."""
         reserved = int(builder.num_rows * self._budget.reserve_share)
         return builder.rows_left > reserved or (builder.rows_left > 0 and flow.num_running < reserved)
 
@@ -102,11 +102,12 @@ class CapacityPolicy:
         to_load: bool = False,
         after: Sequence | None = None,
     ) -> bool:
-        """Has the pool room for `sequence`, once `leaving` have left?
+        """Return whether the pool has room for `sequence`, once `leaving` have left.
 
-        Claimants whose adapter is READY count as if they ran: their room is theirs. Those whose adapter is still
-        loading count only where the room is wanted `to_load` another one: then all claimants can run side by side one
-        day, and requests that need no load may use the room meanwhile. `after`: a waiting sequence that counts as well.
+        A claimant whose adapter is READY counts as if it ran, because its room is its own. A claimant whose adapter is
+        still loading counts only if the room is wanted `to_load` another adapter. So all claimants can run at the same
+        time later, and until then requests that need no load may use the room. `after` is a waiting sequence that
+        counts as well.
         """
         state = self._state
         others = [s for s in state.running if s not in leaving] if leaving else state.running
@@ -122,16 +123,17 @@ class CapacityPolicy:
         adapters = self._residency.pinned_pages(sequence.digest)
         reserved, reserve = self._kept_for_other_classes(sequence, leaving), self._budget.reserve
         likely = self._likely_pages(sequence)
+        # Only flows that hold less than the reserve may use it.
         if likely > reserve or sequence.flow.num_pages + likely > reserve:
             reserved += reserve
-        if not leaving:  # most of the asking, where the pool is large
+        if not leaving:  # answers most calls if the pool is large
             most = state.most_pages + sum(self._budget.pages_for(s.max_len) for s in claimants)
             if self._budget.holds_all(most, sequence, adapters + reserved):
                 return True
         return self._budget.admits(sequence, others, adapters, reserved)
 
     def has_pages_now(self, sequence: Sequence, *, to_load: bool = False, after: Sequence | None = None) -> bool:
-        """Memoised `has_pages`: a rejected sequence is checked again once a sequence left or other adapters are
+        """Return `has_pages`, memoised: a rejected sequence is checked again once a sequence left or other adapters are
         pinned."""
         state = self._state
         version = (state.num_departures, self._residency.pinned_pages(), len(state.claims), to_load, after)
@@ -146,15 +148,15 @@ class CapacityPolicy:
         return False
 
     def adapter_read_ratio(self) -> float:
-        """Bytes of the adapters in use over the bytes that a step reads anyway: at least so much do they slow it
-        down."""
+        """Return the bytes of the adapters in use over the bytes that a step reads anyway: they slow it down at least
+        by this ratio."""
         held = self._state.memory.num_kv
         return self._residency.pinned_pages() / (self._policy.weight_pages + held) if held else 0.0
 
     # preemption
 
     def preemption_candidates(self, sequence: Sequence) -> list[Sequence]:
-        """Running sequences that must yield to `sequence`; the last of the list is preempted first."""
+        """Return the running sequences that must yield to `sequence`; the last of the list is preempted first."""
         if not (self._policy.tenant_guaranteed_pages or self._state.queue.can_interrupt_any(sequence.flow)):
             return []
         candidates = [running for running in self._state.running if self.must_yield(running, sequence)]
@@ -162,11 +164,12 @@ class CapacityPolicy:
         return candidates
 
     def must_yield(self, running: Sequence, sequence: Sequence) -> bool:
-        """Must `running` make place for `sequence`?
+        """Return whether `running` must make room for `sequence`.
 
-        It must where it is of a lower class that has taken more than its share, and where it is of no higher class, its
-        tenant has borrowed, and `sequence` asks for no more than its own tenant is guaranteed. In either case only
-        after it made progress with the place it has: two that displace each other would else recompute for ever.
+        It must yield in two cases. In the first, its class is lower and has taken more than its share. In the second,
+        its class is not higher, its tenant has borrowed pages, and `sequence` stays within its own tenant's guarantee.
+        In both it must first have made progress since it began to run. Otherwise two sequences could displace each
+        other and recompute for ever.
         """
         if not running.made_progress:
             return False
@@ -179,10 +182,10 @@ class CapacityPolicy:
         return own <= self._guaranteed(sequence) and self._has_borrowed(running)
 
     def victim(self) -> Sequence:
-        """The running sequence to preempt when memory runs out.
+        """Return the running sequence to preempt when memory runs out.
 
-        Sequences on borrowed pages first, then the lowest-weight class, then the newest sequence of the most-served
-        tenant.
+        The order is: sequences on borrowed pages first, then the class of lowest weight, then the most-served tenant;
+        of equals the newest.
         """
         return min(reversed(self._state.running), key=self.retention_order)
 
@@ -196,9 +199,9 @@ class CapacityPolicy:
         return self._budget.pages_for(sequence.likely_len)
 
     def _promised_to_tenant(self, sequence: Sequence) -> int:
-        """Pages that its tenant's running sequences hold or are expected to.
+        """Return the pages that the running sequences of its tenant hold, or are expected to hold.
 
-        Summed once a step and after a departure; of sequences that join meanwhile each is added once.
+        The sum is made once a step and after a departure; each sequence that joins in between is added once.
         """
         state, now = self._state, (self._state.num_departures, self._state.num_commits)
         if self._counted_at != now:
@@ -216,7 +219,7 @@ class CapacityPolicy:
 
     def _has_borrowed(self, running: Sequence) -> bool:
         if not self._policy.tenant_guaranteed_pages:
-            return True  # whatever it holds is more than nothing
+            return True  # without guarantees every page is borrowed
         return self._promised_to_tenant(running) > self._guaranteed(running)
 
     def _kept_for_other_classes(self, sequence: Sequence, leaving: Collection[Sequence]) -> int:
@@ -230,7 +233,8 @@ class CapacityPolicy:
 
 
 class Admission:
-    """Moves sequences between the queue and the batch. Beside the plan under way it keeps how the latest one ended."""
+    """Moves sequences between the queue and the batch. It keeps state of the present plan, and how the latest plan
+    ended."""
 
     def __init__(self, state: SchedulerState, capacity: CapacityPolicy) -> None:
         self._state = state
@@ -239,18 +243,19 @@ class Admission:
         self._queue = state.queue
         self._residency = state.residency
         self._blocked: Sequence | None = None
-        """The head that waits for pages or a row, so that no sequence behind it joins; None while the door is open."""
+        """The head that waits for pages or a row, which lets no later sequence join; None if any sequence may join."""
         self._search_affinity = True
-        """The affinity window may hold a flow that adds no adapter to the batch."""
+        """True if the affinity window may hold a flow that adds no adapter to the batch."""
         self._any_sits_out = False
-        """A running sequence has no row in this step, so that it may be suspended."""
+        """True if a running sequence has no row in this step; only then can a suspended one be preempted."""
         self.is_blocked = False
-        """The latest plan ended with a head that waits for pages or a row, and not for tokens of a step."""
+        """True if the latest plan ended with a head that waits for pages or a row, and not for tokens of a step."""
 
     def preempt_for_next(self) -> Flow | None:
         """Preempt, between two steps, the running sequences that must yield to the next one; return its flow.
 
-        Only where the next one can join at once, and where it is enough: otherwise the preemption would be for nothing.
+        Preempts only if the next sequence can join at once and the room is then enough: else preemption would be
+        wasted.
         """
         flow = self._queue.first
         sequence = self._next_of(flow) if flow and not flow.is_suspended else None
@@ -263,13 +268,13 @@ class Admission:
         running, rows = self._state.running, self._state.limits.max_num_seqs
         while candidates and not (len(running) < rows and self._capacity.has_pages(sequence)):
             candidate = candidates.pop()
+            # Asked again, because each preemption changes a tenant's pages and a class's service.
             if self._capacity.must_yield(candidate, sequence):
                 self._state.preempt(candidate)
         return flow
 
     def admit(self, builder: StepBuilder, priority_flow: Flow | None = None) -> None:
-        """Fill `builder` from the queue, from `priority_flow` first, and start loads for the sequences that need
-        one."""
+        """Fill `builder` from the queue, `priority_flow` first, and start loads for sequences that need one."""
         self._search_affinity = True
         self._any_sits_out = len(builder.chunks) < len(self._state.running)
         self._blocked = self._blocked_claimant()
@@ -286,7 +291,7 @@ class Admission:
         self._queue.reset_skips()
 
     def _admit_next(self, flow: Flow, builder: StepBuilder) -> bool:
-        """Bring the next sequence of `flow` one stage further; where it cannot be, park or skip the flow."""
+        """Bring the next sequence of `flow` one stage further; if that is not possible, park or skip the flow."""
         if flow.is_suspended:
             self._queue.spend_lifts_for(flow)
         sequence = self._next_of(flow)
@@ -312,9 +317,9 @@ class Admission:
     # choosing
 
     def _next_of(self, flow: Flow) -> Sequence | None:
-        """The first sequence of `flow` that does not wait for its files or for a place among the loads.
+        """Return the first sequence of `flow` that waits neither for its files nor for a place among the loads.
 
-        Where all do, the flow is parked: it keeps no other out meanwhile.
+        If all wait, the flow is parked: while it waits it keeps no other flow out.
         """
         events = []
         for sequence in self._queue.head(flow, self._policy.window):
@@ -327,9 +332,9 @@ class Admission:
         return None
 
     def _choose(self, builder: StepBuilder) -> Flow | None:
-        """The first flow; where adapters crowd the batch, the first in its affinity window that adds none.
+        """Return the first flow. If adapters crowd the batch, return the first in its affinity window that adds none.
 
-        The window is searched only where a sequence may join, and once for every adapter that comes into use: else a
+        The window is searched only if a sequence may join, and once for every adapter that comes into use. Otherwise a
         plan would take time in proportion to the square of `lookahead`.
         """
         first = self._queue.first
@@ -358,10 +363,10 @@ class Admission:
     # joining
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Find out where its adapter sets in, which of its KV is cached, and how long it may get.
+        """Find the token from which its adapter serves, which of its KV is cached, and how long the sequence may get.
 
-        Repeated before it joins, for pages may have been evicted since. A claimant's estimates stay as they were when
-        its load was started: its room was measured by them.
+        This is repeated before it joins, because pages may have been evicted since. A claimant's estimates stay as they
+        were when its load was started: its room was measured by them.
         """
         invocation = self._residency.invocation(sequence.digest) if sequence.digest else None
         if invocation and sequence.activation is None:
@@ -394,11 +399,12 @@ class Admission:
         builder.joined.append(sequence)
 
     def _preempt_suspended(self, sequence: Sequence, builder: StepBuilder) -> bool:
-        """Preempt suspended sequences until `sequence` fits: of the most served, the newest first."""
+        """Preempt suspended sequences until `sequence` fits: those of the most-served first, the newest of equals
+        first."""
         if not self._any_sits_out:
             return False
         suspended = [s for s in self._state.running if s.flow.is_suspended and s not in builder.chunks]
-        suspended.sort(key=lambda s: (s.flow.group.served, s.flow.served))  # stable, so that pop() takes the newest
+        suspended.sort(key=lambda s: (s.flow.group.served, s.flow.served))  # stable: of equals, pop() takes the newest
         while suspended:
             self._state.preempt(suspended.pop())
             if self._capacity.has_pages(sequence, to_load=self._is_cold(sequence)):
@@ -408,7 +414,7 @@ class Admission:
     # loads and claims
 
     def _load(self, sequence: Sequence, builder: StepBuilder) -> bool:
-        """Start the load of a cold `sequence` where it could run, and where that takes nothing from a blocked head."""
+        """Start the load of a cold `sequence`, if it could run and if the load takes nothing from a blocked head."""
         if sequence.flow.is_suspended:
             return False
         self._prepare(sequence)
@@ -417,7 +423,7 @@ class Admission:
             return self._start_load(sequence, spare_wanted=blocked is not None)
         if blocked is not None:
             return False
-        # Sequences that must yield do so when it joins; until then they run on, if the adapter's pages are free.
+        # Sequences that must yield will do so when it joins; until then they run on, if the adapter's pages are free.
         yielding = set(self._capacity.preemption_candidates(sequence))
         if yielding and self._capacity.has_pages(sequence, yielding, to_load=True) and self._start_load(sequence):
             return True
@@ -436,9 +442,10 @@ class Admission:
         return [sequence for digest, sequence in claims if self._state.is_ready_claim(digest)]
 
     def _blocked_claimant(self) -> Sequence | None:
-        """A claimant whose adapter is READY and whose room others have taken while it loaded: nothing overtakes it.
+        """Return a claimant whose adapter is READY and whose room others took while it loaded: no sequence overtakes
+        it.
 
-        One that waits for something else, its turn or its quota, keeps no sequence out.
+        A claimant that waits for its turn or its quota keeps no sequence out.
         """
         for sequence in self._ready_claimants():
             may_join = not (sequence.flow.is_suspended or self._capacity.is_over_quota(sequence))
@@ -447,13 +454,13 @@ class Admission:
         return None
 
     def _join_claimants(self, builder: StepBuilder) -> None:
-        """Let claimants take the rows that are left, though their turn has not come: their memory is held already."""
+        """Let claimants take the rows that are left before their turn, because they hold their memory already."""
         for sequence in self._ready_claimants():
             if not self._capacity.is_over_quota(sequence):
                 self._try_to_join(sequence, builder)
 
     def _make_room_for_first(self, builder: StepBuilder) -> None:
-        """Revoke claims while nothing runs, the newest first, until the first that is not suspended fits."""
+        """Revoke claims while nothing runs, the newest first, until the first sequence that is not suspended fits."""
         self._queue.reset_skips()
         sequence = None
         while sequence is None and (flow := self._queue.first):

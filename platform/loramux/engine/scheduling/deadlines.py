@@ -1,12 +1,13 @@
 """First-token deadlines: predicted when a request arrives, refused early with the numbers, watched while it waits.
 
-A deadline belongs to a *request group*: the choices of one API request. It is decided for the group before any of them
-has begun: refused on arrival where the prediction says it would be missed, or ended when it passes while all of them
-wait. Once one has begun none is ended by it, so a client that reads one choice never gets the request back as failed.
+A deadline belongs to a *request group*: the choices of one API request. It is decided for the group before any choice
+has begun. The group is refused on arrival if the prediction misses the deadline, and ended if the deadline passes while
+all choices wait. Once a choice has begun, the deadline ends none: a client that reads one choice never sees its request
+fail.
 
-The prediction (`predict_ttft`) takes the longest of three waits: for rows and pages to come free, for the prompts that
-go before, and for the adapter. It knows nothing of later requests or of answers that end early: `WaitBias` corrects it
-by what the flow's requests have seen.
+The prediction (`predict_ttft`) is the longest of three waits: until rows and pages come free, until the earlier prompts
+are computed, and until the adapter is loaded. It does not know of later requests or of answers that end early.
+`WaitBias` corrects it by what the flow's requests have seen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from loramux.engine.scheduling.state import SchedulerState
 
 
 class Deadlines:
-    """Decides deadlines; what it has decided is in the groups."""
+    """Decides deadlines; the decisions are kept in the groups."""
 
     def __init__(self, state: SchedulerState, capacity: CapacityPolicy) -> None:
         self._state = state
@@ -36,7 +37,7 @@ class Deadlines:
         return None if group is None else group.start_by
 
     def check(self, sequence: Sequence) -> EngineFault | None:
-        """Decide for a `sequence` that has just arrived; return why it is refused, with its whole group."""
+        """Decide the deadline of a `sequence` that has just arrived; return the fault if its whole group is refused."""
         state, group = self._state, self._state.group_of(sequence.request)
         sequence.group = group
         if sequence.request.group_started:
@@ -83,10 +84,10 @@ class Deadlines:
         return expired
 
     def predict_ttft(self, candidate: Sequence) -> float:
-        """Seconds until `candidate`, which is not queued yet, has its first token; 0 before the steps' time is known.
+        """Return the seconds until `candidate`, not queued yet, has its first token; 0 before steps were measured.
 
-        It waits until running sequences have left room for those that are admitted before it; or until every prompt
-        before its own is computed; or for its adapter: the longest counts.
+        It waits until running sequences have left room for the requests admitted before it, until every prompt before
+        its own is computed, and for its adapter. The longest of these waits counts.
         """
         state = self._state
         if not state.step_time.is_known:
@@ -96,16 +97,17 @@ class Deadlines:
         return max(seconds, state.residency.expected_wait(candidate.digest) if candidate.digest else 0.0)
 
     def queue_seconds(self) -> float:
-        """Seconds until all that waits has begun and its prompts are computed; 0 before the steps' time is known."""
+        """Return the seconds until all waiting requests have begun and computed their prompts; 0 before steps were
+        measured."""
         before = self._state.queue.work
         return self._seconds(self._steps_to_admission(before), before, 0)
 
     def prompt_tokens(self, before: QueuedWork) -> float:
-        """Prompt tokens to compute, of the running sequences and of `before`."""
+        """Return the prompt tokens that the running sequences and `before` have to compute."""
         return sum(s.num_uncomputed for s in self._state.running if s.num_uncomputed > 1) + before.prompt
 
     def _seconds(self, steps_to_admission: float, before: QueuedWork, own_prompt: int) -> float:
-        """Time of the steps until the work `before` is admitted and every prompt is computed."""
+        """Return the time of the steps until the work `before` is admitted and every prompt is computed."""
         state = self._state
         decoding = min(len(state.running) + before.requests, state.limits.max_num_seqs)
         prompts = self.prompt_tokens(before) + own_prompt
@@ -114,7 +116,8 @@ class Deadlines:
         return state.step_time.seconds(math.ceil(steps), steps * decoding + prompts)
 
     def _steps_to_admission(self, before: QueuedWork, candidate: Sequence | None = None) -> float:
-        """Steps until enough has come free, at one token a step; none for the sequences that must yield to it."""
+        """Return the steps until enough has come free at one token a step; sequences that must yield free theirs at
+        once."""
         state, budget = self._state, self._state.budget
         yields = self._capacity.must_yield
         left_of = {s: 0 if candidate and yields(s, candidate) else s.likely_left for s in state.running}
@@ -146,10 +149,10 @@ def _deadline_exceeded(group: RequestGroup) -> EngineFault:
 
 
 def _steps_until(needed: float, freed: list[int], left: list[int], generation: float) -> float:
-    """Steps until the sequences that end have freed `needed`.
+    """Return the steps until the sequences that end have freed `needed`.
 
-    The i-th to end frees `freed[i]` after `left[i]` steps. The sequence that takes its place is like it, and takes
-    `generation` steps: so the same comes free again and again.
+    The i-th sequence to end frees `freed[i]` after `left[i]` steps. The sequence that takes its place is assumed to be
+    like it and to take `generation` steps. So the same amount comes free again in every round.
     """
     if needed <= 0.0 or not freed:
         return 0.0

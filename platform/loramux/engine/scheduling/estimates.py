@@ -1,11 +1,12 @@
 """Estimates that planning is based on: step times, answer lengths, the work that waits, and the tokens that may follow.
 
-None of them is a promise. They decide how memory is planned, in which order tenants are admitted, which deadlines can
-be met and which tokens are drafted; a wrong estimate costs a preemption, a refusal or a row, never a wrong answer.
+Estimates are not promises. They decide how memory is planned, in which order tenants are admitted, which deadlines
+can be met and which tokens are drafted. A wrong estimate costs a preemption, a refusal or a row, never a wrong answer.
 
 A draft is the estimate of a sequence's next tokens, by prompt lookup (Saxena, 2023; vLLM's n-gram speculation). It
-needs no second model: it finds the sequence's last tokens earlier in it and drafts what followed them there.
-Extraction, rewriting and code edits copy from their prompts. `Acceptance` is how many drafted tokens were right so far.
+needs no second model: it finds an earlier copy of the sequence's last tokens in the sequence and drafts the tokens that
+followed that copy. Extraction, rewriting and code edits copy from their prompts. `Acceptance` counts how many drafted
+tokens were right so far.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ class StepTimeModel:
     MEMORY = 64.0
     """Steps after which a measurement counts for 1/e."""
     ENOUGH = 4.0
-    """Measured steps from which a prediction is worth something."""
+    """Measured steps from which a prediction is useful."""
     SPREAD = 1e-3
-    """Relative variance of the tokens in a step below which the two terms cannot be told apart."""
+    """Relative variance of the tokens in a step below which the two terms cannot be separated."""
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     @property
     def is_known(self) -> bool:
-        """Were enough steps measured?"""
+        """True if enough steps were measured."""
         return self._weight >= self.ENOUGH
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -48,25 +49,25 @@ class StepTimeModel:
         self._xy = keep * self._xy + tokens * seconds
 
     def seconds(self, steps: float, tokens: float) -> float:
-        """Expected time of `steps` steps with `tokens` tokens in all; 0 before enough is known."""
+        """Return the expected seconds of `steps` steps with `tokens` tokens in all; 0 before enough is known."""
         if not self.is_known:
             return 0.0
         fixed, per_token = self._line()
         return steps * fixed + tokens * per_token
 
     def compute_seconds(self, tokens: int) -> float:
-        """Expected time of `tokens` more tokens in steps that run anyway; 0 before enough is known."""
+        """Return the expected seconds of `tokens` more tokens in steps that run anyway; 0 before enough is known."""
         return self.seconds(0, tokens)
 
     def tokens_in(self, share: float) -> float:
-        """Tokens that lengthen a step by `share` of its fixed time; infinite before enough is known."""
+        """Return the tokens that lengthen a step by `share` of its fixed time; infinite before enough is known."""
         if not self.is_known:
             return math.inf
         fixed, per_token = self._line()
         return share * fixed / per_token if per_token else math.inf
 
     def _line(self) -> tuple[float, float]:
-        """(fixed, per_token), neither of them negative."""
+        """Return (fixed, per_token), neither of them negative."""
         x, y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - x * x
         slope = (self._xy / self._weight - x * y) / variance if variance > self.SPREAD * x * x else 0.0
@@ -77,14 +78,14 @@ class StepTimeModel:
 class DecodeTimes:
     """Measured seconds of steps without a prompt, as a function of their rows that never falls.
 
-    One mean for a quarter of an octave of row counts, joined by lines. Beyond the most rows that were measured a row
-    takes what a token takes in the steps of all kinds.
+    It keeps one mean for each quarter of an octave of row counts, joined by lines. Beyond the most rows that were
+    measured, a row costs what a token costs in steps of all kinds.
     """
 
     MEMORY = 16.0
     """Steps after which a measurement counts for 1/e."""
     OUTLIER = 2.0
-    """Multiple of the mean at which a measurement is cut off: the process may have been stopped meanwhile."""
+    """Multiple of the mean at which a measurement is cut off: the process may have been stopped during the step."""
 
     def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time
@@ -95,7 +96,7 @@ class DecodeTimes:
 
     @property
     def is_known(self) -> bool:
-        """Was any step measured, and what a token takes?"""
+        """True if a step was measured, and the time of a token is known."""
         return bool(self._means) and self._step_time.is_known
 
     def observe(self, rows: int, seconds: float) -> None:
@@ -107,7 +108,7 @@ class DecodeTimes:
         self._curve.clear()
 
     def seconds(self, rows: float) -> float:
-        """Expected time of a step."""
+        """Return the expected seconds of a step of `rows` rows."""
         curve = self._curve = self._curve or _ascending(self._means.values())
         index = bisect_left(curve, (rows, 0.0))
         if index == len(curve):
@@ -121,7 +122,7 @@ class DecodeTimes:
 
 
 def _ascending(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points by x, those whose y falls merged into means (pool adjacent violators)."""
+    """Return the points by x; points whose y falls are merged into their mean (pool adjacent violators)."""
     merged: list[list[tuple[float, float]]] = []
     for point in sorted(points):
         merged.append([point])
@@ -137,15 +138,15 @@ def _mean(points: list[tuple[float, float]]) -> float:
 class OutputLengths:
     """Expected length of an answer: the mean of its revision's latest answers.
 
-    Before there are enough of them, the mean of all answers; before that, the request's limit. The mean, because what
-    is planned for is a sum: the requests that run together outlive and undercut it in turn. A high quantile of each
-    leaves a twentieth of the pool unused, and spares no preemption (decision 0004).
+    Before there are enough of them it is the mean of all answers, and before that the request's limit. It is a mean
+    because the plan is for a sum: of requests that run together, some end earlier than expected and some later. A high
+    quantile of each length would leave a twentieth of the pool unused and spare no preemption (decision 0004).
     """
 
     WINDOW = 64
-    """Answers remembered per revision."""
+    """Answers remembered for each revision."""
     ENOUGH = 8
-    """Answers from which a mean is worth something."""
+    """Answers from which a mean is useful."""
     MAX_KEYS = 16_384
     """Revisions remembered; the one whose last answer is oldest is forgotten first."""
 
@@ -154,7 +155,7 @@ class OutputLengths:
         self._all = _Lengths()
 
     def record(self, key: Hashable, num_output_tokens: int) -> None:
-        """Count an answer under `key` that came to its own end."""
+        """Count an answer under `key` that ended by itself or at its limit."""
         lengths = self._by_key.setdefault(key, _Lengths())
         self._by_key.move_to_end(key)
         if len(self._by_key) > self.MAX_KEYS:
@@ -163,7 +164,7 @@ class OutputLengths:
         self._all.add(num_output_tokens, self.WINDOW)
 
     def expect(self, key: Hashable, max_tokens: int) -> float:
-        """Tokens that a request under `key` that may generate `max_tokens` is expected to generate."""
+        """Return the tokens that a request under `key` is expected to generate; it may generate `max_tokens`."""
         own = self._by_key.get(key)
         known = (own.mean(self.ENOUGH) if own else None) or self._all.mean(self.ENOUGH)
         return max_tokens if known is None else min(max_tokens, known)
@@ -186,7 +187,7 @@ class _Lengths:
 
 @dataclass(slots=True)
 class QueuedWork:
-    """Expected work of waiting requests, as a sum; one request's, or many's."""
+    """Expected work of one or many waiting requests, as a sum."""
 
     requests: float = 0.0
     prompt: float = 0.0
@@ -194,22 +195,22 @@ class QueuedWork:
     output: float = 0.0
     """Tokens to generate."""
     kv_tokens: float = 0.0
-    """Tokens of KV that they hold at their ends."""
+    """Tokens of KV that the requests hold at their ends."""
 
     @property
     def units(self) -> float:
-        """Service, as it will be charged."""
+        """Service in the units that will be charged."""
         return self.prompt + 2.0 * self.output
 
     def add(self, other: QueuedWork, times: float = 1.0) -> None:
-        """Count `other`, or a part of it; -1 takes it out again."""
+        """Add `other`, or a part of it; with -1 subtract it."""
         self.requests += times * other.requests
         self.prompt += times * other.prompt
         self.output += times * other.output
         self.kv_tokens += times * other.kv_tokens
 
     def share_of(self, units: float) -> float:
-        """The part of it, 0 to 1, that is worth `units`."""
+        """Return the part of this work, 0 to 1, that is worth `units`."""
         return min(1.0, max(0.0, units / self.units)) if self.units > 0.0 else 0.0
 
 
@@ -220,14 +221,16 @@ WAIT_MARGIN = 1.1
 
 @dataclass(slots=True)
 class WaitBias:
-    """Ratio of a flow's waits to their predictions, which cannot know of later requests that go first."""
+    """Ratio of a flow's waits to their predictions, because a prediction cannot know of later requests that go
+    first."""
 
     waited: float = 1.0
     predicted: float = 1.0
 
     @property
     def factor(self) -> float:
-        """The factor on a predicted wait. At least 1, with a margin: half of all requests wait longer than the mean."""
+        """Factor on a predicted wait. At least 1, with a margin, because half of all requests wait longer than the
+        mean."""
         return max(1.0, WAIT_MARGIN * self.waited / self.predicted)
 
     def add(self, waited: float, predicted: float) -> None:
@@ -237,9 +240,10 @@ class WaitBias:
 
 
 LONGEST_MATCH, SHORTEST_MATCH = 4, 2
-"""Last tokens that an earlier place must repeat: as many as can be found up to the first, at least the second."""
+"""Numbers of last tokens that an earlier place must repeat: as many as possible, at most the first, at least the
+second."""
 PRIOR_TOKENS = 2.0
-"""Drafted tokens that a first guess of the acceptance counts for."""
+"""Weight of the first guess of an acceptance, in drafted tokens."""
 
 
 @dataclass(eq=False, slots=True)
@@ -258,31 +262,31 @@ class Acceptance:
         return (self.accepted + PRIOR_TOKENS * first_guess) / (self.tried + PRIOR_TOKENS)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Count a draft of which the first `accepted` tokens were right; what lies behind a wrong one says nothing."""
+        """Count a draft whose first `accepted` tokens were right; tokens after a wrong one give no information."""
         self.tried = self.keep * self.tried + min(accepted + 1, drafted)
         self.accepted = self.keep * self.accepted + accepted
         self.num_drafted += drafted
         self.num_accepted += accepted
 
     def fade(self, keep: float) -> None:
-        """Forget a part, so that a first guess counts again in time."""
+        """Forget a part of the past: the first guess gains weight with time."""
         self.tried *= keep
         self.accepted *= keep
 
 
 class PromptLookup:
-    """The history of one sequence, and the place in it that the sequence repeats from at present."""
+    """The history of one sequence, and the place in it that the sequence repeats at present."""
 
     def __init__(self) -> None:
         self._history: NDArray[np.int32] = np.empty(256, dtype=np.int32)
         self._length = 0
         self._next: int | None = None
-        """The place of the token that is expected next; None while nothing is repeated."""
+        """Place of the token that is expected next; None while the sequence repeats nothing."""
 
     def draft(self, token_ids: list[int], most: int) -> list[int]:
-        """Return up to `most` tokens that may follow `token_ids`, which begin with those of the call before.
+        """Return up to `most` tokens that may follow `token_ids`, which begin with those of the last call.
 
-        A text whose end repeats itself is expected to go on so.
+        If the end of a text repeats itself, the repetition is expected to continue.
         """
         self._append(token_ids)
         if self._next is None:
@@ -290,13 +294,15 @@ class PromptLookup:
         if self._next is None:
             return []
         followed = self._history[self._next : min(self._next + most, self._length)]
+        # np.resize repeats `followed` if the history ends before `most` tokens.
         drafted: list[int] = np.resize(followed, most).tolist()
         return drafted
 
     def _append(self, token_ids: list[int]) -> None:
-        """Take over the new tokens; go on from the place that was found where they are the tokens that stand there."""
+        """Append the new tokens; keep the place that was found if it predicted them, else drop it."""
         start, stop = self._length, len(token_ids)
         if stop > len(self._history):
+            # Doubled: appending a token takes constant time, amortised.
             self._history = np.resize(self._history, 2 * stop)
         self._history[start:stop] = token_ids[start:]
         self._length = stop
@@ -306,7 +312,7 @@ class PromptLookup:
                 self._next = None
 
     def _find(self) -> int | None:
-        """Return the place behind the latest of the longest matches of the last tokens."""
+        """Return the place after the latest of the longest matches of the last tokens."""
         history, last = self._history[: self._length], self._length - 1
         places = np.flatnonzero(history[:last] == history[last])
         for back in range(1, LONGEST_MATCH):

@@ -1,38 +1,43 @@
 """Fair shares by virtual token counters: the party to serve next, the parties that sit out, the start of a newcomer.
 
-The idea is VTC's (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each party has a counter of
-the service it received, over its weight, and the party with the lowest counter is admitted next. VTC's bound grows with
-the pool, because everything that was admitted runs to its end. Here a party that is too far ahead is *suspended*: its
+The idea is VTC's (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each party has a counter of
+the service that it received, over its weight, and the party with the lowest counter is admitted next. VTC's bound grows
+with the pool, because every admitted request runs to its end. Here a party that is too far ahead is *suspended*: its
 rows sit out a step and keep their memory. That bounds the drift whatever the pool's size (decision 0004).
 
 Parties that compete (classes; the tenants of one class) are in one `FairQueue` while they have eligible work waiting. L
 is `max_service_lead`, and three rules hold:
 
-1. A party that comes back is raised to the lowest counter of those that wait; where none waits, to the highest counter
-   of all, for a debt to parties that are gone is void. Counters never fall.
+1. A party that comes back is raised to the lowest counter of the parties that wait. If none waits, it is raised to the
+   highest counter of all, because a debt to parties that are gone is void. Counters never fall.
 2. A party more than L above the lowest of those that wait sits out the step.
 3. One step charges one party at most delta.
 
-By 1, the lowest counter m of those that wait never falls while any waits, and when the first one comes none is above
-it. By 2 and 3 none ever exceeds m + L + delta. So the counters of any two parties that wait differ by at most L + delta
-at every moment, and the service they received over any interval by at most 2 * (L + delta). A party that is admitted
-early for its adapter's sake, up to an affinity window Q before its turn, may be that much further ahead: then 2 * (L +
-Q + delta).
+By rule 1, the lowest counter m of the waiting parties never falls while any waits, and when the first party comes none
+is above it. By rules 2 and 3, no counter ever exceeds m + L + delta. So the counters of two waiting parties differ by
+at most L + delta at every moment, and the service that they received over any interval by at most 2 * (L + delta). A
+party may be admitted before its turn, by at most an affinity window Q, because its adapter is in the batch. The bound
+is then 2 * (L + Q + delta).
 
-The *order* of admission is by another number, `projected_service`: the counter plus what the requests already admitted
-are still expected to take. Ordering by service received alone admits too many requests of the party that is behind,
-before the first of them is charged, and swings back and forth.
+The *order* of admission uses another number, `projected_service`: the counter plus the service that admitted requests
+are still expected to take. If the order used received service alone, it would admit too many requests of the party with
+the least service before the first of them is charged, and would oscillate.
 
-In a fleet, engines tell each other the service of tenants, and each *lifts* a tenant by what others served. Its
-projected service grows by all of it, so that the order of admission is by the service of the whole fleet. Between two
-admissions it grows at most to `max_lift` above the party that was first then: so it waits for that much service of
-others at most, however much it gets elsewhere meanwhile. Its counter does not jump by it: else rule 2 would make the
-first in order sit out until the lifted one, which had its share elsewhere, has caught up here. What the counter lacks
-of the projection for that reason is the *pending lift*. It is spent as others are served: whenever the first in order
-would sit out for it, the counter follows. Without that, the first in order would be `max_service_lead` ahead soon, and
-the lifted one, far behind it in the order, would be admitted. A party that comes back pays with its pending lift for
-its place beside those that wait (rule 1): they were served while it was away. So a lift suspends nothing, and no
-counter exceeds m + L + delta.
+In a fleet, engines tell each other the service of tenants, and each engine *lifts* a tenant by what the others served:
+
+- The tenant's projected service grows by all of it, so the order of admission follows the service of the whole fleet.
+  Between two admissions it grows at most to `max_lift` above the party that was first at that time. So the tenant waits
+  for at most that much service of others, however much it gets elsewhere.
+- The tenant's counter does not grow at once. Otherwise rule 2 would make the first in order sit out until the lifted
+  tenant, which had its share elsewhere, has caught up here. The part of the projection that the counter lacks is the
+  *pending lift*.
+- The pending lift is spent as others are served: whenever the first in order would sit out because of the lifted
+  tenant, that tenant's counter follows. Otherwise the first in order would soon be `max_service_lead` ahead, and the
+  lifted tenant would be admitted although it comes much later in the order.
+- A party that comes back pays with its pending lift for its place among those that wait (rule 1): they were served
+  while it was away.
+
+So a lift suspends no party, and no counter exceeds m + L + delta.
 """
 
 from __future__ import annotations
@@ -49,23 +54,23 @@ from loramux.engine.scheduling.estimates import QueuedWork, WaitBias
 
 @dataclass(eq=False, slots=True)
 class VirtualTokenCounter:
-    """One party's service in units over its weight."""
+    """One party's service, in units over its weight."""
 
     weight: float = 1.0
     served: float = 0.0
-    """Executed, and what rule 1 credited."""
+    """Executed service, what rule 1 credited, and the part of the lift that was spent."""
     projected_service: float = 0.0
-    """`served`, and what its admitted requests are expected to take yet."""
+    """`served` plus the pending lift and what its admitted requests are still expected to take."""
     credited: float = 0.0
     """Service that rule 1 added."""
     lifted: float = 0.0
-    """Service on other engines that `served` has."""
+    """Service on other engines that is included in `served`."""
     pending_lift: float = 0.0
-    """Service on other engines that `projected_service` has and `served` does not yet."""
+    """Service on other engines that `projected_service` includes and `served` does not yet."""
     lift_limit: float | None = None
-    """The projection that lifts may reach before it is admitted again; None: none has come since."""
+    """Projection that lifts may reach before it is admitted again; None: no lift has come since its last admission."""
     executed: float = 0.0
-    """Units, whatever the weight."""
+    """Executed units, without division by the weight."""
     queued: QueuedWork = field(default_factory=QueuedWork)
     """The work that waits."""
 
@@ -85,17 +90,17 @@ class VirtualTokenCounter:
         self.served += units / self.weight
 
     def project(self, units: float) -> None:
-        """Count expected service, of an admission; negative where less came than was expected."""
+        """Count the expected service of an admission; negative if less came than was expected."""
         if units > 0.0:
             self.lift_limit = None
         self.projected_service += units / self.weight
 
     def settle(self) -> None:
-        """Nothing of it is admitted any more: no rounding error outlives what was projected."""
+        """Reset the projection, because no request is admitted any more: rounding errors must not accumulate."""
         self.projected_service = self.counted
 
     def lift(self, units: float, first: VirtualTokenCounter, max_lift: float) -> None:
-        """Count service of other engines, beside the `first` in the order of admission."""
+        """Count service on other engines; `first` is the first in the order of admission."""
         if self.lift_limit is None:
             self.lift_limit = first.projected_service + max_lift
         added = max(0.0, min(units / self.weight, self.lift_limit - self.projected_service))
@@ -104,7 +109,7 @@ class VirtualTokenCounter:
         self.follow(first)
 
     def follow(self, first: VirtualTokenCounter) -> float:
-        """Spend pending lift, up to the counter of the `first` in order; return how much."""
+        """Spend pending lift, up to the counter of the `first` in order; return how much was spent."""
         if self.projected_service <= first.projected_service:
             return 0.0
         return self._spend_lift(first.served - self.served)
@@ -117,7 +122,7 @@ class VirtualTokenCounter:
         return spent
 
     def reweigh(self, weight: float) -> None:
-        """Change the weight; service that is projected and not yet executed counts by the new one."""
+        """Change the weight; service that is projected and not yet executed is counted by the new one."""
         self.projected_service = self.served + (self.projected_service - self.served) * self.weight / weight
         self.pending_lift *= self.weight / weight
         self.weight = weight
@@ -135,14 +140,14 @@ CounterT = TypeVar("CounterT", bound=VirtualTokenCounter)
 
 
 class FairQueue(Generic[CounterT]):
-    """Parties with eligible work waiting: `enter` when it comes, `leave` when there is none."""
+    """Parties with eligible work waiting: `enter` when work comes, `leave` when none is left."""
 
     def __init__(self) -> None:
         self._by_served: RankedItems[CounterT, float] = RankedItems(attrgetter("served"))
         self._by_projected: RankedItems[CounterT, float] = RankedItems(attrgetter("projected_service"))
         self._skipped: list[CounterT] = []
         self.peak = 0.0
-        """No counter of a party is, or ever was, higher."""
+        """Highest counter that a party has, or ever had."""
 
     def __contains__(self, party: CounterT) -> bool:
         return party in self._by_served
@@ -155,7 +160,7 @@ class FairQueue(Generic[CounterT]):
 
     @property
     def floor(self) -> float | None:
-        """The lowest counter of those that wait; None where none does."""
+        """The lowest counter of the parties that wait; None if none waits."""
         lowest = self._by_served.first()
         return None if lowest is None else lowest.served
 
@@ -171,14 +176,15 @@ class FairQueue(Generic[CounterT]):
         return self._by_projected.first()
 
     def first_near(self, suits: Callable[[CounterT], bool], span: float, limit: int) -> CounterT | None:
-        """The first in order that `suits`, at most `span` behind the very first; `limit` parties are looked at."""
+        """Return the first party in order that `suits`, at most `span` after the very first; look at `limit`
+        parties."""
         lowest = self._by_projected.first()
         if lowest is None:
             return None
         return self._by_projected.lowest(suits, limit, up_to=lowest.projected_service + span)
 
     def entry(self, party: CounterT) -> float:
-        """The place of `party` in the order of admission, or its place after rule 1."""
+        """Return the projected service of `party`; if it does not wait, the one that rule 1 would give it."""
         if party in self:
             return party.projected_service
         return party.projected_service + max(0.0, self.start - party.counted)
@@ -196,12 +202,12 @@ class FairQueue(Generic[CounterT]):
         self._by_projected.drop(party)
 
     def skip(self, party: CounterT) -> None:
-        """Do not return `party` as `first` before `reset_skips`, though it goes on waiting."""
+        """Do not return `party` as `first` before `reset_skips`, although it still waits."""
         self._by_projected.drop(party)
         self._skipped.append(party)
 
     def reset_skips(self) -> None:
-        """Make those that were skipped candidates again."""
+        """Make the parties that were skipped candidates again."""
         for party in self._skipped:
             if party in self:
                 self._by_projected.put(party)
@@ -213,7 +219,8 @@ class FairQueue(Generic[CounterT]):
         self.peak = max(self.peak, party.served)
 
     def lift(self, party: CounterT, units: float, max_lift: float) -> None:
-        """Count service of other engines. Where no other party waits, there is no order that it could change."""
+        """Count service on other engines. Without another waiting party there is no order to change."""
+        # Skipped parties wait too: the first in order may be one of them.
         self.reset_skips()
         first = self._by_projected.first()
         if first is not None and (len(self._by_projected) > 1 or first is not party):
@@ -221,7 +228,8 @@ class FairQueue(Generic[CounterT]):
             self.peak = max(self.peak, party.served)
 
     def spend_lifts(self, lead: float) -> float:
-        """Let lifted counters follow that of the first in order, where it would sit out for them by `lead` (rule 2).
+        """Let lifted counters follow that of the first in order, if it would sit out because of them by `lead` (rule
+        2).
 
         Return the lift that was spent.
         """
@@ -234,7 +242,7 @@ class FairQueue(Generic[CounterT]):
         return total
 
     def project(self, party: CounterT, units: float) -> None:
-        """Count service that is expected of an admitted request, or (negative) no longer is."""
+        """Count service that is expected of an admitted request, or (negative) is no longer expected."""
         party.project(units)
         if units < 0 and party in self._by_projected:
             self._by_projected.put(party)
@@ -248,9 +256,9 @@ class ClassCounter(VirtualTokenCounter):
     num_running: int = 0
     """Sequences that hold memory."""
     left_at: float = -math.inf
-    """When the latest of them left, in the scheduler's time."""
+    """Time at which the latest of them left, by the scheduler's clock."""
     ceiling: float = math.inf
-    """A flow above it sits out this step (rule 2)."""
+    """Counter above which a flow sits out this step (rule 2)."""
 
 
 @dataclass(eq=False, slots=True)
@@ -267,5 +275,5 @@ class Flow(VirtualTokenCounter):
 
     @property
     def is_suspended(self) -> bool:
-        """Does it sit out this step (rule 2)?"""
+        """True if it sits out this step (rule 2)."""
         return self.served > self.group.ceiling

@@ -1,12 +1,12 @@
-"""The waiting requests: classes share the engine by weight, within a class its tenants do, a tenant's requests are
-FIFO.
+"""The waiting requests. Classes share the engine by weight, tenants share their class, a tenant's requests are in order
+of arrival.
 
-A flow (a tenant in a class) takes part in its class's `FairQueue` while something of its waits that could run. A flow
-whose requests all wait for an adapter, for a place among the loads, or for its tenant's quota is *parked*: it holds no
-floor, so no other flow sits out for it, and it comes back, as one whose queue was empty, when that event happens.
+A flow (a tenant in a class) takes part in its class's `FairQueue` while one of its waiting requests could run. A flow
+is *parked* if all its requests wait for an adapter, a place among the loads, or its tenant's quota. A parked flow holds
+no floor, so no other flow sits out for it. When the event happens, it comes back like a flow whose queue was empty.
 
-Flows are forgotten once that changes nothing: a flow with no requests whose counter, with its pending lift, is at or
-below the class's start would be at the start on its return anyway (rule 1 of `fairness`).
+A flow is forgotten once that changes nothing: it has no requests, and its counter, with its pending lift, is at or
+below the class's start. On its return it would be raised to the start anyway (rule 1 of `fairness`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from loramux.engine.scheduling.policy import Policy
 from loramux.engine.scheduling.sequence import Sequence
 
 LOAD_SLOT = "load slot"
-"""The event that a load has ended, so that another one may begin."""
+"""Event: a load has ended, so another one may begin."""
 MAX_FORGOTTEN = 8
-"""Flows that are forgotten for one that is made, at most: so the work is spread, and they still go faster than they
+"""Most flows to forget when one is made. This spreads the work, and flows are still forgotten faster than they
 come."""
 
 
 class RequestQueue:
-    """Waiting sequences, and the counters that say in which order they should be admitted."""
+    """Waiting sequences, and the counters that decide the order of admission."""
 
     def __init__(self, policy: Policy) -> None:
         self.num_changes = 0
-        """Grows whenever a request or a counter moves: a plan that left it alone would be the same again."""
+        """Grows whenever a request or a counter changes: if a plan did not change it, the next plan would be the
+        same."""
         self.classes: Mapping[ServiceClass, ClassCounter] = {
             service_class: ClassCounter(weight=share) for service_class, share in policy.class_shares.items()
         }
         self.on_forget: Callable[[Flow], None] = lambda _: None
-        """Called with every flow that is forgotten, so that statistics may keep its figures."""
+        """Called with every flow that is forgotten; statistics then keep its figures."""
         self._policy = policy
         self._groups: FairQueue[ClassCounter] = FairQueue()
         self._flows: dict[tuple[ServiceClass, str], Flow] = {}
@@ -51,10 +52,10 @@ class RequestQueue:
         self._inactive: dict[ServiceClass, RankedItems[Flow, float]] = {
             service_class: RankedItems(attrgetter("counted")) for service_class in self.classes
         }
-        """Flows without requests, the lowest counter, with its pending lift, first."""
+        """Flows without requests, the lowest counter with its pending lift first."""
         self._length = 0
         self._unreported: dict[tuple[ClassCounter, str], float] = {}
-        """Service since it was taken last, for the other engines of a fleet."""
+        """Service since it was last taken; the other engines of a fleet need it."""
 
     # questions
 
@@ -73,7 +74,7 @@ class RequestQueue:
 
     @property
     def first(self) -> Flow | None:
-        """The flow to admit from next, of those not skipped."""
+        """The flow to admit from next, among those that are not skipped."""
         first = None
         for group in self.classes.values():
             flow = group.tenants.first
@@ -82,15 +83,15 @@ class RequestQueue:
         return first
 
     def first_near(self, flow: Flow, suits: Callable[[Flow], bool]) -> Flow | None:
-        """Return the first that `suits` of `flow`, the first of its class, and the flows within its affinity window."""
+        """Return the first that `suits` among `flow`, the first of its class, and the flows in its affinity window."""
         return flow.group.tenants.first_near(suits, self._policy.affinity_window, self._policy.lookahead)
 
     def head(self, flow: Flow, count: int = 1) -> list[Sequence]:
-        """The first `count` waiting sequences of `flow`."""
+        """Return the first `count` waiting sequences of `flow`."""
         return list(islice(self._waiting[flow], count))
 
     def waiting_for(self, digest: str) -> Collection[Sequence]:
-        """Waiting sequences of one revision, in order of arrival."""
+        """Return the waiting sequences of one revision, in order of arrival."""
         return tuple(self._by_digest.get(digest, ()))
 
     @property
@@ -107,10 +108,10 @@ class RequestQueue:
         return total
 
     def work_before(self, flow: Flow) -> QueuedWork:
-        """Work that is expected to be admitted before a request that comes to the end of `flow` now.
+        """Return the work that is expected to be admitted before a request that joins the end of `flow` now.
 
-        Fluid fair queueing: the others of its class are served up to the counter that `flow` will have reached by then,
-        and the other classes up to the counter that its class will have.
+        Fluid fair queueing: the other flows of its class are served up to the counter that `flow` will have reached by
+        then, and the other classes up to the counter that its class will have reached.
         """
         group = flow.group
         before = QueuedWork()
@@ -120,25 +121,25 @@ class RequestQueue:
         return before
 
     def may_interrupt(self, flow: Flow, other: Flow) -> bool:
-        """Is `other` of a lower class than `flow`, one that has taken and been promised more than its share?"""
+        """Return whether `other` has a lower class than `flow`, which has taken and been promised more than its
+        share."""
         return self._is_ahead(other.group, flow.group)
 
     def can_interrupt_any(self, flow: Flow) -> bool:
-        """Is there a class of which that is true?"""
+        """Return whether there is such a class for `flow`."""
         return any(self._is_ahead(group, flow.group) for group in self.classes.values())
 
     def _is_ahead(self, lower: ClassCounter, group: ClassCounter) -> bool:
         return lower.weight < group.weight and lower.projected_service > self._groups.entry(group)
 
     def background(self, now: float, *, is_blocked: bool) -> tuple[ClassCounter, float] | None:
-        """Return class batch and its share of the step's tokens, where its prompts give way in the next step, else
-        None.
+        """Return class batch and its share of the step's tokens, if its prompts give way in the next step; else None.
 
-        The first token of a batch's line is not waited for; but the rows beside its prompt wait for the step, and so
-        do requests that come meanwhile. So it gives way to the classes of larger weight that run, or ran within
-        `quiet_seconds`, or wait and may join (`is_blocked`: none can). The share is 0, so that its prompts come after
-        all others, until it is half of `max_service_lead` behind them; then it is what the weights give it, so that it
-        falls no further behind.
+        The first token of a batch's request is not urgent. But the other rows of the step, and the requests that come
+        during it, wait for the batch's prompt. So class batch gives way to each class of larger weight that runs, that
+        ran within `quiet_seconds`, or that waits and may join (`is_blocked`: none may join). The share is 0, which puts
+        its prompts after all others, until batch has half of `max_service_lead` less service than they have. Then the
+        share is what the weights give it, and the difference grows no further.
         """
         batch = self.classes[ServiceClass.BATCH]
         if not batch.num_running and batch not in self._groups:
@@ -147,7 +148,7 @@ class RequestQueue:
             group
             for group in self.classes.values()
             if group.weight > batch.weight
-            and group.ceiling > -math.inf  # one that sits out has no rows in the step
+            and group.ceiling > -math.inf  # a class that sits out has no rows in the step
             and (
                 group.num_running
                 or (not is_blocked if group in self._groups else now - group.left_at < self._policy.quiet_seconds)
@@ -169,18 +170,20 @@ class RequestQueue:
             self._forget_flows(request.service_class)
             flow = Flow(weight=request.weight, tenant=request.tenant, group=self.classes[request.service_class])
             self._flows[key] = flow
+            # Inactive until its first request is pushed.
             self._inactive[request.service_class].put(flow)
         flow.reweigh(request.weight)
         return flow
 
     def push(self, sequence: Sequence) -> None:
-        """Queue at the end of its flow."""
+        """Queue `sequence` at the end of its flow."""
         flow, work = sequence.flow, _work_of(sequence)
         self._waiting.setdefault(flow, OrderedDict())[sequence] = None
         if sequence.digest is not None:
             self._by_digest[sequence.digest][sequence] = None
         self._length += 1
         self.num_changes += 1
+        # Kept for `remove`: the sequence's estimates may change while it waits.
         sequence.queued = work
         for counter in (flow, flow.group):
             counter.queued.add(work)
@@ -188,12 +191,12 @@ class RequestQueue:
         self._enter(flow)
 
     def push_front(self, sequence: Sequence) -> None:
-        """Queue again at the head: a preempted sequence keeps its place."""
+        """Queue `sequence` again at the head of its flow: a preempted sequence keeps its place."""
         self.push(sequence)
         self._waiting[sequence.flow].move_to_end(sequence, last=False)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take out an admitted, cancelled or failed sequence."""
+        """Remove an admitted, cancelled or failed sequence."""
         flow = sequence.flow
         waiting = self._waiting[flow]
         del waiting[sequence]
@@ -207,11 +210,11 @@ class RequestQueue:
         for counter in (flow, flow.group):
             counter.queued.add(sequence.queued, -1.0)
         if not waiting:
-            flow.queued = QueuedWork()  # no rounding error outlives a queue
+            flow.queued = QueuedWork()  # rounding errors must not accumulate
             self._leave(flow)
 
     def park(self, flow: Flow, events: Iterable[Hashable]) -> None:
-        """Take `flow` out until one of `events`: nothing of it can run before."""
+        """Take `flow` out until one of `events` happens: none of its requests can run before."""
         self.num_changes += 1
         for event in events:
             self._parked[event][flow] = None
@@ -227,7 +230,7 @@ class RequestQueue:
                 self._enter(flow)
 
     def note_idle(self, flow: Flow) -> None:
-        """Make `flow` forgettable where nothing of it waits or runs."""
+        """Allow `flow` to be forgotten if none of its requests waits or runs."""
         if not (flow.num_running or self._waiting.get(flow)):
             self._waiting.pop(flow, None)
             flow.settle()
@@ -236,7 +239,7 @@ class RequestQueue:
     # counters
 
     def update_ceilings(self) -> None:
-        """Before a step: suspend the parties that are more than `max_service_lead` ahead of one that waits."""
+        """Suspend, before a step, the parties that are more than `max_service_lead` ahead of one that waits."""
         lead, floor = self._policy.max_service_lead, self._groups.floor
         for group in self.classes.values():
             group.tenants.spend_lifts(lead)
@@ -246,7 +249,7 @@ class RequestQueue:
                 group.ceiling = float("-inf")
 
     def spend_lifts_for(self, flow: Flow) -> None:
-        """Let lifted flows follow `flow`, the first in order, which would sit out for them within a step."""
+        """Let lifted flows follow `flow`, the first in order, which would otherwise sit out for them within a step."""
         group, lead = flow.group, self._policy.max_service_lead
         if group.ceiling > float("-inf") and group.tenants.spend_lifts(lead) and group.tenants.floor is not None:
             group.ceiling = group.tenants.floor + lead
@@ -261,7 +264,8 @@ class RequestQueue:
         for flow, charged in units.items():
             flow.group.tenants.charge(flow, charged)
             totals[flow.group] += charged
-            # By name: a flow that is forgotten meanwhile, and comes back as another, must not be kept by its service.
+            # The key is the name: if a flow is forgotten and made again, its unreported service must neither keep the
+            # old flow nor be lost.
             key = (flow.group, flow.tenant)
             self._unreported[key] = self._unreported.get(key, 0.0) + charged
         for group, charged in totals.items():
@@ -275,8 +279,10 @@ class RequestQueue:
         return [TenantService(tenant, names[group], units) for (group, tenant), units in taken.items()]
 
     def lift(self, services: Iterable[TenantService]) -> None:
-        """Count what tenants were served on other engines. One that was never here, or is forgotten, has no counter to
-        lift: it starts beside those that wait."""
+        """Count what tenants were served on other engines.
+
+        A tenant that was never here, or is forgotten, has no counter to lift: it will start level with those that
+        wait."""
         self.num_changes += 1
         for service in services:
             if flow := self._flows.get((ServiceClass(service.service_class), service.tenant)):
@@ -328,7 +334,7 @@ def _work_of(sequence: Sequence) -> QueuedWork:
 
 
 def _add_others(before: QueuedWork, queue: FairQueue[CounterT], own: CounterT, level: float) -> None:
-    """Add, of every other party in `queue`, the work that is due to it before `own` has reached `level`."""
+    """Add, for every other party in `queue`, the work that is due to it before `own` has reached `level`."""
     for other in queue:
         if other is not own:
             share = other.queued.share_of((level - other.projected_service) * other.weight)

@@ -1,6 +1,6 @@
 """The scheduler: decode first, prefill in chunks, admission under one budget, preemption when memory runs out.
 
-`plan` chooses the tokens of the next step, and `commit` writes the step's result into its sequences; the package's
+`plan` chooses the tokens of the next step, and `commit` writes the step's result into its sequences. The package's
 docstring lists the parts of a plan in their order.
 """
 
@@ -28,11 +28,11 @@ from loramux.engine.scheduling.speculation import Speculation
 from loramux.engine.scheduling.state import SchedulerState
 
 MIN_BACKGROUND_TOKENS = 16
-"""Prompt tokens of class batch that a step holds however long they take: a prompt of 1,000 is done in 63 steps."""
+"""Least prompt tokens of class batch in a step, however long they take: a prompt of 1,000 is done in 63 steps."""
 
 
 class Scheduler:
-    """Plans steps and commits their results. Pure Python: a simulator runs it with a clock and a store of its own."""
+    """Plans steps and commits their results. Pure Python: a simulator runs it with another clock and another store."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Scheduler:
         policy: Policy | None = None,
         host: HostKv | None = None,
     ) -> None:
-        """Time and counters are `residency`'s. `host`: takes KV of preempted sequences; without one it is
-        recomputed."""
+        """Use the clock and the counters of `residency`. `host` takes the KV of preempted sequences; without it their
+        KV is recomputed."""
         policy, step_time, counters = policy or Policy(), StepTimeModel(), residency.counters
         costs = PageCosts(
             step_time.compute_seconds,
@@ -57,30 +57,32 @@ class Scheduler:
         self.state = SchedulerState(limits, policy, budget, memory, step_time, residency.clock, counters)
         self.memory, self.queue = memory, self.state.queue
         self.running = self.state.running
-        """The sequences that hold memory, in order of admission."""
+        """Sequences that hold memory, in order of admission."""
         self.capacity = CapacityPolicy(self.state)
         self._admission = Admission(self.state, self.capacity)
         self._deadlines = Deadlines(self.state, self.capacity)
         self.speculation = Speculation(self.state)
         self._planned_at, self._running_tokens = 0.0, 0
         self._running_rows = 0
-        """The tokens of the step under way where none is of a prompt, else 0."""
+        """Tokens of the running step if none is of a prompt, else 0."""
         self._settled_at: int | None = 0
-        """The queue's `num_changes` after a plan that held nothing and changed nothing; None after any other."""
+        """The queue's `num_changes` after a plan that held nothing and changed nothing; None after any other plan."""
 
     # questions
 
     @property
     def is_idle(self) -> bool:
-        """Does nothing run, wait or remain to be reported?"""
+        """True if no request runs or waits and no event remains to be reported."""
         return not (self.state.sequences or self.state.events)
 
     @property
     def next_plan_at(self) -> float:
-        """The scheduler's time of the next plan: -inf at once; inf after the next request, cancellation or load.
+        """The time of the next plan, by the scheduler's clock.
 
-        Only a plan that held nothing and changed nothing may be followed by a wait, for until then the next one would
-        be the same; it ends with the next deadline of those that wait, or the next time-out of a load.
+        -inf: at once. inf: after the next request, cancellation or load.
+
+        The engine waits only after a plan that held nothing and changed nothing: without an event the next plan would
+        be the same. The wait ends with the next deadline of a waiting group, or the next time-out of a load.
         """
         if self.state.events or self._settled_at != self.queue.num_changes:
             return -math.inf
@@ -94,7 +96,7 @@ class Scheduler:
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Prompt tokens that a second computes beside the sequences that run now; 0 before steps were measured."""
+        """Prompt tokens computed per second next to the sequences that run now; 0 before steps were measured."""
         rows = len(self.running)
         prompt = max(1, self.state.limits.prefill_tokens(rows))
         seconds = self.state.step_time.seconds(1, rows + prompt)
@@ -106,13 +108,13 @@ class Scheduler:
         return self._deadlines.queue_seconds()
 
     def is_open(self, sequence: Sequence) -> bool:
-        """Has `sequence` not ended?"""
+        """Return whether `sequence` has not ended."""
         return self.state.sequences.get(sequence.id) is sequence
 
     # requests come and go
 
     def add(self, request: Request) -> None:
-        """Queue a request, or refuse it at once when it could never run, or not by its deadline."""
+        """Queue a request; refuse it at once if it could never run, or would miss its deadline."""
         state = self.state
         if reason := self.capacity.too_long(request):
             self.refuse(request, EngineFault("context_length_exceeded", reason))
@@ -132,27 +134,27 @@ class Scheduler:
         self.state.report_end(request.id, "error" if fault else "cancelled", fault)
 
     def cancel(self, request_id: str) -> None:
-        """Free a request's pages; unknown ids have ended already."""
+        """End a request and free its pages; an unknown id has ended already."""
         if sequence := self.state.sequences.get(request_id):
             self.state.finish(sequence)
             self.state.report_end(request_id, "cancelled")
 
     def drain_events(self) -> list[TokenEvent]:
-        """Return the ends that no step brought about: refusals, cancellations, failed adapters."""
+        """Return the ends that no step caused: refusals, cancellations, failed adapters."""
         events, self.state.events = self.state.events, []
         return events
 
     def take_starts(self) -> list[TokenEvent]:
-        """Return the loads that began with the latest plan, for requests that asked to report it."""
+        """Return the loads that began with the latest plan, if their requests have `report_start`."""
         starts, self.state.starts = self.state.starts, []
         return starts
 
     # a step
 
     def plan(self) -> Step:
-        """Give every decoding sequence a row and what then remains for prefill to prompts, old and newly admitted.
+        """Give a row to every decoding sequence, and the tokens that are left to prompts, old and newly admitted.
 
-        Chunked prefill as in Sarathi-Serve (OSDI 2024): a prompt never stalls the decoding rows beside it.
+        Chunked prefill as in Sarathi-Serve (OSDI 2024): a prompt never stalls the decoding rows of the same step.
         """
         state, changes = self.state, self.queue.num_changes
         now = state.clock()
@@ -177,8 +179,9 @@ class Scheduler:
     def commit(self, step: Step, sampled: Iterable[TokenEvent]) -> list[TokenEvent]:
         """Write a step's result into its sequences; return the events for their clients.
 
-        `sampled` holds one event for each of `step.sampling`, with the token and, where it ends the answer, `stop`; and
-        further ones behind it where drafts were accepted. One for each request whose prompt is pooled now, too.
+        `sampled` holds one event for each of `step.sampling`, with the token and, if the token ends the answer, `stop`.
+        If drafts were accepted, one more event follows for each. A request whose prompt is pooled in this step has one
+        too.
         """
         size, cache = self.state.budget.block_size, self.memory.cache
         caches = cache.is_enabled
@@ -190,9 +193,10 @@ class Scheduler:
             if chunk.drafts:
                 drafted += len(chunk.drafts)
                 accepted = self.speculation.note_verified(chunk)
+                # The plan charged one token. Only now it is known how many drafts were accepted.
                 self.queue.charge(sequence.flow, 2.0 * accepted)
                 self.state.trim(sequence)
-                computed -= len(chunk.drafts) - accepted  # the KV of rejected ones is overwritten
+                computed -= len(chunk.drafts) - accepted  # the KV of rejected drafts is overwritten
             sequence.num_computed = computed
             if sequence.num_scored < sequence.num_prompt_tokens - 1:
                 sequence.num_scored = sequence.to_score(chunk.start, computed)[1]
@@ -201,14 +205,14 @@ class Scheduler:
         self.state.num_commits += 1
         for event in [event for event in events if event.finish_reason is not None]:
             self._end(event)
-        # Where something runs, the next plan follows at once: the time between them is the step's.
+        # While sequences run, the next plan follows at once: the time between the two plans is the step's.
         if self.running:
             holds_prompt = tokens > len(step.chunks) + drafted
             self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
         return events
 
     def fill_pending(self, chunk: Chunk, event: TokenEvent) -> None:
-        """Write the token that `chunk` sampled, of a step that was committed with PENDING in its place."""
+        """Write the token that `chunk` sampled, in a step that was committed with PENDING in its place."""
         sequence = chunk.sequence
         if event.token_id is not None:
             sequence.token_ids[chunk.end] = event.token_id
@@ -217,8 +221,9 @@ class Scheduler:
             self.state.finish(sequence)
 
     def end_pooled(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """End requests whose prompts were pooled in a step that was committed before; return the events for their
-        clients, without those of requests that have ended meanwhile."""
+        """End requests whose prompts were pooled in a step that was committed before.
+
+        Return the events for their clients, without those of requests that have ended since."""
         alive = [self._append(event) for event in events if event.request_id in self.state.sequences]
         for event in alive:
             self._end(event)
@@ -227,7 +232,7 @@ class Scheduler:
     # the parts of a plan
 
     def _process_loads(self) -> None:
-        """Reject the requests of revisions that failed, and let flows take part again that waited for a load."""
+        """Reject the requests of revisions that failed, and let flows that waited for a load take part again."""
         state = self.state
         for digest in state.residency.poll():
             if state.residency.has_failed(digest):
@@ -243,7 +248,7 @@ class Scheduler:
             self.state.reject(sequence, fault)
 
     def _limit_prompts(self, builder: StepBuilder, now: float) -> None:
-        """Leave prompts their tokens of a step that holds its decoding rows, and those of the background theirs."""
+        """Limit the prompt tokens of a step that holds its decoding rows, and within them those of the background."""
         builder.tokens_left = self.state.limits.prefill_tokens(len(builder.chunks))
         if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
             builder.background, share = found
@@ -256,8 +261,8 @@ class Scheduler:
     def _schedule_running(self, builder: StepBuilder, now: float) -> list[Sequence]:
         """Give rows to the sequences that were admitted earlier, and charge their flows.
 
-        Return those whose prompts come after the admission. Their rows and tokens of the background are kept for them.
-        Attributes are read in place of properties: this is the part of a plan that grows with the rows.
+        Return the sequences whose prompts come after the admission; their rows and the background's tokens are kept for
+        them. Attributes are read instead of properties, because this is the part of a plan that grows with the rows.
         """
         size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
         decoding: list[Sequence] = []
@@ -268,9 +273,10 @@ class Scheduler:
             if len(sequence.token_ids) - computed != 1:
                 prefilling.append(sequence)
             elif not (builder.tokens_left and (pages := len(sequence.pages))):
-                continue  # no token is left, or it was preempted for one before it
+                continue  # no token is left, or it was preempted for a sequence before it
             elif computed < (pages - state_pages) * size or self._extend(sequence, computed + 1, builder):
                 builder.add_row(sequence, computed)
+                # A plain row costs two units. Any other may cost a prompt token, or the load of its adapter.
                 is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
                 (decoding if is_plain else others).append(sequence)
         self._limit_prompts(builder, now)
@@ -283,7 +289,7 @@ class Scheduler:
             if length and sequence.pages and self._extend(sequence, sequence.num_computed + length, builder):
                 builder.add(sequence, length)
                 others.append(sequence)
-        chunks = builder.chunks  # without those that were preempted for others
+        chunks = builder.chunks  # without sequences that were preempted for others
         units: defaultdict[Flow, float] = defaultdict(float)
         for flow, rows in Counter(sequence.flow for sequence in decoding if sequence in chunks).items():
             units[flow] = 2.0 * rows
@@ -297,8 +303,8 @@ class Scheduler:
     def _schedule_deferred(self, builder: StepBuilder, deferred: list[Sequence]) -> None:
         """Give the tokens that are left to running prompts of the background.
 
-        None of the rows beside them is preempted for that, since those are charged already. Only a step that would
-        hold nothing else takes pages as any other does.
+        The step's other rows are not preempted for that, because they are charged already. Only if the step would
+        otherwise be empty, pages are taken by preemption as for any other sequence.
         """
         builder.release_kept()
         for sequence in deferred:
@@ -311,18 +317,20 @@ class Scheduler:
                 builder.add(sequence, length)
 
     def _rows(self) -> list[Sequence]:
-        """Running sequences, without those that are suspended or over the number of rows."""
+        """Return the running sequences, without those that are suspended or exceed the number of rows."""
+        # No counter exceeds the peak: in most steps no flow can be suspended, and rows need no check.
         if any(group.tenants.peak > group.ceiling for group in self.queue.groups):
             rows = [s for s in self.running if s.flow.served <= s.flow.group.ceiling]
         else:
             rows = [*self.running]
         if len(rows) > self.state.limits.max_num_seqs:
+            # The sequences of the most-served classes and tenants sit out.
             rows.sort(key=lambda s: (s.flow.group.served, s.flow.served))
             del rows[self.state.limits.max_num_seqs :]
         return rows
 
     def _extend(self, sequence: Sequence, num_tokens: int, builder: StepBuilder) -> bool:
-        """Take pages for `num_tokens` tokens, preempting if need be; False if `sequence` itself had to go."""
+        """Take pages for `num_tokens` tokens, preempting if needed; return False if `sequence` itself was preempted."""
         while not self.state.extend(sequence, num_tokens):
             victim = self.capacity.victim()
             builder.chunks.pop(victim, None)
@@ -347,7 +355,7 @@ class Scheduler:
         if token_id is None:
             if event.pooled is not None:
                 return self._with_start(event, sequence)
-            # A fault: the model's logits had no token to choose.
+            # A fault: the logits had no token to choose.
             assert event.finish_reason is not None, "a sampled event carries its token or ends the answer"
             return event
         token_ids = sequence.token_ids
@@ -360,7 +368,7 @@ class Scheduler:
         return event
 
     def _with_start(self, event: TokenEvent, sequence: Sequence) -> TokenEvent:
-        """Return a first event with what went before it."""
+        """Return a first event with the facts from before it: cached tokens, wait and load."""
         waited = (sequence.began_at or sequence.arrival) - sequence.arrival
         return msgspec.structs.replace(event, cached_tokens=sequence.num_cached, waited_s=waited, load=sequence.load)
 

@@ -1,8 +1,8 @@
 """Sequences and steps: a request's mutable run, and the tokens of each sequence that run in one iteration.
 
-A `Sequence` knows its tokens so far, how much of them is in the KV cache, and its place in the scheduler. A `Step` is
-the list of `Chunk`s of one forward, laid out so that rows of one revision are contiguous and the base model's are last.
-`StepBuilder` keeps what is left of a step's tokens and rows while it is planned.
+A `Sequence` holds its tokens so far, how many of them have KV, and its place in the scheduler. A `Step` is the list of
+`Chunk`s of one forward pass, ordered to make rows of one revision contiguous, with the base model's last. `StepBuilder`
+keeps the tokens and rows that are left of a step while it is planned.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ OUTRUNS = 0.5
 BASE_SLOT = -1
 """The slot of a sequence that no adapter serves."""
 PENDING = -1
-"""Stands among a sequence's tokens for one that the device has chosen and the host has not read yet."""
+"""Placeholder among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 MAX_SCORED_ROWS = 128
-"""Rows of a step from which a prompt's next token is scored: each takes a pass over the vocabulary, and the rows beside
-it wait for that."""
+"""Most rows of a step from which a prompt's next token is scored: each takes a pass over the vocabulary, and the step's
+other rows wait for it."""
 _SLOT = attrgetter("slot")
 
 
@@ -41,17 +41,17 @@ class RequestGroup:
     is_shared: bool = False
     """True if it may have more than one member."""
     start_by: float | None = None
-    """The time by which the first of them must have begun, by the scheduler's clock; None without a deadline."""
+    """Time by which the first of them must have begun, by the scheduler's clock; None without a deadline."""
     deadline_ms: int | None = None
     is_started: bool = False
     refusal: EngineFault | None = None
-    """The fault that refuses all of them; None where they are not refused."""
+    """The fault that refuses all of them; None if they are not refused."""
     waiting: set[Sequence] = field(default_factory=set)
     """Sequences that were accepted and have not ended."""
 
 
 class Sequence(SequenceKv):
-    """One running or waiting request. Identity, not equality: two sequences are never the same."""
+    """One running or waiting request. Compared by identity: two sequences are never equal."""
 
     __slots__ = (
         "arrival",
@@ -83,34 +83,34 @@ class Sequence(SequenceKv):
         """The tenant in a class that its service is charged to."""
         self.group: RequestGroup | None = None
         self.digest = request.adapter.digest if request.adapter else None
-        """The revision it runs under; None for the base model."""
+        """The revision that it runs under; None for the base model."""
         self.max_len = self.likely_len = self.num_prompt_tokens + request.max_output
-        """Tokens it may grow to, and tokens it is expected to grow to; memory is planned by the latter."""
+        """Tokens that it may grow to, and that it is expected to grow to; memory is planned by the latter."""
         self.slot = BASE_SLOT
         """The bank slot of its adapter while it runs."""
         self.expected_service = 0.0
-        """Units it should have taken in all when it ends, as was expected when it was admitted."""
+        """Units that it is expected to have taken in all when it ends, as estimated at its admission."""
         self.units_at_start = 0
         """`units` when it last began to run."""
         self.queued = QueuedWork()
-        """The work that it was counted for when it was queued last."""
+        """The work that it was counted for when it was last queued."""
         self.num_preemptions = 0
         last = self.num_prompt_tokens - 1
         self.num_scored = 0 if self.needs_whole_prompt and request.pooling is None else last
-        """Leading tokens from which the next one's log probability was computed, or is not wanted; the prompt's last
-        leads to the answer."""
+        """Leading tokens from which the next token's log probability was computed, or is not wanted. The prompt's last
+        token leads to the answer and is not counted."""
         self.num_loads = 0
         """Loads of its adapter that were started for it."""
         self.load: tuple[float, float] | None = None
-        """Seconds after its arrival from which, and to which, its adapter was loaded while it waited."""
+        """Begin and end of its adapter's load while it waited, in seconds after its arrival."""
         self.load_units = 0.0
-        """Units of those loads that are not charged yet."""
+        """Units of its loads that are not charged yet."""
         self.predicted_ttft_s: float | None = None
-        """Seconds to its first token, as predicted on arrival; None where it has no deadline."""
+        """Predicted seconds from its arrival to its first token; None if it has no deadline."""
         self.drafter: Drafter | None = None
-        """Its drafts, once it decodes where drafts are allowed."""
+        """Its drafts, once it decodes and drafts are allowed."""
         self.began_at: float | None = None
-        """The time at which its first step was planned, in seconds of the scheduler's clock."""
+        """Time at which its first step was planned, by the scheduler's clock."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -119,14 +119,15 @@ class Sequence(SequenceKv):
 
     @property
     def likely_left(self) -> int:
-        """Tokens it is expected to generate yet. One that outlives its estimate may go on for half as long again."""
+        """Tokens that it is still expected to generate. A sequence past its estimate is expected to add half as much
+        again."""
         held = len(self.token_ids)
         left, beyond = self.likely_len - held, (held - self.num_prompt_tokens) // 2
         return left if left >= beyond else max(left, min(self.max_len - held, beyond))
 
     @property
     def outruns_others(self) -> bool:
-        """Does it grow by more than a token a step, because drafts of it are accepted?"""
+        """True if it grows by more than a token a step, because its drafts are accepted."""
         return self.drafter is not None and self.drafter.acceptance.accepted >= OUTRUNS
 
     @property
@@ -136,25 +137,26 @@ class Sequence(SequenceKv):
 
     @property
     def num_next(self) -> int:
-        """The first of them that one model serves, so that one chunk can hold them."""
+        """Number of leading uncomputed tokens that one model serves: a chunk may hold these."""
         start, activation = self.num_computed, self.activation
         end = len(self.token_ids)
         return (end if activation is None or not start < activation < end else activation) - start
 
     def to_score(self, start: int, end: int) -> tuple[int, int]:
-        """Return the part of its tokens [start, end) from which the next one's log probability is to be computed."""
+        """Return the part of its tokens [start, end) from which the next token's log probability is to be computed."""
         first = max(start, self.num_scored)
         return first, max(first, min(end, self.num_prompt_tokens - 1))
 
     @property
     def units(self) -> int:
-        """Service that is behind it: a prompt token is one unit, whether computed or found, a generated one two."""
+        """Service that it has received: a prompt token is one unit, computed or found in the cache, a generated one
+        two."""
         reached = max(self.num_ever_computed, self.num_computed)
         return min(reached, self.num_prompt_tokens) + 2 * self.num_output_tokens
 
     @property
     def made_progress(self) -> bool:
-        """Has it got further, since it last began to run, than it had been before?"""
+        """True if it has got further, since it last began to run, than it had been before."""
         return self.units > self.units_at_start
 
     def note_load(self, began: float, ended: float) -> None:
@@ -164,7 +166,7 @@ class Sequence(SequenceKv):
             self.load = max(0.0, began - self.arrival), min(ended, self.began_at) - self.arrival
 
     def activate(self, invocation: tuple[int, ...]) -> None:
-        """Let the adapter serve from the last occurrence of `invocation` in the prompt on; without one never (as
+        """Let the adapter serve from the last occurrence of `invocation` in the prompt; without one never (as in
         PEFT)."""
         prompt, length = self.request.prompt_token_ids, len(invocation)
         starts = range(self.num_prompt_tokens - length, -1, -1)
@@ -172,30 +174,32 @@ class Sequence(SequenceKv):
         self.activation = next(found, self.max_len)
 
     def slot_at(self, position: int) -> int:
-        """The slot that serves the token at `position` while it runs."""
+        """Return the slot that serves the token at `position` while the sequence runs."""
         return self.slot if self.activation is None or position >= self.activation else BASE_SLOT
 
     def fresh_prompt(self, start: int, end: int) -> int:
-        """Tokens of [start, end) that are of the prompt, and are computed for the first time."""
+        """Return how many of the tokens [start, end) are of the prompt and are computed for the first time."""
         return max(0, min(end, self.num_prompt_tokens) - max(start, self.num_ever_computed))
 
     def recomputed(self, start: int, end: int) -> int:
-        """Tokens of [start, end) that had been computed before, or found, and were lost since."""
+        """Return how many of the tokens [start, end) had been computed or found before, and were lost since."""
         return max(0, min(end, self.num_ever_computed) - start)
 
     def cost(self, start: int, end: int) -> int:
-        """Units that computing the tokens [start, end) is charged.
+        """Return the units that computing the tokens [start, end) is charged.
 
-        A prompt token computed for the first time is one, reaching the last token (so that one is generated) two.
+        A prompt token computed for the first time costs one; reaching the last token, which generates a token, costs
+        two.
         """
         fresh = self.fresh_prompt(start, end) if start < self.num_prompt_tokens else 0
         return fresh + 2 * (end == len(self.token_ids))
 
     def take_cost(self, start: int, end: int) -> float:
-        """`cost`, and with the first tokens that cost anything the loads of its adapter.
+        """Return `cost`, plus the loads of its adapter with the first tokens that cost anything.
 
-        A load is charged with progress and never by itself: the charge may suspend the tenant, and a tenant that was
-        suspended for a load before it got anything for it could lose the adapter, load it again, and so on for ever.
+        A load is charged together with progress, never alone, because the charge may suspend the tenant. A tenant
+        suspended for a load, before the load brought progress, could lose the adapter, load it again, and so on for
+        ever.
         """
         cost: float = self.cost(start, end)
         if cost and self.load_units:
@@ -208,9 +212,9 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
     """`length` rows of a sequence from position `start`: one while decoding, up to the token budget in prefill.
 
     The rows are the sequence's own tokens and then its drafts: tokens that are expected to follow and are verified in
-    this step. A token is sampled from the last row of its own and from each draft's.
+    this step. A token is sampled from the last row before the drafts, and from each draft's row.
 
-    A Struct because a step makes hundreds, and makes them ten times faster than a frozen dataclass's.
+    It is a Struct because a step makes hundreds, ten times faster than instances of a frozen dataclass.
     """
 
     sequence: Sequence
@@ -227,47 +231,47 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def samples(self) -> bool:
-        """Does the chunk reach the sequence's last token, so that a new one is sampled from it?"""
+        """True if the chunk reaches the sequence's last token, from which a new one is sampled."""
         return self.start + self.length - len(self.drafts) == len(self.sequence.token_ids)
 
     @property
     def num_sampled(self) -> int:
-        """Rows that tokens are sampled from, the last ones."""
+        """Number of rows that tokens are sampled from: the last rows of the chunk."""
         return 1 + len(self.drafts) if self.samples and self.sequence.request.pooling is None else 0
 
     @property
     def token_ids(self) -> list[int]:
-        """The rows' tokens."""
+        """Token ids of the rows."""
         return [*self.sequence.token_ids[self.start : self.end], *self.drafts]
 
 
 @dataclass(frozen=True)
 class Step:
-    """The chunks of one forward, ordered by slot with the base model's last."""
+    """The chunks of one forward pass, ordered by slot with the base model's last."""
 
     chunks: tuple[Chunk, ...]
 
     @classmethod
     def ordered(cls, chunks: Iterable[Chunk]) -> Step:
-        """Order the chunks by slot; stable, so that equals keep the scheduler's order."""
+        """Order the chunks by slot; of equal slots, the scheduler's order is kept."""
         by_slot = sorted(chunks, key=_SLOT)
-        num_base = bisect_right(by_slot, BASE_SLOT, key=_SLOT)  # it is lower than any adapter's
+        num_base = bisect_right(by_slot, BASE_SLOT, key=_SLOT)  # the base's slot is lower than any adapter's
         return cls((*by_slot[num_base:], *by_slot[:num_base]))
 
     @property
     def empty(self) -> bool:
-        """Is there nothing to run?"""
+        """True if there is nothing to run."""
         return not self.chunks
 
     @cached_property
     def sampling(self) -> list[Chunk]:
-        """The chunks that yield tokens, in row order, as they were when first asked for: before the commit."""
+        """Chunks that yield tokens, in row order. Computed at the first use, which must be before the commit."""
         ends = [c for c in self.chunks if c.start + c.length - len(c.drafts) == len(c.sequence.token_ids)]
         return [c for c in ends if c.sequence.request.pooling is None]
 
     @cached_property
     def pooled(self) -> list[tuple[int, Chunk]]:
-        """The chunks of requests with `pooling`, each with its first row."""
+        """Chunks of requests with `pooling`, each with its first row."""
         if all(c.sequence.request.pooling is None for c in self.chunks):
             return []
         firsts = accumulate((c.length for c in self.chunks), initial=0)
@@ -280,12 +284,12 @@ class Step:
 
     @property
     def adapter_slots(self) -> list[int]:
-        """The distinct adapters of the step."""
+        """Slots of the step's distinct adapters."""
         return [slot for slot, _ in self.runs if slot != BASE_SLOT]
 
     @property
     def holds_base(self) -> bool:
-        """Is any row the base model's?"""
+        """True if any row is the base model's."""
         return bool(self.runs) and self.runs[-1][0] == BASE_SLOT
 
 
@@ -299,13 +303,13 @@ class StepBuilder:
     background: ClassCounter | None = None
     """The class whose prompts give way in this step."""
     background_left: int = 0
-    """Tokens that are left to its prompts."""
+    """Tokens that are left to the prompts of the background."""
     background_is_last: bool = False
-    """Its prompts come after those of all others, also of those that join in this step."""
+    """True if its prompts come after all others, including those of requests that join in this step."""
     _kept: tuple[int, int] = (0, 0)
     scored_left: int = MAX_SCORED_ROWS
     joined: list[Sequence] = field(default_factory=list)
-    """Those of them that were admitted in this plan."""
+    """Sequences of the step that were admitted in this plan."""
 
     @property
     def num_rows(self) -> int:
@@ -322,27 +326,27 @@ class StepBuilder:
         return room
 
     def add_row(self, sequence: Sequence, position: int) -> None:
-        """Give a `sequence` whose last token alone is to be computed, at `position`, its row; it has the page."""
+        """Add the one row of a `sequence` that has only its last token to compute, at `position`; it has the page."""
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(position)
         self.chunks[sequence] = Chunk(sequence, position, 1, slot)
         self.tokens_left -= 1
         self.rows_left -= 1
 
     def keep_for(self, deferred: list[Sequence]) -> None:
-        """Keep rows, and tokens of the background, from those that join before `deferred` have theirs."""
+        """Keep rows and tokens of the background for `deferred`: sequences that join before them cannot take these."""
         tokens = min(self.background_left, sum(sequence.num_next for sequence in deferred))
         self._kept = len(deferred), tokens
         self.rows_left -= len(deferred)
         self.background_left -= tokens
 
     def release_kept(self) -> None:
-        """Give back what was kept."""
+        """Give back the kept rows and tokens."""
         rows, tokens = self._kept
         self.rows_left += rows
         self.background_left += tokens
 
     def is_background_full(self, sequence: Sequence) -> bool:
-        """Must `sequence` wait for the next step, because its class gives way and has had its tokens of this one?"""
+        """Return whether `sequence` must wait because its class gives way and has used its tokens of this step."""
         return sequence.flow.group is self.background and not self.background_left
 
     def add(self, sequence: Sequence, length: int) -> None:
@@ -366,5 +370,5 @@ class StepBuilder:
         self.tokens_left -= len(drafts)
 
     def build(self) -> Step:
-        """The step."""
+        """Return the step."""
         return Step.ordered(self.chunks.values())

@@ -1,20 +1,22 @@
-"""Speculative decoding: which sequences of a step get drafts, and how long ones.
+"""Speculative decoding: which sequences of a step get drafts, and how long the drafts are.
 
 A draft is planned as further rows of a decoding sequence's chunk. The sampler accepts the leading tokens that the model
-would have chosen itself, `Scheduler.commit` takes them all, and the next step overwrites the KV of the others.
+would have chosen itself. `Scheduler.commit` appends the accepted tokens, and the next step overwrites the KV of the
+others.
 
 **When a draft pays.** A step of n rows takes T(n) seconds, as measured, and yields e tokens, as expected. The i-th
-token of a draft is accepted with probability a**i, where a is the share accepted lately. It is worth its row where it
-raises the tokens per second: a**i / (T(n + 1) - T(n)) > e / T(n). On a device that waits for its memory a row is almost
-free and drafts are long; where the batch keeps the device busy a row costs what a token takes, and there are none.
+token of a draft is accepted with probability a**i; a is the share accepted lately. The token is worth its row if it
+raises the tokens per second: a**i / (T(n + 1) - T(n)) > e / T(n). On a device that waits for its memory, a row is
+almost free and drafts are long. If the batch keeps the device busy, a row costs what a token takes, and there are no
+drafts.
 
-**What a draft may take.** Tokens of the step's budget that no prompt wanted, and pages that are free or hold nothing
-but cached prefixes, after all running and admitted sequences have theirs. Pages behind the accepted tokens are given
-back at the commit, so admission never meets them. A draft preempts nothing, evicts no adapter that a request waits for
-and delays no admission.
+**What a draft may take.** A draft comes after all running and admitted sequences. It takes tokens of the step's budget
+that no prompt wanted, and pages that are free or hold only cached prefixes. Pages after the accepted tokens are given
+back at the commit, so admission never sees them. A draft preempts no sequence, evicts no adapter that a request waits
+for, and delays no admission.
 
 A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both fade while drafts do not
-pay, so that a request that begins to copy is noticed.
+pay: so a request that begins to copy is noticed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from loramux.engine.scheduling.sequence import Chunk, Sequence, StepBuilder
 from loramux.engine.scheduling.state import SchedulerState, history_key
 
 FIRST_GUESS = 0.5
-"""Acceptance of a revision of which nothing is known."""
+"""Acceptance of a revision without history."""
 KEPT_BY_REQUEST, KEPT_BY_REVISION = 0.8, 0.98
 """Share of the past that is kept with every draft that was verified."""
 FADED_REQUEST, FADED_REVISION = 0.98, 0.9998
@@ -36,14 +38,14 @@ MAX_REVISIONS = 4096
 
 
 class Speculation:
-    """Adds drafts to planned steps where they pay, and learns from the result."""
+    """Adds drafts to planned steps if they pay, and learns from the result."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.times = DecodeTimes(state.step_time)
         self._state = state
         self._most = state.policy.max_draft_tokens
         self.revisions: OrderedDict[tuple[str, str | None], Acceptance] = OrderedDict()
-        """Acceptance by tenant and revision, of those remembered."""
+        """Acceptance by tenant and revision, of the remembered ones."""
 
     def add_drafts(self, builder: StepBuilder) -> None:
         """Add the drafts that pay to the decoding sequences of a step, as far as tokens and pages are left."""
@@ -79,7 +81,7 @@ class Speculation:
         return most
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        """Return up to `count` tokens that `sequence` may go on with."""
+        """Return up to `count` tokens that `sequence` may continue with."""
         return self._drafter(sequence).lookup.draft(sequence.token_ids, count)
 
     def note_verified(self, chunk: Chunk) -> int:
@@ -96,7 +98,7 @@ class Speculation:
         return accepted
 
     def _with_pages(self, sequence: Sequence, drafts: list[int]) -> tuple[int, ...]:
-        """Take the pages for `drafts`; return as many of them as have pages."""
+        """Take the pages for `drafts`; return the drafts that have pages."""
         size, held = self._state.budget.block_size, len(sequence.token_ids)
         missing = self._state.budget.pages_for(held + len(drafts)) - len(sequence.pages)
         if missing > 0 and self._state.memory.num_spare >= missing:

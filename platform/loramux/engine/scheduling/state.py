@@ -3,12 +3,12 @@
     add -> waiting -> join -> running -> finish
               ^--- preempt ----'   (waiting sequences finish too: cancelled, refused, failed)
 
-`Scheduler`, `Admission`, `CapacityPolicy` and `Deadlines` share this one object and hold nothing of their own but
-memos. A transition keeps the queue, the counters of fairness, the pages, the adapters' pins and the claims in step.
+`Scheduler`, `Admission`, `CapacityPolicy` and `Deadlines` share this one object and keep no other state except memos. A
+transition keeps the queue, the counters of fairness, the pages, the adapters' pins and the claims consistent.
 
-**Claims.** An adapter is loaded for one waiting sequence, its claimant: `claims` maps the revision to it. The revision
-stays pinned until a sequence joins under it. Where the claimant ends first, another waiting sequence of the revision
-inherits the claim, else it is released.
+**Claims.** An adapter is loaded for one waiting sequence, its claimant; `claims` maps the revision to it. The revision
+stays pinned until a sequence joins under it. If the claimant ends first, another waiting sequence of the revision
+inherits the claim; if there is none, the claim is released.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import BASE_SLOT, RequestGroup, Sequence
 
 MAX_ENDED_GROUPS = 1024
-"""Ended request groups that are remembered, for choices that come after the others of their request have ended."""
+"""Ended request groups to remember: a choice may come after the others of its request have ended."""
 
 
 class SchedulerState:
@@ -58,11 +58,11 @@ class SchedulerState:
         self.sequences: dict[str, Sequence] = {}
         """Sequences that have not ended, by request id."""
         self.claims: dict[str, Sequence] = {}
-        """Revisions that are loading, or loaded, for a sequence that waits for them; the oldest claim first."""
+        """The waiting sequence for which each revision is loading or loaded; the oldest claim first."""
         self.events: list[TokenEvent] = []
-        """Ends that no step brought about."""
+        """Ends that no step caused."""
         self.starts: list[TokenEvent] = []
-        """Of requests that asked to report when work for them begins: loads of their adapters."""
+        """Events that a load for a request with `report_start` begins."""
         self.step_time = step_time
         self.output_lengths = OutputLengths()
         self.num_departures = 0
@@ -89,8 +89,9 @@ class SchedulerState:
         self.queue.push(sequence)
 
     def join(self, sequence: Sequence) -> None:
-        """Admit a waiting `sequence`, behind the KV that was looked up or saved for it; its adapter is READY."""
+        """Admit a waiting `sequence` after the KV that was looked up or saved for it; its adapter must be READY."""
         self.queue.remove(sequence)
+        # Pinned before the claim is released: the revision must not become evictable in between.
         sequence.slot = BASE_SLOT if sequence.digest is None else self.residency.pin(sequence.digest)
         if sequence.digest in self.claims:
             self._release_claim(sequence.digest)
@@ -109,7 +110,7 @@ class SchedulerState:
         self.queue.project(flow, sequence.expected_service - sequence.units)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Take pages for the first `num_tokens` tokens, evicting what is idle; False where that is not enough."""
+        """Take pages for the first `num_tokens` tokens, evicting what is idle; return False if that is not enough."""
         missing = self.budget.pages_for(num_tokens) - len(sequence.pages)
         if missing > 0:
             if (pages := self.memory.take_kv(missing)) is None:
@@ -119,7 +120,7 @@ class SchedulerState:
         return True
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back the pages behind the tokens of a running `sequence`, which drafts had taken."""
+        """Give back pages after the tokens of a running `sequence`, which drafts had taken."""
         needed = self.budget.pages_for(len(sequence.token_ids))
         if surplus := sequence.pages[needed:]:
             del sequence.pages[needed:]
@@ -136,6 +137,7 @@ class SchedulerState:
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence, whether it runs or waits."""
+        # Only running sequences hold pages.
         if sequence.pages:
             self._leave(sequence)
         else:
@@ -147,6 +149,7 @@ class SchedulerState:
             self._close_member(sequence.group, sequence)
         if sequence.digest is not None:
             self.memory.release(sequence.digest)
+        # A load is charged with progress. Without progress it is charged here, or it would be free.
         if sequence.load_units:
             self.queue.charge(sequence.flow, sequence.load_units)
         del self.sequences[sequence.id]
@@ -158,11 +161,11 @@ class SchedulerState:
         self.report_end(sequence.id, "error", fault)
 
     def report_end(self, request_id: str, finish_reason: str, fault: EngineFault | None = None) -> None:
-        """Report an end that no step brings about."""
+        """Report an end that no step causes."""
         self.events.append(TokenEvent(request_id=request_id, finish_reason=finish_reason, fault=fault))
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give back what a running sequence holds, and the service that it was expected to take and did not."""
+        """Give back the pages of a running sequence, and the service that was projected and not received."""
         self.running.remove(sequence)
         self.num_departures += 1
         self.most_pages -= self.budget.pages_for(sequence.max_len)
@@ -211,13 +214,14 @@ class SchedulerState:
             self._release_claim(digest)
 
     def is_ready_claim(self, digest: str) -> bool:
-        """Is a claimed revision READY?"""
+        """Return whether a claimed revision is READY."""
         return self.residency.state(digest) is AdapterState.READY
 
     # estimates
 
     def estimate(self, sequence: Sequence) -> None:
-        """Set the length it should reach (for memory) and the service it should take (for shares), by its history."""
+        """Set the expected length (for memory) and the expected service (for shares) of `sequence`, from its
+        history."""
         expected = 0.0
         if sequence.request.pooling is None:
             expected = self.output_lengths.expect(history_key(sequence), sequence.request.sampling.max_tokens)
@@ -226,7 +230,8 @@ class SchedulerState:
         sequence.expected_service = sequence.num_prompt_tokens + 2 * outputs
 
     def record_length(self, sequence: Sequence) -> None:
-        """Note an answer that came to its own end: the next ones of its revision are expected to be like it."""
+        """Note the length of an answer that was not cancelled; the next answers of its revision are expected to be like
+        it."""
         self.output_lengths.record(history_key(sequence), sequence.num_output_tokens)
 
     # groups
@@ -238,12 +243,12 @@ class SchedulerState:
         return group or RequestGroup(key, is_shared=bool(request.group_id))
 
     def start_group(self, group: RequestGroup) -> None:
-        """Note that a sequence of it runs: from now on no deadline ends any of them."""
+        """Note that a sequence of the group runs: from now on no deadline ends any member."""
         group.is_started = True
         self.deadlines.drop(group)
 
     def close_group(self, group: RequestGroup) -> None:
-        """Remember a group without open sequences for a while, for choices that come late."""
+        """Remember a group without open sequences for a while, because further choices may come late."""
         self.deadlines.drop(group)
         self.groups.pop(group.id, None)
         if group.is_shared:
@@ -258,7 +263,7 @@ class SchedulerState:
 
 
 def quota_of(tenant: str) -> tuple[str, str]:
-    """The event that some of the tenant's quota has come free."""
+    """Return the event that part of the tenant's quota has come free."""
     return "quota", tenant
 
 
