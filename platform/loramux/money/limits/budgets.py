@@ -16,9 +16,11 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.common.identity import TenantId
-from loramux.common.units import SECOND, TokenCounts
+from loramux.common.units import DAY, SECOND, TokenCounts
 from loramux.data.records.limits import CounterRepository, LimitRepository, Spending
-from loramux.data.records.requests import OpenedRequest
+from loramux.data.records.requests import OpenedRequest, RequestRepository
+from loramux.data.records.subjects import SubjectRepository
+from loramux.data.records.usage import Span
 from loramux.money.limits.definitions import subjects_of
 from loramux.money.limits.errors import BudgetSpent
 from loramux.money.pricing import NANO
@@ -37,8 +39,8 @@ class Tariff(Protocol):
     def most_it_can_cost(self, request: OpenedRequest) -> int:
         """Return a bound that `cost` never exceeds for this request, also where it is settled a day later."""
 
-    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage) -> int:
-        """Return the cost of a request that used so much."""
+    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
+        """Return the cost of requests that used so much, at the prices of `at` (microseconds); None: the tariff's."""
 
 
 class Prices(Protocol):
@@ -183,8 +185,7 @@ class BudgetBatch:
             period = self._period(budget)
             spent = self._spendings[period]
             self._spendings[period] = Spent(spent.spent, spent.held + cost)
-            hold = {"request_id": request.id, "budget_id": budget.id, "start": period[1], "amount": cost}
-            self._new[request.id].append(hold | {"base_model": request.base_model, "tier": request.tier})
+            self._new[request.id].append(hold_row(request, budget.id, period[1], cost))
 
     def release(self, request_id: str, used: ChargedUsage) -> None:
         """Spend what was used and give back the rest, in the period in which the request began."""
@@ -236,9 +237,52 @@ def ensure_affordable(owner: str, state: BudgetState, cost: int, now: int) -> No
     )
 
 
+async def spent_so_far(
+    session: AsyncSession, tenant: TenantId, subject: str, start: int, span: Span, tariff: Tariff
+) -> int:
+    """Return what the subject's requests have cost since the period's `start`, of the ledger's entries in `span`.
+
+    Each day's tokens of one base model and tier are priced together, at that day's prices.
+    """
+    return sum(
+        tariff.cost(tenant, one.base_model, one.tier, ChargedUsage(one.tokens, one.adapter_loads), one.day * DAY)
+        for one in await SubjectRepository(session, tenant, subject).used(start, span)
+    )
+
+
+async def begin_period(session: AsyncSession, budget: Budget, start: int, spent: int, tariff: Tariff, now: int) -> None:
+    """Begin the first period of a new budget: with what is spent of it, and what the open requests may still cost.
+
+    The caller has locked the ledger's head, so none of these requests ends meanwhile.
+    """
+    running = await SubjectRepository(session, budget.tenant, budget.subject).open(start)
+    holds = [hold_row(request, budget.id, start, tariff.most_it_can_cost(request)) for request in running]
+    counters = CounterRepository(session)
+    await counters.spendings([(budget.id, start)])
+    held = sum(hold["amount"] for hold in holds)
+    await counters.write_spendings([{"budget_id": budget.id, "start": start, "spent": spent, "held": held}])
+    await counters.add_budget_holds(holds)
+    if running:
+        await RequestRepository(session).note_holds([request.id for request in running])
+    passed = crossed_thresholds(budget, 0, spent)
+    await counters.add_alerts([alert_row(budget, start, percent, spent, now) for percent in passed])
+
+
 def crossed_thresholds(budget: Budget, before: int, after: int) -> list[int]:
     """Return the thresholds, in percent, that spending reaches by going from `before` to `after`."""
     return [percent for percent in budget.thresholds if before * 100 < budget.amount * percent <= after * 100]
+
+
+def hold_row(request: OpenedRequest, budget_id: str, start: int, amount: int) -> dict[str, Any]:
+    """Return the row of what a request holds of a budget."""
+    return {
+        "request_id": request.id,
+        "budget_id": budget_id,
+        "start": start,
+        "amount": amount,
+        "base_model": request.base_model,
+        "tier": request.tier,
+    }
 
 
 def alert_row(budget: Budget, start: int, percent: int, spent: int, now: int) -> dict[str, Any]:

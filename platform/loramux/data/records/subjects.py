@@ -1,0 +1,79 @@
+"""The requests of one subject of limits and budgets: a tenant, or a project, key or member of it.
+
+A budget that is made within its period begins with what these requests have cost, and holds what the open ones may.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, cast, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncSession
+
+from loramux.common.identity import TenantId
+from loramux.common.units import DAY, TokenCounts
+from loramux.data.records.base import BigInt, TenantScoped
+from loramux.data.records.credentials import KeyRow
+from loramux.data.records.ledger import LedgerRow
+from loramux.data.records.requests import OPEN, SHADOW, OpenedRequest, RequestRow
+from loramux.data.records.usage import Span
+
+HELD_FOR = ("id", "tenant_id", "key_id", "model", "adapter_digest", "base_model", "tier", "prompt_tokens", "max_tokens")
+"""The columns of an open request that decide what it may cost."""
+
+
+class SubjectUsage(msgspec.Struct, frozen=True):
+    """What a subject's requests of one base model and tier were billed on one day (days since the epoch, UTC)."""
+
+    day: int
+    base_model: str
+    tier: str
+    tokens: TokenCounts
+    adapter_loads: int
+
+
+class SubjectRepository(TenantScoped):
+    """One subject's requests, ended and open. Shadows are none of them: no caller asked for them."""
+
+    def __init__(self, session: AsyncSession, tenant: TenantId, subject: str) -> None:
+        super().__init__(session, tenant)
+        self._subject = subject
+
+    async def used(self, since: int, span: Span) -> list[SubjectUsage]:
+        """Sum what was billed from `since` (microseconds) on, of the ledger's entries in `span`."""
+        day = (LedgerRow.created_at // DAY).label("day")
+        keys = day, LedgerRow.base_model, LedgerRow.tier
+        summed = LedgerRow.input_tokens, LedgerRow.cached_tokens, LedgerRow.output_tokens, LedgerRow.adapter_load
+        sums = [cast(func.sum(column), BigInt) for column in summed]
+        statement = select(*keys, *sums).where(
+            *self._of_subject(LedgerRow),
+            LedgerRow.kind == "usage",
+            LedgerRow.created_at >= since,
+            LedgerRow.sequence >= span.first,
+        )
+        if span.last is not None:
+            statement = statement.where(LedgerRow.sequence <= span.last)
+        rows = await self._session.execute(statement.group_by(*keys))
+        return [
+            SubjectUsage(day, base_model, tier, TokenCounts(prompt=prompt, cached=cached, output=output), loads)
+            for day, base_model, tier, prompt, cached, output, loads in rows
+        ]
+
+    async def open(self, since: int) -> list[OpenedRequest]:
+        """List the requests that began at `since` (microseconds) or later and have not ended."""
+        columns = [getattr(RequestRow, name) for name in HELD_FOR]
+        statement = select(*columns).where(
+            *self._of_subject(RequestRow), RequestRow.status == OPEN, RequestRow.created_at >= since
+        )
+        return [OpenedRequest(**row) for row in (await self._session.execute(statement)).mappings()]
+
+    def _of_subject(self, row: Any) -> list[ColumnElement[bool]]:
+        conditions = [row.tenant_id == self._tenant, ~row.tier.endswith(f"/{SHADOW}", autoescape=True)]
+        if self._subject == self._tenant:
+            return conditions
+        # a key's requests are also those of the first key of its rotations, and of the keys and members that made it
+        lineage = (" " + KeyRow.lineage + " ").contains(f" {self._subject} ", autoescape=True)
+        keys = select(KeyRow.id).where(KeyRow.tenant_id == self._tenant, lineage)
+        mine = or_(row.project_id == self._subject, row.key_id == self._subject, row.key_id.in_(keys))
+        return [*conditions, mine]
