@@ -72,6 +72,10 @@ def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path) ->
     assert read(config, "usage", "reconcile")["entries"] == 0
     assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "12.50") == []
     assert "not an amount" in loramux(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "x", code=2).stderr
+    assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "USD=1", "--gpu-cost", "JPY=2") == []
+    for wrong in (("USD=1", "USD=2"), ("1", "USD=2"), ("XYZ=1",), ("USD=",)):
+        costs = [part for one in wrong for part in ("--gpu-cost", one)]
+        assert "--gpu-cost" in loramux(config, "usage", "margin", "--period", MONTH, *costs, code=2).stderr
     assert read(config, "usage", "deliver") == []
 
 

@@ -24,6 +24,7 @@ from loramux.money.billing.errors import (
     InvalidCorrection,
     InvalidPeriod,
     InvalidPlan,
+    MissingCurrency,
     PeriodNotOpen,
     UnknownEntry,
 )
@@ -448,6 +449,33 @@ async def test_margins_divide_the_whole_cost_over_what_ran(
         ("acme/b@1", 4000, Decimal(4)),
     ]
     assert all(one.margin == one.price - one.cost for one in found)
+
+
+async def test_margins_of_two_currencies_are_never_mixed(
+    priced: BillingService,
+    usage: UsageService,
+    acme: Principal,
+    enrol: Callable[[str], Awaitable[Principal]],
+    database: Database,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "yen.toml").write_text(
+        PLANS.replace('"standard"', '"yen"').replace('"USD"', '"JPY"').replace('"0.50"', '"0"').replace('"0.20"', '"30"')
+    )
+    await Catalog(database).apply(read_plans(tmp_path / "yen.toml"))
+    tokyo, free = await enrol("tokyo"), await enrol("free")
+    await Catalog(database).subscribe("tokyo", "yen", NOVEMBER)
+    for who, prompt in ((acme, 1_000_000), (tokyo, 2_000_000), (free, 1_000_000)):
+        await use(usage, who, f"r-{who.tenant_name}", prompt, 0, 0, model=f"{who.tenant_name}/a@1")
+    for cost in (4 * 10**9, {"USD": 4 * 10**9}, {"JPY": 1, "EUR": 1}):
+        with pytest.raises(MissingCurrency, match="in JPY, USD"):
+            await priced.margins(NOVEMBER, cost)
+    found = await priced.margins(NOVEMBER, {"USD": 4 * 10**9, "JPY": 600 * 10**9})
+    assert [(one.tenant_name, one.currency, one.price, one.cost, one.margin) for one in found] == [
+        ("acme", "USD", Decimal("0.20"), Decimal(1), Decimal("-0.80")),
+        ("free", "USD", Decimal(0), Decimal(1), Decimal(-1)),
+        ("tokyo", "JPY", Decimal(60), Decimal(300), Decimal(-240)),
+    ]
 
 
 async def test_reconcile_finds_a_single_lost_token(

@@ -202,17 +202,18 @@ class BillingService:
         # in a thread: dividing amounts exactly over many groups takes a while
         return await asyncio.to_thread(compute)
 
-    async def margins(self, month: Month, gpu_nanos: int) -> list[Margin]:
-        """Return the revenue of every tenant's models in a month beside their share of the GPUs' cost, in nano-units.
+    async def margins(self, month: Month, gpu_cost: int | Mapping[str, int]) -> list[Margin]:
+        """Return the revenue of every tenant's models in a month next to their share of the GPUs' cost.
 
-        Raises PeriodNotOpen for a month without entries of its own.
+        `gpu_cost` in nano-units, by currency if the plans have several. Raises MissingCurrency, and PeriodNotOpen for
+        a month without entries of its own.
         """
         async with self._database.read() as session:
             known = [one for one in await _periods(session, self._database.now()) if one.month == month]
             if not known:
                 raise PeriodNotOpen(f"nothing is billed in {month}", "period")
             return margins(
-                [await _revenue(session, row, known[0]) for row in await TenantRepository(session).all()], gpu_nanos
+                [await _revenue(session, row, known[0]) for row in await TenantRepository(session).all()], gpu_cost
             )
 
     async def correct(
