@@ -189,7 +189,8 @@ def rebuild_sums(config: Path, as_json: bool) -> None:
 def close(period: str, dry_run: bool, config: Path, as_json: bool) -> None:
     """Close a month that is over: freeze its entries and all invoices. This cannot be undone.
 
-    Storage is accounted up to now first. Later entries and corrections belong to the next month.
+    Storage is accounted up to now first. Later entries and corrections belong to the next month. A dry run also shows
+    the invoices of a month that is not over yet, as of now.
 
     \b
     Example:
@@ -206,8 +207,8 @@ def close(period: str, dry_run: bool, config: Path, as_json: bool) -> None:
 
     made = with_billing(config, run)
     lines = [f"{one.id}\t{one.total} {one.currency}" for one in made]
-    state = "can be" if dry_run else "is"
-    put(as_json, plain_builtins(made), "\n".join([f"{period} {state} closed.", *lines]))
+    state = f"If {period} were closed now:" if dry_run else f"{period} is closed."
+    put(as_json, plain_builtins(made), "\n".join([state, *lines]))
 
 
 @usage.command("invoice")
@@ -344,7 +345,7 @@ def margin(period: str, gpu_costs: tuple[str, ...], config: Path, as_json: bool)
     "--format", "kind", type=click.Choice(sorted(FORMATS)), default="csv", show_default=True, help="File format."
 )
 @click.option("--focus", is_flag=True, help="Export costs in the FOCUS 1.2 format instead of ledger entries.")
-@click.option("--provider", default="loramux", show_default=True, help="Provider in the FOCUS format.")
+@click.option("--provider", help="Provider and issuer in the FOCUS format; default: the setting billing.issuer.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -353,7 +354,7 @@ def margin(period: str, gpu_costs: tuple[str, ...], config: Path, as_json: bool)
 )
 @config_option()
 @json_option
-def export(period: str, kind: str, focus: bool, provider: str, out: Path, config: Path, as_json: bool) -> None:
+def export(period: str, kind: str, focus: bool, provider: str | None, out: Path, config: Path, as_json: bool) -> None:
     """Write a period's ledger or costs as one file, and a manifest with its number of rows and sha256.
 
     The name contains the range of entries. The file of a closed period is always the same.
@@ -444,7 +445,8 @@ async def _period(desk: BillingServices, month: Month) -> Period:
     return found[0]
 
 
-async def _focus(desk: BillingServices, period: Period, provider: str) -> AsyncIterator[list[Row]]:
+async def _focus(desk: BillingServices, period: Period, provider: str | None) -> AsyncIterator[list[Row]]:
     for tenant_id, tenant_name in await desk.billing.tenants():
         bill = await desk.billing.bill(tenant_id, period, GROUP_BY)
-        yield focus_rows(bill, Seller(provider=provider, tenant_id=tenant_id, tenant_name=tenant_name))
+        seller = Seller(provider=provider or bill.issuer, tenant_id=tenant_id, tenant_name=tenant_name)
+        yield focus_rows(bill, seller)

@@ -234,9 +234,8 @@ class AdminTenantLimitController(OperatorController):
     ) -> BudgetObject:
         """Set a budget. `period` is day, month (both UTC) or total."""
         id = (await operators.named(tenant)).id
-        return budget_object(
-            await Limits(operators.changes, PlanPrices(operators.changes.database)).put_budget(id, id, period, data.amount_nano, data.thresholds)
-        )
+        limits = Limits(operators.changes, PlanPrices(operators.changes.database))
+        return budget_object(await limits.put_budget(id, id, period, data.amount_nano, data.thresholds))
 
     @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget")
     async def remove_budget(

@@ -21,6 +21,7 @@ from loramux.data.records.usage import Span
 
 HELD_FOR = ("id", "tenant_id", "key_id", "model", "adapter_digest", "base_model", "tier", "prompt_tokens", "max_tokens")
 """The columns of an open request that decide what it may cost."""
+SUMMED = ("input_tokens", "cached_tokens", "output_tokens", "adapter_load")
 
 
 class SubjectUsage(msgspec.Struct, frozen=True):
@@ -42,10 +43,8 @@ class SubjectRepository(TenantScoped):
 
     async def used(self, since: int, span: Span) -> list[SubjectUsage]:
         """Sum what was billed from `since` (microseconds) on, of the ledger's entries in `span`."""
-        day = (LedgerRow.created_at // DAY).label("day")
-        keys = day, LedgerRow.base_model, LedgerRow.tier
-        summed = LedgerRow.input_tokens, LedgerRow.cached_tokens, LedgerRow.output_tokens, LedgerRow.adapter_load
-        sums = [cast(func.sum(column), BigInt) for column in summed]
+        keys = (LedgerRow.created_at // DAY).label("day"), LedgerRow.base_model, LedgerRow.tier
+        sums = [cast(func.sum(getattr(LedgerRow, name)), BigInt).label(name) for name in SUMMED]
         statement = select(*keys, *sums).where(
             *self._of_subject(LedgerRow),
             LedgerRow.kind == "usage",
@@ -54,11 +53,8 @@ class SubjectRepository(TenantScoped):
         )
         if span.last is not None:
             statement = statement.where(LedgerRow.sequence <= span.last)
-        rows = await self._session.execute(statement.group_by(*keys))
-        return [
-            SubjectUsage(day, base_model, tier, TokenCounts(prompt=prompt, cached=cached, output=output), loads)
-            for day, base_model, tier, prompt, cached, output, loads in rows
-        ]
+        rows = (await self._session.execute(statement.group_by(*keys))).all()
+        return [_usage(row) for row in rows]
 
     async def open(self, since: int) -> list[OpenedRequest]:
         """List the requests that began at `since` (microseconds) or later and have not ended."""
@@ -77,3 +73,8 @@ class SubjectRepository(TenantScoped):
         keys = select(KeyRow.id).where(KeyRow.tenant_id == self._tenant, lineage)
         mine = or_(row.project_id == self._subject, row.key_id == self._subject, row.key_id.in_(keys))
         return [*conditions, mine]
+
+
+def _usage(row: Any) -> SubjectUsage:
+    tokens = TokenCounts(prompt=row.input_tokens, cached=row.cached_tokens, output=row.output_tokens)
+    return SubjectUsage(row.day, row.base_model, row.tier, tokens, row.adapter_load)

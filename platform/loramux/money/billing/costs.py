@@ -189,7 +189,7 @@ def _by_currency(cost: int | Mapping[str, int], needed: Set[str]) -> Mapping[str
     missing = sorted(needed - given.keys())
     if missing or not given:
         raise MissingCurrency(
-            f"the plans of this month are in {', '.join(sorted(needed)) or 'no currency'}: give the cost of all GPUs in "
+            f"this month's plans are in {', '.join(sorted(needed)) or 'no currency'}: give the cost of all GPUs in "
             f"each of them (--gpu-cost CURRENCY=AMOUNT, once for each); {', '.join(missing) or 'any'} is missing",
             "gpu_cost",
         )
