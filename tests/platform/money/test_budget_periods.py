@@ -162,3 +162,101 @@ async def test_budget_alerts_of_thresholds_that_are_passed_already_are_written_w
     await limits.put_budget(acme.tenant, acme.tenant, "month", NANO, [50, 70, 90])
     async with database.read() as session:
         assert sorted(one.percent for one in await session.scalars(sa.select(AlertRow))) == [50, 70]
+
+
+def left(id: str, **tokens: TokenCounts) -> Settlement:
+    return Settlement(request_id=id, ended_by="caller", finish_reason="cancelled", **tokens)
+
+
+async def open_only(usage: UsageService, acme: Principal, id: str, prompt: int, most: int) -> None:
+    await usage.open(
+        OpenedRequest(
+            id=id,
+            tenant_id=acme.tenant,
+            key_id=acme.key_id,
+            model="base",
+            adapter_digest=None,
+            base_model="base",
+            tier="standard",
+            prompt_tokens=prompt,
+            max_tokens=most,
+        )
+    )
+
+
+async def test_work_for_a_caller_that_left_counts_against_budgets_and_is_not_billed(
+    usage: UsageService, acme: Principal, limits: Limits, database: Database
+) -> None:
+    """A client that drops each connection before its whole answer must not use the engine without end."""
+    await limits.put_budget(acme.tenant, acme.tenant, "month", NANO)
+    await open_only(usage, acme, "whole", 400, 100)
+    entry = await usage.settle(left("whole", undelivered=TokenCounts(prompt=400, output=50)))
+    assert (entry.billed, entry.waived) == (TokenCounts(), TokenCounts(prompt=400, output=50))
+    await open_only(usage, acme, "streamed", 100, 100)
+    read, rest = TokenCounts(prompt=100, output=10), TokenCounts(output=5)
+    assert (await usage.settle(left("streamed", delivered=read, undelivered=rest))).billed == read
+    [state] = await limits.budgets(acme.tenant)
+    assert (state.spent, state.held, state.abandoned) == (500_000_000 + 120_000_000 + 10_000_000, 0, 510_000_000)
+    with pytest.raises(BudgetSpent):
+        await open_only(usage, acme, "more", 400, 0)
+    assert (await BillingService(database).invoice("acme", NOVEMBER)).total * NANO == 120_000_000
+    await limits.remove_budget(acme.tenant, acme.tenant, "month")
+    await limits.put_budget(acme.tenant, acme.tenant, "month", NANO)
+    [again] = await limits.budgets(acme.tenant)
+    assert (again.spent, again.abandoned) == (state.spent, state.abandoned), "a later budget counts the same"
+
+
+async def test_prompt_of_several_choices_that_were_left_counts_once(
+    usage: UsageService, acme: Principal, limits: Limits
+) -> None:
+    await limits.put_budget(acme.tenant, acme.tenant, "month", NANO)
+    await open_only(usage, acme, "four", 100, 40)
+    await usage.settle(left("four", undelivered=TokenCounts(prompt=400, cached=300, output=40)))
+    [state] = await limits.budgets(acme.tenant)
+    assert (state.spent, state.abandoned) == (180_000_000, 180_000_000)
+    await limits.remove_budget(acme.tenant, acme.tenant, "month")
+    await limits.put_budget(acme.tenant, acme.tenant, "month", NANO)
+    assert await spent(limits, acme, acme.tenant) == {"month": (180_000_000, 0)}
+
+
+async def test_shadow_and_failure_of_the_platform_cost_no_budget(
+    usage: UsageService, acme: Principal, limits: Limits
+) -> None:
+    await limits.put_budget(acme.tenant, acme.tenant, "month", NANO)
+    await open_only(usage, acme, "failed", 100, 0)
+    computed = TokenCounts(prompt=100)
+    failed = Settlement(request_id="failed", ended_by="platform", finish_reason="error", undelivered=computed)
+    await usage.settle(failed)
+    shadow = OpenedRequest(
+        id="shadow",
+        tenant_id=acme.tenant,
+        key_id=acme.key_id,
+        model="base",
+        adapter_digest=None,
+        base_model="base",
+        tier="standard/shadow",
+        prompt_tokens=100,
+        max_tokens=0,
+    )
+    await usage.open(shadow)
+    await usage.settle(left("shadow", undelivered=computed))
+    assert await spent(limits, acme, acme.tenant) == {"month": (0, 0)}
+    await limits.remove_budget(acme.tenant, acme.tenant, "month")
+    await limits.put_budget(acme.tenant, acme.tenant, "month", NANO)
+    assert await spent(limits, acme, acme.tenant) == {"month": (0, 0)}
+
+
+async def test_work_for_a_caller_that_left_is_billed_where_the_setting_says_so(
+    database: Database, acme: Principal, limits: Limits
+) -> None:
+    usage = UsageService(database, PlanPrices(database), bill_abandoned=True)
+    await usage.start()
+    await limits.put_budget(acme.tenant, acme.tenant, "month", NANO)
+    await open_only(usage, acme, "four", 100, 40)
+    entry = await usage.settle(left("four", undelivered=TokenCounts(prompt=400, cached=300, output=40)))
+    await usage.stop()
+    assert entry.billed == TokenCounts(prompt=100, output=40)
+    assert entry.waived == TokenCounts(prompt=300, cached=300)
+    [state] = await limits.budgets(acme.tenant)
+    assert (state.spent, state.abandoned) == (180_000_000, 0)
+    assert (await BillingService(database).invoice("acme", NOVEMBER)).total * NANO == 180_000_000

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, cast, func, or_, select
+from sqlalchemy import ColumnElement, SQLColumnExpression, case, cast, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.common.identity import TenantId
@@ -21,16 +21,20 @@ from loramux.data.records.usage import Span
 
 HELD_FOR = ("id", "tenant_id", "key_id", "model", "adapter_digest", "base_model", "tier", "prompt_tokens", "max_tokens")
 """The columns of an open request that decide what it may cost."""
+CANCELLED = "cancelled"
+"""The status of an entry whose caller left."""
 SUMMED = ("input_tokens", "cached_tokens", "output_tokens", "adapter_load")
 
 
 class SubjectUsage(msgspec.Struct, frozen=True):
-    """What a subject's requests of one base model and tier were billed on one day (days since the epoch, UTC)."""
+    """What a subject's requests of one base model and tier used on one day (days since the epoch, UTC)."""
 
     day: int
     base_model: str
     tier: str
     tokens: TokenCounts
+    abandoned: TokenCounts
+    """Computed for callers that left before they could read it, each prompt once, and not billed."""
     adapter_loads: int
 
 
@@ -42,14 +46,19 @@ class SubjectRepository(TenantScoped):
         self._subject = subject
 
     async def used(self, since: int, span: Span) -> list[SubjectUsage]:
-        """Sum what was billed from `since` (microseconds) on, of the ledger's entries in `span`."""
+        """Sum what was used from `since` (microseconds) on, of the ledger's entries in `span`."""
         keys = (LedgerRow.created_at // DAY).label("day"), LedgerRow.base_model, LedgerRow.tier
-        sums = [cast(func.sum(getattr(LedgerRow, name)), BigInt).label(name) for name in SUMMED]
-        statement = select(*keys, *sums).where(
-            *self._of_subject(LedgerRow),
-            LedgerRow.kind == "usage",
-            LedgerRow.created_at >= since,
-            LedgerRow.sequence >= span.first,
+        summed = {name: getattr(LedgerRow, name) for name in SUMMED} | _abandoned()
+        sums = [cast(func.sum(column), BigInt).label(name) for name, column in summed.items()]
+        statement = (
+            select(*keys, *sums)
+            .outerjoin(RequestRow, RequestRow.id == LedgerRow.request_id)
+            .where(
+                *self._of_subject(LedgerRow),
+                LedgerRow.kind == "usage",
+                LedgerRow.created_at >= since,
+                LedgerRow.sequence >= span.first,
+            )
         )
         if span.last is not None:
             statement = statement.where(LedgerRow.sequence <= span.last)
@@ -77,4 +86,24 @@ class SubjectRepository(TenantScoped):
 
 def _usage(row: Any) -> SubjectUsage:
     tokens = TokenCounts(prompt=row.input_tokens, cached=row.cached_tokens, output=row.output_tokens)
-    return SubjectUsage(row.day, row.base_model, row.tier, tokens, row.adapter_load)
+    prompt, uncached = row.abandoned_prompt, row.abandoned_uncached
+    abandoned = TokenCounts(prompt=prompt, cached=prompt - uncached, output=row.abandoned_output)
+    return SubjectUsage(row.day, row.base_model, row.tier, tokens, abandoned, row.adapter_load)
+
+
+def _abandoned() -> dict[str, ColumnElement[int]]:
+    """Return what an entry's caller left unread, as `money.usage.settlement.prompts_once` has it."""
+    is_abandoned = LedgerRow.status == CANCELLED
+    prompts = func.coalesce(RequestRow.prompt_tokens, LedgerRow.input_tokens + LedgerRow.waived_input_tokens)
+    left = _least(LedgerRow.waived_input_tokens, prompts - LedgerRow.input_tokens)
+    uncached = _least(left, LedgerRow.waived_input_tokens - LedgerRow.waived_cached_tokens)
+    found = {
+        "abandoned_prompt": left,
+        "abandoned_uncached": uncached,
+        "abandoned_output": LedgerRow.waived_output_tokens,
+    }
+    return {name: case((is_abandoned, column), else_=0) for name, column in found.items()}
+
+
+def _least(one: SQLColumnExpression[int], other: SQLColumnExpression[int]) -> ColumnElement[int]:
+    return case((one < other, one), else_=other)

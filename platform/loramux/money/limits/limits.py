@@ -29,6 +29,7 @@ from loramux.money.limits.errors import InvalidLimit, LimitNotFound
 PERIODS = ("day", "month", "total")
 DEFAULT_THRESHOLDS = (50, 80, 100)
 MAX_BUDGET = 2**62
+NOTHING_SPENT = Spent(0, 0)
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +46,7 @@ class CountedSpending(msgspec.Struct, frozen=True):
     start: int
     """The period's start in microseconds."""
     last_sequence: int
-    spent: int
+    spent: Spent
 
 
 class Limits:
@@ -108,15 +109,11 @@ class Limits:
             starts = {budget.id: period_start(budget.period, now) for budget in budgets}
             rows = await limits.spendings(list(starts.items())) if starts else ()
             currency = (await limits.currencies({tenant})).get(tenant, "")
-        spent = {row.budget_id: Spent(row.spent, row.held) for row in rows}
+        spent = {row.budget_id: Spent(row.spent, row.held, row.abandoned) for row in rows}
         states = []
         for budget in budgets:
-            state = spent.get(budget.id, Spent(0, 0))
-            states.append(
-                BudgetState(
-                    budget=budget, currency=currency, start=starts[budget.id], spent=state.spent, held=state.held
-                )
-            )
+            found = msgspec.structs.asdict(spent.get(budget.id, NOTHING_SPENT))
+            states.append(BudgetState(budget=budget, currency=currency, start=starts[budget.id], **found))
         return states
 
     async def put_budget(
@@ -162,7 +159,7 @@ class Limits:
             await _ensure_prices(limits, tenant)
             found = [row.period for row in await limits.budgets([subject])]
             if period in found:
-                return CountedSpending(0, 0, 0)
+                return CountedSpending(0, 0, NOTHING_SPENT)
             start, last = period_start(period, now), (await LedgerRepository(session).head()).sequence
             tariff = await self._prices.tariff(session, [tenant])
             spent = await spent_so_far(session, tenant, subject, start, Span(1, last), tariff)
@@ -172,7 +169,7 @@ class Limits:
         """Begin a new budget's period with what `counted` has, and what has ended since."""
         start = period_start(budget.period, now)
         if counted.start != start:
-            counted = CountedSpending(start, 0, 0)
+            counted = CountedSpending(start, 0, NOTHING_SPENT)
         tariff = await self._prices.tariff(session, [budget.tenant])
         rest = Span(counted.last_sequence + 1, None)
         spent = counted.spent + await spent_so_far(session, budget.tenant, budget.subject, start, rest, tariff)
