@@ -50,15 +50,11 @@ class SubjectRepository(TenantScoped):
         keys = (LedgerRow.created_at // DAY).label("day"), LedgerRow.base_model, LedgerRow.tier
         summed = {name: getattr(LedgerRow, name) for name in SUMMED} | _abandoned()
         sums = [cast(func.sum(column), BigInt).label(name) for name, column in summed.items()]
-        statement = (
-            select(*keys, *sums)
-            .outerjoin(RequestRow, RequestRow.id == LedgerRow.request_id)
-            .where(
-                *self._of_subject(LedgerRow),
-                LedgerRow.kind == "usage",
-                LedgerRow.created_at >= since,
-                LedgerRow.sequence >= span.first,
-            )
+        statement = select(*keys, *sums).where(
+            *self._of_subject(LedgerRow),
+            LedgerRow.kind == "usage",
+            LedgerRow.created_at >= since,
+            LedgerRow.sequence >= span.first,
         )
         if span.last is not None:
             statement = statement.where(LedgerRow.sequence <= span.last)
@@ -94,7 +90,9 @@ def _usage(row: Any) -> SubjectUsage:
 def _abandoned() -> dict[str, ColumnElement[int]]:
     """Return what an entry's caller left unread, as `money.usage.settlement.prompts_once` has it."""
     is_abandoned = LedgerRow.status == CANCELLED
-    prompts = func.coalesce(RequestRow.prompt_tokens, LedgerRow.input_tokens + LedgerRow.waived_input_tokens)
+    # looked up for these entries alone: a join would look up every request of the period
+    asked = select(RequestRow.prompt_tokens).where(RequestRow.id == LedgerRow.request_id).scalar_subquery()
+    prompts = func.coalesce(asked, LedgerRow.input_tokens + LedgerRow.waived_input_tokens)
     left = _least(LedgerRow.waived_input_tokens, prompts - LedgerRow.input_tokens)
     uncached = _least(left, LedgerRow.waived_input_tokens - LedgerRow.waived_cached_tokens)
     found = {
