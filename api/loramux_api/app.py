@@ -31,7 +31,7 @@ from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings, SettingsError, load_settings
 from loramux.engine.client import EngineClient, EngineDied
-from loramux.money.billing.catalog import Catalog
+from loramux.money.billing.catalog import Catalog, PlanPrices
 from loramux.money.limits.limits import Limits
 from loramux.server.platform import Platform, open_platform
 from loramux.server.programs import Programs, open_programs
@@ -67,7 +67,8 @@ def account(request: AnyRequest) -> Account:
 
 def limits(request: AnyRequest) -> Limits:
     """Limits and budgets, changed as the caller."""
-    return Limits(platform_of(request).tenants.changes_by(principal_of(request)))
+    changes = platform_of(request).tenants.changes_by(principal_of(request))
+    return Limits(changes, PlanPrices(changes.database))
 
 
 def endpoints(request: AnyRequest) -> WebhookEndpoints:

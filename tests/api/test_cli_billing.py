@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import sqlite3
@@ -72,7 +73,32 @@ def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path) ->
     assert read(config, "usage", "reconcile")["entries"] == 0
     assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "12.50") == []
     assert "not an amount" in loramux(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "x", code=2).stderr
+    assert read(config, "usage", "margin", "--period", MONTH, "--gpu-cost", "USD=1", "--gpu-cost", "JPY=2") == []
+    for wrong in (("USD=1", "USD=2"), ("1", "USD=2"), ("XYZ=1",), ("USD=",)):
+        costs = [part for one in wrong for part in ("--gpu-cost", one)]
+        assert "--gpu-cost" in loramux(config, "usage", "margin", "--period", MONTH, *costs, code=2).stderr
     assert read(config, "usage", "deliver") == []
+
+
+def test_focus_export_and_dry_run_of_an_open_month_have_the_issuer_and_the_minimum(
+    config: Path, tmp_path: Path
+) -> None:
+    config.write_text(config.read_text() + '[billing]\nissuer = "Example GmbH"\n')
+    prices = (CONFIGS / "prices" / "standard.toml").read_text()
+    (tmp_path / "prices.toml").write_text(prices.replace('minimum = "0.00"', 'minimum = "5.00"'))
+    loramux(config, "tenant", "create", "acme")
+    read(config, "price", "apply", str(tmp_path / "prices.toml"))
+    loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH)
+    for options, issuer in (((), "Example GmbH"), (("--provider", "Other Ltd"), "Other Ltd")):
+        out = tmp_path / issuer
+        made = read(config, "usage", "export", "--period", MONTH, "--focus", "--out", str(out), *options)
+        with (out / made["file"]).open(newline="") as file:
+            [row] = csv.DictReader(file)
+        assert row["BilledCost"] == "5.00"
+        assert {row[f"{name}Name"] for name in ("Provider", "Publisher", "InvoiceIssuer")} == {issuer}
+    shown = loramux(config, "usage", "close", "--period", MONTH, "--dry-run").stdout
+    assert shown.splitlines() == [f"If {MONTH} were closed now:", f"INV-{MONTH}-acme\t5.00 USD"]
+    assert read(config, "usage", "invoice", "--tenant", "acme", "--period", MONTH)["total"] == "5.00"
 
 
 def test_reconcile_drift_exits_with_one(config: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -55,6 +56,12 @@ def ask(site: Site, key: str, **changes: object) -> httpx.Response:
         return http.post("/v1/completions", json=TEXT | changes)
 
 
+def budgets(site: Site, tenant: str) -> list[dict[str, Any]]:
+    with site.http("all-scopes") as http:
+        found: list[dict[str, Any]] = http.get(f"/admin/tenants/{tenant}/budgets").json()["data"]
+    return found
+
+
 def models(site: Site, key: str) -> int:
     with site.http(key) as http:
         return http.get("/v1/models").status_code
@@ -92,6 +99,42 @@ def test_budget_without_prices_is_refused(site: Site, tenant: str, priced: Calla
         assert "loramux price assign" in refused.json()["detail"]
         priced(tenant)
         assert http.put(path, json={"amount_nano": 10**12}).status_code == 200
+
+
+def test_budget_made_after_requests_counts_them(site: Site, tenant: str, priced: Callable[[str], None]) -> None:
+    priced(tenant)
+    tokens = sum(ask(site, tenant).json()["usage"]["total_tokens"] for _ in range(3))
+    for period in ("month", "total"):
+        put(site, f"tenants/{tenant}/budgets/{period}", {"amount_nano": 10**9})
+    found = {one["period"]: (one["spent_nano"], one["held_nano"]) for one in budgets(site, tenant)}
+    assert found == dict.fromkeys(("month", "total"), (tokens, 0))
+    assert {one["abandoned_nano"] for one in budgets(site, tenant)} == {0}
+
+
+def test_budget_that_a_tenant_makes_for_a_key_counts_its_requests(site: Site, priced: Callable[[str], None]) -> None:
+    priced("acme")
+    with site.http("all-scopes") as http:
+        made = http.post("/v1/keys", json={}).json()
+        site.keys["counted"] = made["key"]
+        tokens = ask(site, "counted").json()["usage"]["total_tokens"]
+        assert http.put(f"/v1/budgets/{made['id']}/month", json={"amount_nano": 10**9}).status_code == 200
+        [budget] = [one for one in http.get("/v1/budgets").json()["data"] if one["subject"] == made["id"]]
+    assert budget["spent_nano"] == tokens > 0
+
+
+def test_budget_counts_an_answer_that_its_client_did_not_wait_for(
+    site: Site, tenant: str, priced: Callable[[str], None]
+) -> None:
+    priced(tenant)
+    put(site, f"tenants/{tenant}/budgets/month", {"amount_nano": 10**9})
+    site.engine.script, site.engine.pause = lambda request: [120] * 100, 0.05
+    with site.http(tenant) as http, pytest.raises(httpx.TimeoutException):
+        http.post("/v1/completions", json=TEXT | {"max_tokens": 100}, timeout=1.0)
+    deadline = time.monotonic() + 30
+    while (budget := budgets(site, tenant)[0])["held_nano"]:
+        assert time.monotonic() < deadline, budget
+        time.sleep(0.05)
+    assert budget["spent_nano"] == budget["abandoned_nano"] > 0
 
 
 def test_budget_exceeded_is_not_retryable(site: Site, tenant: str, priced: Callable[[str], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -314,6 +315,20 @@ def test_outputs_are_kept_in_a_file_only_where_they_are_asked_for(shadowed: Shad
     texts = [one["text"] for side in ("current_choices", "candidate_choices") for one in line[side]]
     assert texts == ["good", "goat"]
     assert line["measures"]["exact"] == 0
+
+
+def test_kept_output_of_a_shadow_is_no_longer_than_what_was_billed(shadowed: Shadowed) -> None:
+    shadowed.answers(b"g", b"goats and sheep")
+    shadowed.start(keep_outputs=True)
+    answer = shadowed.ask(max_tokens=25)
+    found = shadowed.report(1)
+    shadowed.tend()
+    (file,) = files_of(shadowed)
+    line = json.loads(shadowed.site.openai(shadowed.tenant).files.content(file.id).text)
+    assert (answer.usage.completion_tokens, found["candidate_tokens"]) == (2, 16)
+    assert line["current_choices"] == [{"text": "g", "finish_reason": "stop"}]
+    assert line["candidate_choices"] == [{"text": "go", "finish_reason": None, "truncated": True}]
+    assert line["measures"]["length_ratio"] == pytest.approx(math.log(8)), "measured over the whole answer"
 
 
 def test_outputs_of_a_tenant_with_zero_retention_are_never_kept(shadowed: Shadowed) -> None:

@@ -35,5 +35,5 @@ class FlatPrices:
     def most_it_can_cost(self, request: OpenedRequest) -> int:
         return request.prompt_tokens * self.input_nano + request.max_tokens * self.output_nano
 
-    def cost(self, tenant: str, base_model: str, tier: str, used: ChargedUsage) -> int:
+    def cost(self, tenant: str, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
         return used.tokens.prompt * self.input_nano + used.tokens.output * self.output_nano

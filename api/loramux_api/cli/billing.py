@@ -5,7 +5,7 @@ Commands work on the database of --config, and need no running server.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -23,7 +23,7 @@ from loramux.money.billing.reconcile import Reconciliation, reconcile
 from loramux.money.exports.delivery import SinkDelivery
 from loramux.money.exports.focus import FOCUS_COLUMNS, GROUP_BY, Seller, focus_rows
 from loramux.money.exports.tables import FORMATS, LEDGER_COLUMNS, ExportedFile, Row, ledger_pages, write_table
-from loramux.money.pricing import plain_builtins, plain_text
+from loramux.money.pricing import Currency, UnknownCurrency, plain_builtins, plain_text
 from loramux.server.platform import BillingServices, open_sinks
 from loramux_api.cli.common import (
     config_option,
@@ -189,7 +189,8 @@ def rebuild_sums(config: Path, as_json: bool) -> None:
 def close(period: str, dry_run: bool, config: Path, as_json: bool) -> None:
     """Close a month that is over: freeze its entries and all invoices. This cannot be undone.
 
-    Storage is accounted up to now first. Later entries and corrections belong to the next month.
+    Storage is accounted up to now first. Later entries and corrections belong to the next month. A dry run also shows
+    the invoices of a month that is not over yet, as of now.
 
     \b
     Example:
@@ -206,8 +207,8 @@ def close(period: str, dry_run: bool, config: Path, as_json: bool) -> None:
 
     made = with_billing(config, run)
     lines = [f"{one.id}\t{one.total} {one.currency}" for one in made]
-    state = "can be" if dry_run else "is"
-    put(as_json, plain_builtins(made), "\n".join([f"{period} {state} closed.", *lines]))
+    state = f"If {period} were closed now:" if dry_run else f"{period} is closed."
+    put(as_json, plain_builtins(made), "\n".join([state, *lines]))
 
 
 @usage.command("invoice")
@@ -311,21 +312,26 @@ def correct(event_id: str, changes: tuple[str, ...], reason: str, dry_run: bool,
 @usage.command("margin")
 @period_option
 @click.option(
-    "--gpu-cost", required=True, help="Cost of the GPUs in that month, in the plans' currency, such as 1800.00."
+    "--gpu-cost",
+    "gpu_costs",
+    required=True,
+    multiple=True,
+    help="Cost of all GPUs in that month, such as 1800.00 or USD=1800.00; repeat it for each currency of the plans.",
 )
 @config_option()
 @json_option
-def margin(period: str, gpu_cost: str, config: Path, as_json: bool) -> None:
-    """Compare the revenue of each tenant's models with their share of the GPUs' cost.
+def margin(period: str, gpu_costs: tuple[str, ...], config: Path, as_json: bool) -> None:
+    """Compare the revenue of each tenant's models with their share of the GPUs' cost, in the tenant's currency.
 
     The share counts computed prompt tokens once and generated tokens twice, as the scheduler does.
 
     \b
     Example:
       loramux usage margin --period 2026-11 --gpu-cost 1800 --config configs/single-node.toml
+      loramux usage margin --period 2026-11 --gpu-cost USD=1800 --gpu-cost JPY=270000 --config configs/production.toml
     """
-    nanos = _nanos(gpu_cost)
-    found = with_billing(config, lambda desk: desk.billing.margins(Month.parse(period), nanos))
+    cost = _gpu_cost(gpu_costs)
+    found = with_billing(config, lambda desk: desk.billing.margins(Month.parse(period), cost))
     lines = [
         "\t".join((one.tenant_name, one.model, *map(plain_text, (one.price, one.cost, one.margin)), one.currency))
         for one in found
@@ -339,7 +345,7 @@ def margin(period: str, gpu_cost: str, config: Path, as_json: bool) -> None:
     "--format", "kind", type=click.Choice(sorted(FORMATS)), default="csv", show_default=True, help="File format."
 )
 @click.option("--focus", is_flag=True, help="Export costs in the FOCUS 1.2 format instead of ledger entries.")
-@click.option("--provider", default="loramux", show_default=True, help="Provider in the FOCUS format.")
+@click.option("--provider", help="Provider and issuer in the FOCUS format; default: the setting billing.issuer.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -348,7 +354,7 @@ def margin(period: str, gpu_cost: str, config: Path, as_json: bool) -> None:
 )
 @config_option()
 @json_option
-def export(period: str, kind: str, focus: bool, provider: str, out: Path, config: Path, as_json: bool) -> None:
+def export(period: str, kind: str, focus: bool, provider: str | None, out: Path, config: Path, as_json: bool) -> None:
     """Write a period's ledger or costs as one file, and a manifest with its number of rows and sha256.
 
     The name contains the range of entries. The file of a closed period is always the same.
@@ -407,6 +413,23 @@ def _change(text: str) -> tuple[str, int]:
         raise click.BadParameter(message, param_hint="--change") from None
 
 
+def _gpu_cost(texts: Sequence[str]) -> int | dict[str, int]:
+    """Return the cost in nano-units: one number, or one for each currency."""
+    if len(texts) == 1 and "=" not in texts[0]:
+        return _nanos(texts[0])
+    costs: dict[str, int] = {}
+    for text in texts:
+        code, _, amount = text.rpartition("=")
+        if not code or code in costs:
+            message = f"{text[:40]!r}: write several costs as CURRENCY=AMOUNT, each currency once, such as USD=1800.00"
+            raise click.BadParameter(message, param_hint="--gpu-cost")
+        try:
+            costs[Currency.of(code).code] = _nanos(amount)
+        except UnknownCurrency as error:
+            raise click.BadParameter(str(error), param_hint="--gpu-cost") from None
+    return costs
+
+
 def _nanos(amount: str) -> int:
     try:
         return int(Decimal(amount).scaleb(9).to_integral_exact())
@@ -422,7 +445,8 @@ async def _period(desk: BillingServices, month: Month) -> Period:
     return found[0]
 
 
-async def _focus(desk: BillingServices, period: Period, provider: str) -> AsyncIterator[list[Row]]:
+async def _focus(desk: BillingServices, period: Period, provider: str | None) -> AsyncIterator[list[Row]]:
     for tenant_id, tenant_name in await desk.billing.tenants():
         bill = await desk.billing.bill(tenant_id, period, GROUP_BY)
-        yield focus_rows(bill, Seller(provider=provider, tenant_id=tenant_id, tenant_name=tenant_name))
+        seller = Seller(provider=provider or bill.issuer, tenant_id=tenant_id, tenant_name=tenant_name)
+        yield focus_rows(bill, seller)

@@ -104,10 +104,12 @@ def with_account(config: Path, tenant_name: str, act: Callable[[Account], Awaita
 
 def with_limits(config: Path, tenant_name: str, act: Callable[[Limits, Tenant], Awaitable[T]]) -> T:
     """Run `act` on one tenant and its limits. Raises TenantNotFound."""
+    from loramux.money.billing.catalog import PlanPrices
     from loramux.money.limits.limits import Limits
 
     async def run(tenants: Tenants) -> T:
-        return await act(Limits(tenants.changes), await tenants.named(tenant_name))
+        limits = Limits(tenants.changes, PlanPrices(tenants.changes.database))
+        return await act(limits, await tenants.named(tenant_name))
 
     return with_tenants(config, run)
 

@@ -444,7 +444,10 @@ def _nano(amount: str) -> int:
 def _budget_line(state: BudgetState) -> str:
     budget = state.budget
     amount, spent, held = (format_money(nanos, state.currency) for nanos in (budget.amount, state.spent, state.held))
-    return f"{budget.subject}\t{budget.period}\t{amount}\tspent {spent}\theld {held}"
+    unread = (
+        f" ({format_money(state.abandoned, state.currency)} of it for answers left unread)" if state.abandoned else ""
+    )
+    return f"{budget.subject}\t{budget.period}\t{amount}\tspent {spent}{unread}\theld {held}"
 
 
 def _limit_line(one: Limit) -> str:

@@ -12,6 +12,7 @@ from litestar.params import FromPath, JSONBody
 from loramux.accounts.tenants.account import Account
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
+from loramux.money.billing.catalog import PlanPrices
 from loramux.money.limits.errors import LimitNotFound
 from loramux.money.limits.limits import Limits
 from loramux.serving.errors import NotAllowed
@@ -233,9 +234,8 @@ class AdminTenantLimitController(OperatorController):
     ) -> BudgetObject:
         """Set a budget. `period` is day, month (both UTC) or total."""
         id = (await operators.named(tenant)).id
-        return budget_object(
-            await Limits(operators.changes).put_budget(id, id, period, data.amount_nano, data.thresholds)
-        )
+        limits = Limits(operators.changes, PlanPrices(operators.changes.database))
+        return budget_object(await limits.put_budget(id, id, period, data.amount_nano, data.thresholds))
 
     @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget")
     async def remove_budget(

@@ -49,6 +49,8 @@ class BudgetObject(msgspec.Struct, kw_only=True):
     spent_nano: int | None = None
     held_nano: int | None = None
     """Reserved for running requests."""
+    abandoned_nano: int | None = None
+    """The part of `spent_nano` that is not billed: computed for callers that left before they could read it."""
     currency: str | None = None
     """ISO 4217; null for a tenant without a plan, and in the answer to a change."""
 
@@ -73,6 +75,6 @@ def budget_state_object(state: BudgetState) -> BudgetObject:
     """Return the budget with the current period's spending."""
     shown = budget_object(state.budget)
     shown.period_start = state.start // SECOND
-    shown.spent_nano, shown.held_nano = state.spent, state.held
+    shown.spent_nano, shown.held_nano, shown.abandoned_nano = state.spent, state.held, state.abandoned
     shown.currency = state.currency or None
     return shown

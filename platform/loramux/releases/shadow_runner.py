@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -317,17 +317,42 @@ class KeptOutputs:
 def _compared(task: ShadowTask, answer: Generation, deltas: Sequence[Delta]) -> tuple[dict[str, int], bytes | None]:
     """Return what a comparison adds to the sums, and the line of it that the tenant wants kept."""
     current, candidate = join_answer(task.answer), join_answer(deltas)
+    billed = num_tokens(current)
     same_tokens = task.base_model == answer.base_model
     observations = compare_answers(current, candidate, task.format, same_tokens=same_tokens)
     sums = {
         "compared": 1,
-        "current_tokens": sum(len(one.token_ids) for one in current),
-        "candidate_tokens": sum(len(one.token_ids) for one in candidate),
+        "current_tokens": billed,
+        "candidate_tokens": num_tokens(candidate),
     }
-    is_kept = task.shadow.shadow.keep_outputs and not task.principal.zero_retention
-    return sums | sums_of(observations), _output_line(
-        task, answer, current, candidate, observations
-    ) if is_kept else None
+    if not task.shadow.shadow.keep_outputs or task.principal.zero_retention:
+        return sums | sums_of(observations), None
+    readable, cut = within_tokens(deltas, billed)
+    line = _output_line(task, answer, current, readable, cut, observations)
+    return sums | sums_of(observations), line
+
+
+def within_tokens(deltas: Sequence[Delta], limit: int) -> tuple[list[ChoiceAnswer], frozenset[int]]:
+    """Return the answer's choices as they are after `limit` tokens, and which choices are cut.
+
+    A shadow is not billed, so its tenant reads at most as many of its tokens as were billed for the request that it
+    repeats. A delta's text belongs to tokens of its own or of earlier deltas, so what is left has no text of others.
+    """
+    kept, left = [], limit
+    cut: set[int] = set()
+    for delta in deltas:
+        if len(delta.token_ids) > left:
+            cut.add(delta.index)
+        if delta.index not in cut:
+            kept.append(delta)
+            left -= len(delta.token_ids)
+    begun = [Delta(index=index) for index in sorted(cut)]  # a choice without a token is there all the same
+    return join_answer([*begun, *kept]), frozenset(cut)
+
+
+def num_tokens(choices: Sequence[ChoiceAnswer]) -> int:
+    """Return the number of tokens of all choices together."""
+    return sum(len(one.token_ids) for one in choices)
 
 
 def _output_line(
@@ -335,15 +360,22 @@ def _output_line(
     answer: Generation,
     current: Sequence[ChoiceAnswer],
     candidate: Sequence[ChoiceAnswer],
+    cut: Set[int],
     observations: Mapping[str, float],
 ) -> bytes:
-    """Return a line of a file of outputs: both answers, and how alike they are."""
+    """Return a line of a file of outputs: both answers, the candidate's as far as it may be read, and their likeness.
+
+    `cut` are the numbers of the candidate's choices that go on.
+    """
+    shown = [_choice_object(one) for one in candidate]
+    for number in cut:
+        shown[number]["truncated"] = True
     line = {
         "request_id": task.request_id,
         "model": task.model,
         "candidate": answer.model,
         "current_choices": [_choice_object(one) for one in current],
-        "candidate_choices": [_choice_object(one) for one in candidate],
+        "candidate_choices": shown,
         "measures": observations,
     }
     return msgspec.json.encode(line) + b"\n"

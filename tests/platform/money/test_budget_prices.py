@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +12,7 @@ from loramux.common.identity import TenantId
 from loramux.common.units import DAY, TokenCounts
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.billing.catalog import PlanTariff, PricePlan, Subscriptions
-from loramux.money.limits.budgets import ChargedUsage
+from loramux.money.limits.budgets import ChargedUsage, spent_by
 from loramux.money.pricing import METERS, Currency, Price, PriceStep
 from loramux.money.usage.settlement import Settlement
 
@@ -54,9 +57,18 @@ def test_budget_hold_covers_every_request(
     )
     loads = data.draw(st.integers(0, 3))
     end = Settlement(request_id="r", ended_by="completion", finish_reason="stop", delivered=tokens, adapter_loads=loads)
+    gone = data.draw(st.integers(0, most - tokens.output)), data.draw(st.integers(1, 3))
+    computed = TokenCounts(prompt=prompt * gone[1], cached=tokens.cached, output=gone[0])
+    if tokens.output:
+        computed = msgspec.structs.replace(computed, prompt=prompt * (gone[1] - 1), cached=prompt * (gone[1] - 1))
+    left = msgspec.structs.replace(end, ended_by="caller", undelivered=computed, prompt_tokens=prompt)
+    if not tokens.output:
+        left = msgspec.structs.replace(left, delivered=TokenCounts())
     used = ChargedUsage(end.billed, end.billed_loads)
     held = tariff.most_it_can_cost(request(prompt, most, "sha256:a" if loads else None))
     assert tariff.cost(TENANT, "tiny", "standard", used) <= held
+    price = partial(tariff.cost, TENANT, "tiny", "standard")
+    assert spent_by(price, ChargedUsage(left.billed, left.billed_loads), left.unbilled).spent <= held
 
 
 def test_budget_hold_covers_a_price_that_rises_before_the_settlement() -> None:

@@ -210,6 +210,8 @@ async def test_invoice_keeps_the_parties_and_the_tax_of_its_closing(database: Da
     assert await later.invoice("acme", NOVEMBER) == invoice
     november = (await later.periods())[0]
     bill = await later.bill(acme.tenant, november, GROUP_BY)
+    assert bill.issuer == SELLER.issuer
+    assert (await later.bill(acme.tenant, (await later.periods())[1], GROUP_BY)).issuer == "Somebody else"
     assert bill.total == int(invoice.total * 100)
     rows = focus_rows(bill, Seller(provider="x", tenant_id=acme.tenant, tenant_name="acme"))
     assert sum(row["BilledCost"] for row in rows) == invoice.total

@@ -19,7 +19,15 @@ from loramux.constraints.formats import JsonObject, JsonSchema, Regex
 from loramux.engine.messages import SamplingParams, ServiceClass
 from loramux.releases import shadow_runner
 from loramux.releases.likeness import MEASURES, ChoiceAnswer, compare_answers, join_answer, measures_of, sums_of
-from loramux.releases.shadow_runner import KeptOutputs, ShadowQueue, ShadowRunner, ShadowTask, shadow_request
+from loramux.releases.shadow_runner import (
+    KeptOutputs,
+    ShadowQueue,
+    ShadowRunner,
+    ShadowTask,
+    num_tokens,
+    shadow_request,
+    within_tokens,
+)
 from loramux.releases.statistics import interval_of_sums, mean_interval
 from loramux.serving.errors import Draining
 from loramux.serving.messages import Delta, GenerationRequest
@@ -224,8 +232,7 @@ def test_shadows_begin_one_at_a_time_beside_others_and_never_while_one_waits() -
     completions = SimpleNamespace(draining=False, waiting=False, quiet=0.0)
     completions.others_waiting = lambda: completions.waiting
     completions.quiet_seconds = lambda: completions.quiet
-    platform = SimpleNamespace(database=None, completions=completions, blobs=None)
-    runner = ShadowRunner(platform, None)  # type: ignore[arg-type]
+    runner = ShadowRunner(None, None, completions, None)  # type: ignore[arg-type]
     assert runner._may_begin()
     completions.waiting = True
     assert not runner._may_begin()
@@ -255,6 +262,27 @@ def test_kept_outputs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [kept.add(of("q"), b"12345") for _ in range(2)] == [True, False]
     assert {key[1]: len(one.lines) for key, one in kept.take().items()} == {"p": 2, "q": 1}
     assert kept.add(of("p"), b"12345")
+
+
+def test_kept_part_of_a_shadow_has_no_more_tokens_than_its_request_was_billed() -> None:
+    deltas = [Delta(index=n % 2, text=f"{n}", token_ids=(n,)) for n in range(6)]
+    ends = [Delta(index=index, finish_reason="stop") for index in (0, 1)]
+    for limit in range(8):
+        choices, cut = within_tokens([*deltas, *ends], limit)
+        assert len(choices) == 2
+        assert num_tokens(choices) == min(limit, 6)
+        assert "".join(one.text for one in choices) == "".join(
+            "".join(delta.text for delta in deltas[:limit] if delta.index == index) for index in (0, 1)
+        )
+        assert [one.finish_reason for one in choices] == [None if n in cut else "stop" for n in (0, 1)]
+        assert bool(cut) == (limit < 6)
+
+
+def test_kept_part_of_a_shadow_leaves_out_several_tokens_at_once_and_goes_on_with_other_choices() -> None:
+    """Drafts bring several tokens in one delta."""
+    deltas = [Delta(index=0, text="abc", token_ids=(1, 2, 3)), Delta(index=1, text="x", token_ids=(4,))]
+    choices, cut = within_tokens([*deltas, Delta(index=0, text="d", token_ids=(5,))], 2)
+    assert ([one.text for one in choices], cut) == (["", "x"], {0})
 
 
 def test_join_answer_of_nothing_is_nothing() -> None:

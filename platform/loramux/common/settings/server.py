@@ -191,6 +191,9 @@ class BillingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Printed below the total, such as the bank account."""
     font: str | None = None
     """A TrueType file for PDFs. None: Helvetica, which has Latin-1's letters only."""
+    bill_abandoned: bool = False
+    """Bill the tokens that were computed for a caller that left before it could read them. Otherwise they are waived.
+    They count against budgets either way."""
 
     def __post_init__(self) -> None:
         try:

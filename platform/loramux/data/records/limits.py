@@ -39,6 +39,7 @@ Rows = Sequence[Any]
 Spending = tuple[str, int]
 """A budget and the start of a period."""
 
+SPENT = ("spent", "held", "abandoned")
 COUNTED = ("requests_free", "requests_at", "tokens_free", "tokens_at", "running")
 
 
@@ -108,6 +109,8 @@ class SpendingRow(Base):
     """The period's start in microseconds."""
     spent: Mapped[int]
     held: Mapped[int]
+    abandoned: Mapped[int] = mapped_column(server_default="0")
+    """The part of `spent` that is not billed: callers left before they could read it."""
 
 
 class BudgetHoldRow(Base):
@@ -221,7 +224,7 @@ class LimitRepository(Repository):
         await self._delete(row)
 
     async def spendings(self, budgets: Collection[Spending]) -> Rows:
-        """Return budget_id, start, spent and held of those that exist."""
+        """Return budget_id, start and SPENT of those that exist."""
         return (await self._session.execute(_spendings(budgets))).all()
 
 
@@ -264,7 +267,8 @@ class CounterRepository(Repository):
         missing = sorted(set(budgets) - {(row.budget_id, row.start) for row in found})
         if not missing:
             return found
-        fresh = [{"budget_id": budget, "start": start, "spent": 0, "held": 0} for budget, start in missing]
+        zero = dict.fromkeys(SPENT, 0)
+        fresh = [{"budget_id": budget, "start": start} | zero for budget, start in missing]
         await insert_new(self._session, SpendingRow, fresh)
         return (await self._session.execute(statement)).all()
 
@@ -277,7 +281,7 @@ class CounterRepository(Repository):
     async def write_spendings(self, rows: Sequence[dict[str, Any]]) -> None:
         """Update whole rows, which are locked."""
         key = (SpendingRow.budget_id == bindparam("new_budget_id"), SpendingRow.start == bindparam("new_start"))
-        values: dict[str, Any] = {"spent": bindparam("new_spent"), "held": bindparam("new_held")}
+        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in SPENT}
         statement = update(table_of(SpendingRow)).where(*key).values(values)
         await self._execute(statement, [{f"new_{name}": value for name, value in row.items()} for row in rows])
 

@@ -136,6 +136,7 @@ class BilledRequest(msgspec.Struct, frozen=True):
     tier: str
     tags: str
     user_id: str | None
+    prompt_tokens: int
     has_holds: bool
     has_claim: bool
 

@@ -353,16 +353,16 @@ class PlanTariff:
         rounding = 1 if prompt else 0  # a prompt that is cached in part is rounded up twice
         return prompt + rounding + dearest("output", request.max_tokens) + dearest("adapter_load", loads)
 
-    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage) -> int:
-        """Return the cost, meter by meter, each rounded up to a nano-unit."""
+    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
+        """Return the cost, meter by meter, each rounded up to a nano-unit, at the prices of `at`; None: of now."""
         meters = {
             "input_uncached": used.tokens.prompt - used.tokens.cached,
             "input_cached": used.tokens.cached,
             "output": used.tokens.output,
             "adapter_load": used.adapter_loads,
         }
-        where = tenant, base_model, tier
-        return sum(self._meter(*where, meter, quantity, self._at) for meter, quantity in meters.items())
+        where, moment = (tenant, base_model, tier), self._at if at is None else at
+        return sum(self._meter(*where, meter, quantity, moment) for meter, quantity in meters.items())
 
     def _meter(self, tenant: TenantId, base_model: str, tier: str, meter: str, quantity: int, at: int) -> int:
         plans = self._plans.get(tenant)

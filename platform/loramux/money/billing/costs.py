@@ -7,7 +7,7 @@ a computed prompt token is one, a generated one two. A share counts waived work,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from decimal import Decimal
 from typing import ClassVar
 
@@ -15,7 +15,8 @@ import msgspec
 
 from loramux.common.units import DAY, SECONDS_PER_DAY
 from loramux.data.records.usage import DailyQuantities
-from loramux.money.billing.invoices import MINIMUM, Bill
+from loramux.money.billing.errors import MissingCurrency
+from loramux.money.billing.invoices import MINIMUM, NO_CURRENCY, Bill
 from loramux.money.pricing import NANO_DIGITS, allocate, to_decimal
 from loramux.money.usage.errors import InvalidQuery
 from loramux.money.usage.query import MAX_FILTER, BucketQuery, BucketWidth, Page
@@ -147,27 +148,52 @@ class Revenue(msgspec.Struct, frozen=True, kw_only=True):
     quantities: Sequence[DailyQuantities]
 
 
-def margins(revenues: Sequence[Revenue], gpu_nanos: int) -> list[Margin]:
-    """Return every model's margin; `gpu_nanos` is the cost of the GPUs in the period, in nano-units.
+def margins(revenues: Sequence[Revenue], gpu_cost: int | Mapping[str, int]) -> list[Margin]:
+    """Return every model's margin, each in its tenant's currency; nothing is converted or added across currencies.
 
-    The whole cost is divided exactly over everything that ran: idle time is shared by what ran.
+    `gpu_cost` is the cost of all GPUs in the period, in nano-units: in every currency of the plans, or one number if
+    there is one currency. It is divided exactly over everything that ran: idle time is shared by what ran. Rows of
+    tenants without a plan are in the first currency. Raises MissingCurrency.
     """
     units, prices = _units(revenues), _prices(revenues)
-    currencies = {one.tenant_name: one.bill.currency for one in revenues}
+    currencies = {one.tenant_name: one.bill.currency.code for one in revenues}
     keys = sorted(units.keys() | prices.keys())
-    costs = allocate(gpu_nanos, [units[key] for key in keys])
-    return [
-        Margin(
-            tenant_name=tenant,
-            model=model,
-            currency=currencies[tenant].code,
-            units=units[tenant, model],
-            price=_money(prices[tenant, model]),
-            cost=_money(cost),
-            margin=_money(prices[tenant, model] - cost),
+    costs = _by_currency(gpu_cost, {currencies[tenant] for tenant, _ in keys} - {NO_CURRENCY.code})
+    weights = [units[key] for key in keys]
+    shares = {currency: allocate(nanos, weights) for currency, nanos in costs.items()}
+    found = []
+    for number, (tenant, model) in enumerate(keys):
+        price, currency = prices[tenant, model], currencies[tenant]
+        if currency == NO_CURRENCY.code:
+            currency = next(iter(costs))
+        cost = shares[currency][number]
+        found.append(
+            Margin(
+                tenant_name=tenant,
+                model=model,
+                currency=currency,
+                units=units[tenant, model],
+                price=_money(price),
+                cost=_money(cost),
+                margin=_money(price - cost),
+            )
         )
-        for (tenant, model), cost in zip(keys, costs, strict=True)
-    ]
+    return found
+
+
+def _by_currency(cost: int | Mapping[str, int], needed: Set[str]) -> Mapping[str, int]:
+    """Return the cost by currency, with all that are needed. Raises MissingCurrency."""
+    if isinstance(cost, int) and len(needed) <= 1:
+        return {next(iter(needed), NO_CURRENCY.code): cost}
+    given = {} if isinstance(cost, int) else cost
+    missing = sorted(needed - given.keys())
+    if missing or not given:
+        raise MissingCurrency(
+            f"this month's plans are in {', '.join(sorted(needed)) or 'no currency'}: give the cost of all GPUs in "
+            f"each of them (--gpu-cost CURRENCY=AMOUNT, once for each); {', '.join(missing) or 'any'} is missing",
+            "gpu_cost",
+        )
+    return given
 
 
 def _units(revenues: Sequence[Revenue]) -> Counter[tuple[str, str]]:

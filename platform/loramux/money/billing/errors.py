@@ -7,6 +7,7 @@ BillingError
 ├── InvoiceNotFound        404  the caller has no invoice of that month
 ├── UnknownEntry           400  a correction of an entry that is not in the ledger
 ├── InvalidCorrection      400  a correction of another correction, or one that makes a quantity negative
+├── MissingCurrency        400  the GPUs' cost is not given in a currency that plans of the month have
 ├── LedgerAltered          500  a closed month, a frozen invoice or a checkpoint does not agree with the ledger
 ├── ReconciliationRuns     409  another reconciliation is under way
 └── LedgerDrift            500  the engines' counts and the ledger do not agree
@@ -52,6 +53,10 @@ class UnknownEntry(BillingError):
 
 class InvalidCorrection(BillingError):
     """The message names the quantity and what is left of it."""
+
+
+class MissingCurrency(BillingError):
+    """Amounts in different currencies are never added or subtracted; the message names the missing ones."""
 
 
 class LedgerAltered(BillingError):

@@ -148,6 +148,8 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     lines: tuple[PricedLine, ...]
     waived: dict[str, int]
     tax: Tax | None = None
+    issuer: str = ""
+    """The seller's name, of a closed period as it was frozen; empty for a bill without terms."""
 
     @property
     def usage_total(self) -> int:
@@ -156,11 +158,9 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shortfall(self) -> int:
-        """The difference to the plan's minimum, in minor units; 0 while the period is open."""
+        """The difference to the plan's minimum, in minor units; it shrinks with every entry of an open period."""
         plan = self.subscriptions.plan_at(self.period.month.ends_at - 1)
-        if plan is None or not self.period.is_closed:
-            return 0
-        return max(0, plan.minimum - self.usage_total)
+        return 0 if plan is None else max(0, plan.minimum - self.usage_total)
 
     @property
     def subtotal(self) -> int:
@@ -187,9 +187,10 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bill(
-    period: Period, subscriptions: Subscriptions, quantities: Sequence[DailyQuantities], tax: Tax | None = None
+    period: Period, subscriptions: Subscriptions, quantities: Sequence[DailyQuantities], terms: Terms | None = None
 ) -> Bill:
-    """Compute a tenant's bill of a period's quantities."""
+    """Compute a tenant's bill of a period's quantities; without `terms` there is no tax."""
+    terms = terms or Terms()
     currency = subscriptions.plans[0][1].currency if subscriptions.plans else NO_CURRENCY
     waived: dict[str, int] = {}
     for one in quantities:
@@ -197,7 +198,15 @@ def bill(
             if meter.startswith("waived_"):
                 waived[meter] = waived.get(meter, 0) + quantity
     lines = tuple(charge(quantities, subscriptions.prices_at, currency))
-    return Bill(period=period, subscriptions=subscriptions, currency=currency, lines=lines, waived=waived, tax=tax)
+    return Bill(
+        period=period,
+        subscriptions=subscriptions,
+        currency=currency,
+        lines=lines,
+        waived=waived,
+        tax=terms.tax,
+        issuer="" if terms.seller is None else terms.seller.name,
+    )
 
 
 def invoice(of: Bill, tenant_id: TenantId, tenant_name: str, terms: Terms) -> Invoice:

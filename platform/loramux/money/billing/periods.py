@@ -75,11 +75,19 @@ def closed_period(row: PeriodRow) -> Period:
     return Period(month=Month.parse(row.id), span=Span(row.first_sequence, row.last_sequence), digest=row.digest)
 
 
-def check_closable(month: Month, latest: Month | None, now: int) -> None:
-    """Raise PeriodNotOpen unless `month` is over and follows the one that was closed last. `now` in microseconds."""
+def check_closable(month: Month, latest: Month | None, now: int, *, preview: bool = False) -> None:
+    """Raise PeriodNotOpen unless `month` is over and follows the one that was closed last. `now` in microseconds.
+
+    For a preview it must only have begun.
+    """
     if latest is not None and month <= latest:
         raise PeriodNotOpen(f"{month} is closed already; corrections go to the open period", "period")
     if latest is not None and month != latest.next:
         raise PeriodNotOpen(f"{latest.next} is still open; close it before {month}", "period")
-    if now < month.ends_at:
-        raise PeriodNotOpen(f"{month} is not over yet; it ends at midnight UTC before {month.next}-01", "period")
+    if now < month.starts_at:
+        raise PeriodNotOpen(f"{month} has not begun yet", "period")
+    if now < month.ends_at and not preview:
+        raise PeriodNotOpen(
+            f"{month} is not over yet; it ends at midnight UTC before {month.next}-01. A dry run shows it as of now",
+            "period",
+        )

@@ -40,7 +40,7 @@ from loramux.data.storage.errors import StorageUnavailable
 from loramux.data.storage.objects import Objects
 from loramux.money.billing.catalog import subscriptions_of
 from loramux.money.billing.errors import LedgerAltered, ReconciliationRuns
-from loramux.money.billing.invoices import Bill, Invoice, Tax, bill, digest, invoice_lines, read_invoice
+from loramux.money.billing.invoices import Bill, Invoice, Terms, bill, digest, invoice_lines, read_invoice
 from loramux.money.billing.periods import Period, closed_period
 
 FOLDER = "ledger-checkpoints"
@@ -242,15 +242,15 @@ async def _invoice_problems(
         span = kept.first_sequence, kept.last_sequence, kept.ledger_digest
         if span != (period.first_sequence, period.last_sequence, period.digest):
             problems.append(f"invoice {row.id} is of other entries than its month {row.period_id}")
-        elif not _agree(kept, await _bill_again(session, row, closed_period(period), kept.terms.tax), row):
+        elif not _agree(kept, await _bill_again(session, row, closed_period(period), kept.terms), row):
             problems.append(f"invoice {row.id} does not follow from the ledger and the prices")
     return problems
 
 
-async def _bill_again(session: AsyncSession, row: InvoiceRow, period: Period, tax: Tax | None) -> Bill:
+async def _bill_again(session: AsyncSession, row: InvoiceRow, period: Period, terms: Terms) -> Bill:
     quantities = await QuantityRepository(session, row.tenant_id).daily(period.span)
     subscriptions = await subscriptions_of(session, row.tenant_id)
-    return await asyncio.to_thread(bill, period, subscriptions, quantities, tax)
+    return await asyncio.to_thread(bill, period, subscriptions, quantities, terms)
 
 
 def _agree(kept: Invoice, again: Bill, row: InvoiceRow) -> bool:

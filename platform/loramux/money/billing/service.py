@@ -102,12 +102,14 @@ class BillingService:
         """Return one tenant's bill of one period, divided by `group_by` (of `records.usage`)."""
         async with self._database.read() as session:
             terms = await self._terms(session, tenant, period)
-            return await _bill(session, tenant, period, group_by, terms.tax)
+            made = await _bill(session, tenant, period, group_by, terms)
+        # invoices of releases that knew no seller have none
+        return msgspec.structs.replace(made, issuer=made.issuer or self._settings.issuer)
 
     async def close(self, month: Month, *, dry_run: bool = False) -> list[Invoice]:
         """Freeze a month: its range of entries, their digest, and the invoice of every tenant with a plan.
 
-        `dry_run` returns the invoices and freezes nothing.
+        `dry_run` returns the invoices and freezes nothing; the month may still run, and then they are as of now.
 
         The range runs from the end of the period before to the last entry that was written before the month's end.
         Later entries belong to the next period, whatever they are about. Raises PeriodNotOpen.
@@ -124,7 +126,7 @@ class BillingService:
             await LedgerRepository(session).lock()
             periods = PeriodRepository(session)
             latest, now = await periods.latest(), self._database.now()
-            check_closable(month, Month.parse(latest.id) if latest else None, now)
+            check_closable(month, Month.parse(latest.id) if latest else None, now, preview=dry_run)
             first = latest.last_sequence + 1 if latest else 1
             last = max(first - 1, await periods.last_before(month.ends_at))
             row = PeriodRow(
@@ -202,17 +204,18 @@ class BillingService:
         # in a thread: dividing amounts exactly over many groups takes a while
         return await asyncio.to_thread(compute)
 
-    async def margins(self, month: Month, gpu_nanos: int) -> list[Margin]:
-        """Return the revenue of every tenant's models in a month beside their share of the GPUs' cost, in nano-units.
+    async def margins(self, month: Month, gpu_cost: int | Mapping[str, int]) -> list[Margin]:
+        """Return the revenue of every tenant's models in a month next to their share of the GPUs' cost.
 
-        Raises PeriodNotOpen for a month without entries of its own.
+        `gpu_cost` in nano-units, by currency if the plans have several. Raises MissingCurrency, and PeriodNotOpen for
+        a month without entries of its own.
         """
         async with self._database.read() as session:
             known = [one for one in await _periods(session, self._database.now()) if one.month == month]
             if not known:
                 raise PeriodNotOpen(f"nothing is billed in {month}", "period")
             return margins(
-                [await _revenue(session, row, known[0]) for row in await TenantRepository(session).all()], gpu_nanos
+                [await _revenue(session, row, known[0]) for row in await TenantRepository(session).all()], gpu_cost
             )
 
     async def correct(
@@ -294,7 +297,7 @@ class BillingService:
         if month != period.month:
             raise PeriodNotOpen(f"{name} has no invoice for {month}; the open month is {period.month}", "period")
         terms = await self._terms(session, tenant, period, name)
-        return invoice(await _bill(session, tenant, period, tax=terms.tax), tenant, name, terms)
+        return invoice(await _bill(session, tenant, period, terms=terms), tenant, name, terms)
 
     async def _freeze(self, session: AsyncSession, period: Period, tenant: TenantRow, now: int) -> Invoice | None:
         """Freeze a tenant's invoice; a tenant without a plan has none."""
@@ -302,7 +305,7 @@ class BillingService:
         issued = now // SECOND
         days = self._settings.payment_days
         due = None if days is None else issued + days * SECONDS_PER_DAY
-        of = await _bill(session, tenant.id, period, tax=terms.tax)
+        of = await _bill(session, tenant.id, period, terms=terms)
         if of.subscriptions.plan_at(period.month.ends_at - 1) is None:
             return None
         made = invoice(of, tenant.id, tenant.name, msgspec.structs.replace(terms, issued_at=issued, due_at=due))
@@ -364,10 +367,10 @@ def _party(profile: BillingProfileRow | None, tenant_name: str) -> InvoiceParty:
 
 
 async def _bill(
-    session: AsyncSession, tenant: TenantId, period: Period, group_by: Sequence[str] = (), tax: Tax | None = None
+    session: AsyncSession, tenant: TenantId, period: Period, group_by: Sequence[str] = (), terms: Terms | None = None
 ) -> Bill:
     quantities = await QuantityRepository(session, tenant).daily(period.span, group_by)
-    return bill(period, await subscriptions_of(session, tenant), quantities, tax)
+    return bill(period, await subscriptions_of(session, tenant), quantities, terms)
 
 
 async def _revenue(session: AsyncSession, tenant: TenantRow, period: Period) -> Revenue:

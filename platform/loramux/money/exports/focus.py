@@ -69,6 +69,7 @@ class Seller(msgspec.Struct, frozen=True, kw_only=True):
     """The seller and the buyer."""
 
     provider: str
+    """The provider, publisher and issuer of invoices."""
     tenant_id: str
     tenant_name: str
 

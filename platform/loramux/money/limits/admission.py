@@ -18,7 +18,7 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.common.identity import Principal
-from loramux.common.units import SECOND
+from loramux.common.units import SECOND, TokenCounts
 from loramux.data.records.limits import CounterRepository, LimitRepository
 from loramux.data.records.requests import OpenedRequest, tenant_tier
 from loramux.money.limits.budgets import BudgetBatch, ChargedUsage, Prices
@@ -219,17 +219,17 @@ class AdmissionBatch:
         """Return whether the request has taken anything, now or before."""
         return request_id in self._held or request_id in self._new or self._budgets.holds(request_id)
 
-    def release(self, request_id: str, used: ChargedUsage, tokens: int) -> None:
+    def release(self, request_id: str, used: ChargedUsage, unbilled: TokenCounts, tokens: int) -> None:
         """Give back what the request holds and did not use; a second release changes nothing.
 
-        `used` counts against budgets, `tokens` against limits by the minute.
+        `used` and `unbilled` count against budgets, `tokens` against limits by the minute.
         """
         if self.holds(request_id):
             self._ended.append(request_id)
         for row in self._held.pop(request_id, ()):
             unused = max(0, row.tokens - tokens)
             self._counters[row.subject] = self._counters[row.subject].without_request(unused)
-        self._budgets.release(request_id, used)
+        self._budgets.release(request_id, used, unbilled)
 
     async def write(self) -> None:
         """Write what has changed."""

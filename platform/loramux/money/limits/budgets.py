@@ -7,18 +7,22 @@ so requests that arrive together cannot overspend together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.common.identity import TenantId
-from loramux.common.units import SECOND, TokenCounts
+from loramux.common.units import DAY, SECOND, TokenCounts
 from loramux.data.records.limits import CounterRepository, LimitRepository, Spending
-from loramux.data.records.requests import OpenedRequest
+from loramux.data.records.requests import OpenedRequest, RequestRepository
+from loramux.data.records.subjects import SubjectRepository
+from loramux.data.records.usage import Span
 from loramux.money.limits.definitions import subjects_of
 from loramux.money.limits.errors import BudgetSpent
 from loramux.money.pricing import NANO
@@ -37,8 +41,8 @@ class Tariff(Protocol):
     def most_it_can_cost(self, request: OpenedRequest) -> int:
         """Return a bound that `cost` never exceeds for this request, also where it is settled a day later."""
 
-    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage) -> int:
-        """Return the cost of a request that used so much."""
+    def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
+        """Return the cost of requests that used so much, at the prices of `at` (microseconds); None: the tariff's."""
 
 
 class Prices(Protocol):
@@ -84,6 +88,8 @@ class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
     start: int
     spent: int
     held: int
+    abandoned: int = 0
+    """The part of `spent` that is not billed: tokens computed for callers that left before they could read them."""
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -91,6 +97,12 @@ class Spent(msgspec.Struct, frozen=True):
 
     spent: int
     held: int
+    abandoned: int = 0
+    """The part of `spent` that is not billed."""
+
+    def __add__(self, other: Spent) -> Spent:
+        """Add another cost of the same period."""
+        return Spent(self.spent + other.spent, self.held + other.held, self.abandoned + other.abandoned)
 
 
 def budget_of(row: Any) -> Budget:
@@ -157,7 +169,7 @@ class BudgetBatch:
         periods = {(row.budget_id, row.start) for rows in self._held.values() for row in rows}
         periods |= {self._period(budget) for request in opened for budget in self._budgets_of(request)}
         for row in await self._counter_rows.spendings(periods):
-            self._spendings[row.budget_id, row.start] = Spent(row.spent, row.held)
+            self._spendings[row.budget_id, row.start] = Spent(row.spent, row.held, row.abandoned)
 
     def holds(self, request_id: str) -> bool:
         """Return whether the request holds anything, now or before."""
@@ -181,27 +193,25 @@ class BudgetBatch:
         """Hold so much of every budget of the request."""
         for budget in self._budgets_of(request):
             period = self._period(budget)
-            spent = self._spendings[period]
-            self._spendings[period] = Spent(spent.spent, spent.held + cost)
-            hold = {"request_id": request.id, "budget_id": budget.id, "start": period[1], "amount": cost}
-            self._new[request.id].append(hold | {"base_model": request.base_model, "tier": request.tier})
+            self._spendings[period] += Spent(0, cost)
+            self._new[request.id].append(hold_row(request, budget.id, period[1], cost))
 
-    def release(self, request_id: str, used: ChargedUsage) -> None:
-        """Spend what was used and give back the rest, in the period in which the request began."""
+    def release(self, request_id: str, used: ChargedUsage, unbilled: TokenCounts) -> None:
+        """Spend what was used, billed or not, and give back the rest, in the period in which the request began."""
         for row in self._held.pop(request_id, ()):
             assert self._tariff is not None
             budget, period = self._by_id[row.budget_id], (row.budget_id, row.start)
             before = self._spendings[period]
-            cost = self._tariff.cost(budget.tenant, row.base_model, row.tier, used)
-            after = self._spendings[period] = Spent(before.spent + cost, before.held - row.amount)
+            price = partial(self._tariff.cost, budget.tenant, row.base_model, row.tier)
+            after = self._spendings[period] = before + spent_by(price, used, unbilled) + Spent(0, -row.amount)
             for percent in crossed_thresholds(budget, before.spent, after.spent):
                 self._alerts.append(alert_row(budget, row.start, percent, after.spent, self._now))
 
     async def write(self) -> None:
         """Write what has changed; `AdmissionBatch` removes the holds of ended requests."""
         rows = [
-            {"budget_id": budget, "start": start, "spent": spent.spent, "held": spent.held}
-            for (budget, start), spent in sorted(self._spendings.items())
+            spending_row(budget, start, spent)
+            for (budget, start), spent in sorted(self._spendings.items(), key=itemgetter(0))
         ]
         await self._counter_rows.write_spendings(rows)
         await self._counter_rows.add_budget_holds(list(chain.from_iterable(self._new.values())))
@@ -236,9 +246,69 @@ def ensure_affordable(owner: str, state: BudgetState, cost: int, now: int) -> No
     )
 
 
+def spent_by(price: Callable[[ChargedUsage], int], used: ChargedUsage, unbilled: TokenCounts) -> Spent:
+    """Return what billed and unbilled tokens cost a budget: priced together, so that each meter is rounded once."""
+    billed = price(used)
+    if unbilled == TokenCounts():
+        return Spent(billed, 0)
+    cost = price(ChargedUsage(used.tokens + unbilled, used.adapter_loads))
+    return Spent(cost, 0, cost - billed)
+
+
+async def spent_so_far(
+    session: AsyncSession, tenant: TenantId, subject: str, start: int, span: Span, tariff: Tariff
+) -> Spent:
+    """Return what the subject's requests have cost since the period's `start`, of the ledger's entries in `span`.
+
+    Each day's tokens of one base model and tier are priced together, at that day's prices.
+    """
+    spent = Spent(0, 0)
+    for one in await SubjectRepository(session, tenant, subject).used(start, span):
+        price = partial(tariff.cost, tenant, one.base_model, one.tier, at=one.day * DAY)
+        spent += spent_by(price, ChargedUsage(one.tokens, one.adapter_loads), one.abandoned)
+    return spent
+
+
+async def begin_period(
+    session: AsyncSession, budget: Budget, start: int, spent: Spent, tariff: Tariff, now: int
+) -> None:
+    """Begin the first period of a new budget: with what is spent of it, and what the open requests may still cost.
+
+    The caller has locked the ledger's head, so none of these requests ends meanwhile.
+    """
+    running = await SubjectRepository(session, budget.tenant, budget.subject).open(start)
+    holds = [hold_row(request, budget.id, start, tariff.most_it_can_cost(request)) for request in running]
+    counters = CounterRepository(session)
+    await counters.spendings([(budget.id, start)])
+    held = Spent(0, sum(hold["amount"] for hold in holds))
+    await counters.write_spendings([spending_row(budget.id, start, spent + held)])
+    await counters.add_budget_holds(holds)
+    if running:
+        await RequestRepository(session).note_holds([request.id for request in running])
+    passed = crossed_thresholds(budget, 0, spent.spent)
+    await counters.add_alerts([alert_row(budget, start, percent, spent.spent, now) for percent in passed])
+
+
 def crossed_thresholds(budget: Budget, before: int, after: int) -> list[int]:
     """Return the thresholds, in percent, that spending reaches by going from `before` to `after`."""
     return [percent for percent in budget.thresholds if before * 100 < budget.amount * percent <= after * 100]
+
+
+def spending_row(budget_id: str, start: int, spent: Spent) -> dict[str, Any]:
+    """Return the row of a period's spending."""
+    return {"budget_id": budget_id, "start": start} | msgspec.structs.asdict(spent)
+
+
+def hold_row(request: OpenedRequest, budget_id: str, start: int, amount: int) -> dict[str, Any]:
+    """Return the row of what a request holds of a budget."""
+    return {
+        "request_id": request.id,
+        "budget_id": budget_id,
+        "start": start,
+        "amount": amount,
+        "base_model": request.base_model,
+        "tier": request.tier,
+    }
 
 
 def alert_row(budget: Budget, start: int, percent: int, spent: int, now: int) -> dict[str, Any]:

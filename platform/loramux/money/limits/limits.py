@@ -9,14 +9,27 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.entities import Changes
 from loramux.common.identity import TenantId, new_id
+from loramux.data.records.ledger import LedgerRepository
 from loramux.data.records.limits import BudgetRow, LimitRepository, LimitRow
-from loramux.money.limits.budgets import Budget, BudgetState, Spent, budget_of, period_start
+from loramux.data.records.usage import Span
+from loramux.money.limits.budgets import (
+    Budget,
+    BudgetState,
+    NoPrices,
+    Prices,
+    Spent,
+    begin_period,
+    budget_of,
+    period_start,
+    spent_so_far,
+)
 from loramux.money.limits.definitions import LIMITS, tier_subject
 from loramux.money.limits.errors import InvalidLimit, LimitNotFound
 
 PERIODS = ("day", "month", "total")
 DEFAULT_THRESHOLDS = (50, 80, 100)
 MAX_BUDGET = 2**62
+NOTHING_SPENT = Spent(0, 0)
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,11 +40,22 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
     value: int
 
 
+class CountedSpending(msgspec.Struct, frozen=True):
+    """The cost of a period's requests up to an entry of the ledger; of none where that entry is 0."""
+
+    start: int
+    """The period's start in microseconds."""
+    last_sequence: int
+    spent: Spent
+
+
 class Limits:
     """Sets limits and budgets, with audit entries; they apply from the next request on."""
 
-    def __init__(self, changes: Changes) -> None:
+    def __init__(self, changes: Changes, prices: Prices | None = None) -> None:
+        """`prices` price what a period has used before its budget is made; None: nothing costs anything."""
         self._changes = changes
+        self._prices = prices or NoPrices()
 
     async def of(self, tenant: TenantId, tier: str, subjects: Sequence[str] = ()) -> list[Limit]:
         """Return the tenant's limits, those of its tier that it does not override, and those of its `subjects`."""
@@ -85,15 +109,11 @@ class Limits:
             starts = {budget.id: period_start(budget.period, now) for budget in budgets}
             rows = await limits.spendings(list(starts.items())) if starts else ()
             currency = (await limits.currencies({tenant})).get(tenant, "")
-        spent = {row.budget_id: Spent(row.spent, row.held) for row in rows}
+        spent = {row.budget_id: Spent(row.spent, row.held, row.abandoned) for row in rows}
         states = []
         for budget in budgets:
-            state = spent.get(budget.id, Spent(0, 0))
-            states.append(
-                BudgetState(
-                    budget=budget, currency=currency, start=starts[budget.id], spent=state.spent, held=state.held
-                )
-            )
+            found = msgspec.structs.asdict(spent.get(budget.id, NOTHING_SPENT))
+            states.append(BudgetState(budget=budget, currency=currency, start=starts[budget.id], **found))
         return states
 
     async def put_budget(
@@ -101,7 +121,8 @@ class Limits:
     ) -> Budget:
         """Set a budget of the tenant, or of a project, key or member of it. `amount` in nano-units.
 
-        Raises InvalidLimit, LimitNotFound.
+        A new one counts its whole present period: what its requests have cost, and what the open ones may. Raises
+        InvalidLimit, LimitNotFound.
         """
         if period not in PERIODS:
             raise LimitNotFound(f"a budget's period is one of {', '.join(PERIODS)}", "period")
@@ -110,15 +131,13 @@ class Limits:
         percents = sorted(set(thresholds))
         if len(percents) > 10 or not all(1 <= percent <= 100 for percent in percents):
             raise InvalidLimit("thresholds are at most 10 whole percentages, 1 to 100", "thresholds")
+        counted = await self._count(tenant, subject, period)
         async with self._changes.begin() as change:
+            # Lock order: the ledger's head first, as in every transaction that locks both.
+            await LedgerRepository(change.session).lock()
             limits = LimitRepository(change.session)
             subject = await _owned_subject(change.session, tenant, subject)
-            if not await limits.has_prices(tenant):
-                raise InvalidLimit(
-                    "this organization has no price plan, so no request would ever count against a budget; have the "
-                    "operator assign a plan first (loramux price assign), or set limits by the minute instead",
-                    "period",
-                )
+            await _ensure_prices(limits, tenant)
             row = await limits.budget(subject, period)
             before = None if row is None else budget_of(row)
             if row is None:
@@ -126,8 +145,35 @@ class Limits:
             row.amount, row.thresholds = amount, " ".join(map(str, percents))
             await limits.add(row)
             after = budget_of(row)
+            if before is None:
+                await self._begin(change.session, after, counted, change.now)
             await change.note("budget.put", row.id, tenant=tenant, before=before, after=after)
         return after
+
+    async def _count(self, tenant: TenantId, subject: str, period: str) -> CountedSpending:
+        """Add up what a new budget's period has cost, before the ledger is locked: settlements wait for that lock."""
+        now = self._changes.database.now()
+        async with self._changes.database.read() as session:
+            limits = LimitRepository(session)
+            subject = await _owned_subject(session, tenant, subject)
+            await _ensure_prices(limits, tenant)
+            found = [row.period for row in await limits.budgets([subject])]
+            if period in found:
+                return CountedSpending(0, 0, NOTHING_SPENT)
+            start, last = period_start(period, now), (await LedgerRepository(session).head()).sequence
+            tariff = await self._prices.tariff(session, [tenant])
+            spent = await spent_so_far(session, tenant, subject, start, Span(1, last), tariff)
+        return CountedSpending(start, last, spent)
+
+    async def _begin(self, session: AsyncSession, budget: Budget, counted: CountedSpending, now: int) -> None:
+        """Begin a new budget's period with what `counted` has, and what has ended since."""
+        start = period_start(budget.period, now)
+        if counted.start != start:
+            counted = CountedSpending(start, 0, NOTHING_SPENT)
+        tariff = await self._prices.tariff(session, [budget.tenant])
+        rest = Span(counted.last_sequence + 1, None)
+        spent = counted.spent + await spent_so_far(session, budget.tenant, budget.subject, start, rest, tariff)
+        await begin_period(session, budget, start, spent, tariff, now)
 
     async def remove_budget(self, tenant: TenantId, subject: str, period: str) -> Budget:
         """Remove a budget, and what was counted of it. Raises LimitNotFound."""
@@ -159,6 +205,15 @@ class Limits:
             after = _limit(row)
             await change.note("limit.put", f"{subject} {name}", tenant=tenant, before=before, after=after)
         return after
+
+
+async def _ensure_prices(limits: LimitRepository, tenant: TenantId) -> None:
+    if not await limits.has_prices(tenant):
+        raise InvalidLimit(
+            "this organization has no price plan, so no request would ever count against a budget; have the "
+            "operator assign a plan first (loramux price assign), or set limits by the minute instead",
+            "period",
+        )
 
 
 async def _owned_subject(session: AsyncSession, tenant: TenantId | None, subject: str) -> str:

@@ -44,16 +44,26 @@ BATCH = 500
 class UsageService:
     """Opens and settles requests, and sums what tenants used. `open` and `settle` need start(); queries do not."""
 
-    def __init__(self, database: Database, prices: Prices | None = None, answers: AnswerStorage | None = None) -> None:
+    def __init__(
+        self,
+        database: Database,
+        prices: Prices | None = None,
+        answers: AnswerStorage | None = None,
+        *,
+        bill_abandoned: bool = False,
+    ) -> None:
         """`prices` price the requests of tenants with a budget; None: nothing costs anything.
 
         `answers` stores those of requests with an idempotency key; None: no other process can read them.
+        `bill_abandoned`: bill what was computed for callers that left before they could read it.
         """
         self._database = database
         self.server_id = new_id("server")
         """Between `start` and `stop`, other servers see that it is alive (`records.database.dead_servers`)."""
         self._answers = answers or AnswerStorage.temporary()
-        self._operations = SettlementWriter(database, self.server_id, prices or NoPrices(), self._answers)
+        self._operations = SettlementWriter(
+            database, self.server_id, prices or NoPrices(), self._answers, bill_abandoned=bill_abandoned
+        )
         self._writer: GroupCommit[UsageOperation, SettlementOutcome] = GroupCommit(self._operations.commit)
         self._life = AsyncExitStack()
         self.drift_tokens = 0

@@ -74,6 +74,10 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's own count of delivered and undelivered tokens; None where the engine died, and then both are 0."""
     is_shadow: bool = False
     """No caller asked for it: nothing is billed."""
+    prompt_tokens: int | None = None
+    """The request's prompts, each once; None: as many as were computed."""
+    bills_abandoned: bool = False
+    """`abandoned` is billed too."""
 
     @property
     def status(self) -> str:
@@ -81,9 +85,27 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
         return STATUS[self.ended_by]
 
     @property
+    def abandoned(self) -> TokenCounts:
+        """Tokens that were computed for a caller that left before it could read them, each prompt once.
+
+        They are waived, unless a setting has them billed, and count against budgets either way: a caller that leaves
+        before each answer would else use the engine without any bound in money.
+        """
+        if self.ended_by != "caller" or self.is_shadow:
+            return NOTHING
+        return prompts_once(self.undelivered, self.delivered.prompt, self.prompt_tokens)
+
+    @property
     def billed(self) -> TokenCounts:
         """All delivered tokens, however the request ended, unless the platform failed or no caller asked for it."""
-        return NOTHING if self.ended_by == "platform" or self.is_shadow else self.delivered
+        if self.ended_by == "platform" or self.is_shadow:
+            return NOTHING
+        return self.delivered + self.abandoned if self.bills_abandoned else self.delivered
+
+    @property
+    def unbilled(self) -> TokenCounts:
+        """Abandoned tokens that are not billed: a cost for budgets alone."""
+        return NOTHING if self.bills_abandoned else self.abandoned
 
     @property
     def waived(self) -> TokenCounts:
@@ -93,12 +115,22 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def limited_tokens(self) -> int:
         """The tokens that limits by the minute count: also what a caller that left has made the engine compute."""
-        return self.billed.total + (self.undelivered.total if self.ended_by == "caller" else 0)
+        return (self.delivered + self.undelivered if self.ended_by == "caller" else self.billed).total
 
     @property
     def billed_loads(self) -> int:
         """The adapter load, of a request that was answered at all."""
         return min(self.adapter_loads, MAX_BILLED_LOADS) if self.billed.prompt else 0
+
+
+def prompts_once(computed: TokenCounts, delivered: int, prompts: int | None) -> TokenCounts:
+    """Return the computed tokens with no more of the prompts than is left of them after `delivered` tokens.
+
+    Several choices compute one prompt several times; what was not found in the cache counts first.
+    """
+    prompt = computed.prompt if prompts is None else min(computed.prompt, max(0, prompts - delivered))
+    uncached = min(prompt, computed.prompt - computed.cached)
+    return TokenCounts(prompt=prompt, cached=prompt - uncached, output=computed.output)
 
 
 UsageOperation = OpenedRequest | Settlement
@@ -114,8 +146,11 @@ def unused(request_id: str, ended_by: EndedBy) -> Settlement:
 class SettlementWriter:
     """Writes batches of operations for one server process, which `server_id` names."""
 
-    def __init__(self, database: Database, server_id: str, prices: Prices, answers: AnswerStorage) -> None:
+    def __init__(
+        self, database: Database, server_id: str, prices: Prices, answers: AnswerStorage, *, bill_abandoned: bool
+    ) -> None:
         self._database = database
+        self._bill_abandoned = bill_abandoned
         self._server_id = server_id
         self._prices = prices
         self._answers = answers
@@ -160,7 +195,7 @@ class SettlementWriter:
             if opened:
                 outcomes = await self._open(session, opened, admission)
             if head is not None:
-                ends = [(closed[id], _end_of(closed[id], one)) for id, one in settled.items() if id in closed]
+                ends = [(closed[id], self._end_of(closed[id], one)) for id, one in settled.items() if id in closed]
                 entries = await self._settle(session, head, ends, admission)
                 entries |= await self._find_settled(session, settled.keys() - closed.keys())
             await admission.write()
@@ -209,8 +244,17 @@ class SettlementWriter:
         for row, settlement in closed:
             if row.has_holds:
                 charged = ChargedUsage(settlement.billed, settlement.billed_loads)
-                admission.release(row.id, charged, settlement.limited_tokens)
+                admission.release(row.id, charged, settlement.unbilled, settlement.limited_tokens)
         return {entry.request_id: entry for entry in appended}
+
+    def _end_of(self, row: BilledRequest, settlement: Settlement) -> Settlement:
+        """Return the settlement with what the request's row knows: its tier says whether it is a shadow."""
+        return msgspec.structs.replace(
+            settlement,
+            is_shadow=is_shadow(row.tier),
+            prompt_tokens=row.prompt_tokens,
+            bills_abandoned=self._bill_abandoned,
+        )
 
     async def _find_settled(self, session: AsyncSession, ids: Collection[str]) -> dict[str, LedgerEntry | Exception]:
         """Return the entries of requests that were settled before, and UnknownRequest for the others."""
@@ -242,7 +286,7 @@ class SettlementWriter:
             ],
         )
         for id in _holders(closed):
-            admission.release(id, ChargedUsage(), 0)
+            admission.release(id, ChargedUsage(), NOTHING, 0)
         await admission.write()
         await conclude_claims(session, {row.id: None for row in closed.values() if row.has_claim}, self._answers)
 
@@ -256,11 +300,6 @@ def _admit(admission: AdmissionBatch, request: OpenedRequest) -> RateLimitStatus
         return admission.admit(request)
     except LimitsError as error:
         return error
-
-
-def _end_of(row: BilledRequest, settlement: Settlement) -> Settlement:
-    """Return the settlement as the request's row has it: its tier says whether it is a shadow."""
-    return msgspec.structs.replace(settlement, is_shadow=is_shadow(row.tier))
 
 
 def _content(row: BilledRequest, settlement: Settlement, now: int) -> EntryContent:
