@@ -70,7 +70,6 @@ def added_columns() -> list[tuple[str, sa.Column]]:
         ("uploads", sa.Column("ignored", sa.Text(), nullable=True)),
         ("uploads", sa.Column("submitter", sa.Text(), nullable=True)),
         ("budget_holds", sa.Column("base_model", sa.Text(), nullable=False, server_default=sa.text("''"))),
-        ("budget_spendings", sa.Column("abandoned", BIG, nullable=False, server_default="0")),
         ("requests", sa.Column("user_id", sa.Text(), nullable=True)),
         ("ledger_entries", sa.Column("user_id", sa.Text(), nullable=True)),
     ]
