@@ -223,7 +223,7 @@ def test_client_that_leaves_in_the_middle_of_its_body_is_no_error(site: Site, ca
 def test_unfinished_bodies_of_one_tenant_are_bounded_and_leave_others_theirs(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MAX_INCOMING_OF_TENANT", 300_000)
+    monkeypatch.setattr(site.server.app.state.platform.memory, "_per_tenant", 300_000)
     held = []
     for _ in range(2):
         connection = connect(site)
@@ -245,11 +245,7 @@ def test_unfinished_bodies_of_one_tenant_are_bounded_and_leave_others_theirs(
 
 
 def incoming(site: Site) -> int:
-    return (
-        sum(site.server.app.state.incoming_bytes._by_tenant.values())
-        if "incoming_bytes" in site.server.app.state
-        else 0
-    )
+    return site.server.app.state.platform.memory._held.total()
 
 
 def test_body_that_does_not_arrive_in_time_is_408(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
