@@ -176,14 +176,14 @@ function PricePlans({ name }: { name: string }) {
       {isAssigning && <Assign name={name} has={plans.data?.data ?? []} onClose={assign.close} />}
       <Loaded query={plans} height={80}>
         {(found) =>
-          found.length === 0 ? (
+          found.data.length === 0 ? (
             <Text size="sm" c="dimmed">
               No price plan.
             </Text>
           ) : (
             <DataTable
               label="Price plans"
-              rows={[...found].reverse()}
+              rows={[...found.data].reverse()}
               keyOf={(one) => one.month}
               columns={[
                 { title: "From", width: 110, cell: (one) => one.month },
@@ -276,7 +276,7 @@ function TenantLimits({ tenant }: { tenant: TenantObject }) {
       {isSetting && <LimitForm title={`Limit of ${tenant.name}`} save={save} onClose={set.close} />}
       <Loaded query={limits} height={80}>
         {(found) =>
-          found.length === 0 ? (
+          found.data.length === 0 ? (
             <Text size="sm" c="dimmed">
               No limits.
             </Text>
@@ -346,7 +346,7 @@ function TenantBudgets({ tenant }: { tenant: TenantObject }) {
       {isSetting && <BudgetForm title={`Budget of ${tenant.name}`} currency={plan?.currency} save={save} onClose={set.close} />}
       <Loaded query={budgets} height={80}>
         {(found) =>
-          found.length === 0 ? (
+          found.data.length === 0 ? (
             <Text size="sm" c="dimmed">
               No budget.
             </Text>
