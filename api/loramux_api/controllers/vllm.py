@@ -34,7 +34,7 @@ from loramux_api.bodies import AnyRequest, Body, InferenceBody, InferenceRequest
 from loramux_api.openapi import REFUSALS, ApiController
 from loramux_api.parameters import OptionalText
 from loramux_api.problems import ErrorAnswer, problem_of
-from loramux_api.schemas.bounds import Fields, Name, Path, Text, TokenIds
+from loramux_api.schemas.bounds import Fields, ModelName, Name, Path, Text, TokenIds
 from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
 from loramux_api.schemas.conversation import MAX_MESSAGES
 from loramux_api.schemas.tools import MAX_TOOLS, ToolDefinition
@@ -43,7 +43,7 @@ from loramux_api.schemas.tools import MAX_TOOLS, ToolDefinition
 class TokenizeBody(InferenceBody, kw_only=True):
     """A text, or a conversation for the model's chat template."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     """The first base where it is left out, as in vLLM."""
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
@@ -64,7 +64,7 @@ class TokenizeBody(InferenceBody, kw_only=True):
 class DetokenizeBody(InferenceBody, kw_only=True):
     """Tokens of a model."""
 
-    model: Name | None = None
+    model: ModelName | None = None
     """The first base where it is left out, as in vLLM."""
     tokens: TokenIds
 

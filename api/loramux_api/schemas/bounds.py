@@ -20,6 +20,8 @@ MAX_PARTS = 4096
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 """The name or the id of something that exists or will; nothing has a longer one."""
+ModelName = Annotated[str, Meta(max_length=MAX_BODY_BYTES)]
+"""The name of a model that is asked; one that is too long is an absent model, 404."""
 Path = Annotated[str, Meta(max_length=4096)]
 Url = Annotated[str, Meta(max_length=2048)]
 Secret = Annotated[str, Meta(max_length=4096)]

@@ -14,7 +14,7 @@ from loramux.constraints.formats import JsonSchema
 from loramux.serving.errors import GatewayError, InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
 from loramux_api.bodies import InferenceBody, Unsupported
-from loramux_api.schemas.bounds import MAX_PARTS, Fields, Name, Text
+from loramux_api.schemas.bounds import MAX_PARTS, Fields, ModelName, Name, Text
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     ConversationBuilder,
@@ -166,7 +166,7 @@ class Thread(msgspec.Struct):
 class PromptBody(InferenceBody, kw_only=True):
     """What an answer is asked to: a conversation, and the tools of it."""
 
-    model: Name
+    model: ModelName
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     """The turns; a last one of the assistant's is continued."""
     system: Text | Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)] | None = None

@@ -16,7 +16,7 @@ from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedPooling, GenerationRequest, Prompt, TextPair, Truncation
 from loramux_api.bodies import MAX_STRINGS, InferenceBody, Unsupported
-from loramux_api.schemas.bounds import Name, Tags, Text
+from loramux_api.schemas.bounds import ModelName, Tags, Text
 from loramux_api.schemas.chat import PromptTokensDetails
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, read_prompts
@@ -32,7 +32,7 @@ RERANKED = {"prompt": "documents"}
 class PooledBody(InferenceBody, kw_only=True):
     """The fields that all of them share."""
 
-    model: Name
+    model: ModelName
     add_special_tokens: bool | None = None
     """Put the tokenizer's own special tokens around each text, the default."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None

@@ -13,7 +13,7 @@ from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
 from loramux_api.bodies import Body, InferenceBody, Unsupported
-from loramux_api.schemas.bounds import MAX_PARTS, Fields, Name, Tags, Text
+from loramux_api.schemas.bounds import MAX_PARTS, Fields, ModelName, Name, Tags, Text
 from loramux_api.schemas.chat import Effort
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
@@ -185,7 +185,7 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponseBody(InferenceBody, kw_only=True):
     """OpenAI's fields, and vLLM's names of sampling parameters that OpenAI does not have. Null is as good as absent."""
 
-    model: Name
+    model: ModelName
     input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
     """A text, or the items of a conversation; without any, an empty turn of the user's."""
     instructions: Text | None = None

@@ -20,7 +20,7 @@ from loramux.engine.messages import SamplingParams
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, Prompt, Truncation
 from loramux_api.bodies import MAX_VALUES, Body, InferenceBody, Unsupported
-from loramux_api.schemas.bounds import Name, Tags, Text, TokenIds
+from loramux_api.schemas.bounds import ModelName, Name, Tags, Text, TokenIds
 
 T = TypeVar("T", bound=Body)
 
@@ -174,7 +174,7 @@ def taking_numbers(*, without: Collection[str] = ()) -> Callable[[type[T]], type
 class SamplingBody(InferenceBody, kw_only=True):
     """Sampling and the end of generation; null is the same as absent."""
 
-    model: Name
+    model: ModelName
     seed: Int64 | None = None
     logit_bias: LogitBias | None = None
     """By token id, written as a text."""
