@@ -11,7 +11,6 @@ callers spread differently under another alias.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from loramux.catalog.registry.errors import (
     RevisionUnavailable,
 )
 from loramux.common.identity import GRAMMAR, GRAMMAR_IN_WORDS, Principal, TenantId, is_name
-from loramux.common.jobs import ThreadPool
+from loramux.common.jobs import ThreadPool, run_blocking
 from loramux.data.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.data.records.aliases import DEFAULT_ALIAS
 from loramux.data.records.database import Database
@@ -213,7 +212,7 @@ class ModelResolver:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
             own = await access.own(principal.own_adapters(), limit=COMPARED)
         names = [row.name for row in own] + [base for base in self._bases.names if principal.may_use(base)]
-        near = await asyncio.to_thread(nearest_name, re.split("[:@]", model[:SHOWN], maxsplit=1)[0], names)
+        near = await run_blocking(principal.tenant, nearest_name, re.split("[:@]", model[:SHOWN], maxsplit=1)[0], names)
         return None if near == model else near
 
     async def _candidates(self, principal: Principal, name: ModelName) -> list[AccessibleRevision]:
