@@ -38,10 +38,10 @@ from loramux.server.programs import Programs, open_programs
 from loramux_api.answering import inference
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.batch_endpoints import batch_endpoints
-from loramux_api.bodies import AnyRequest, ApiRequest, StrictJSON
+from loramux_api.bodies import AnyRequest, ApiRequest, StrictJSON, release_answered_body, release_body
 from loramux_api.controllers.console import ConsoleFiles
 from loramux_api.controllers.plans import WhatIf
-from loramux_api.headers import READABLE, send_console_policy, send_ignored, send_request_id
+from loramux_api.headers import READABLE, send_console_policy, send_ignored, send_request_id, send_transport_policy
 from loramux_api.http_layer import serve
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
@@ -51,7 +51,6 @@ from loramux_api.routes import routes_of
 
 logger = logging.getLogger(__name__)
 
-MAX_JSON_BYTES = 16 << 20
 CONFIG_VARIABLE = "LORAMUX_CONFIG"
 
 
@@ -138,7 +137,13 @@ class Application(Litestar):
             await super().__call__(scope, receive, send)
             return
         async with logged(scope, self.tracer):
-            await serve(super().__call__, cast(HTTPScope, scope), cast(Receive, receive), cast(Send, send))
+            await serve(self._answer, cast(HTTPScope, scope), cast(Receive, receive), cast(Send, send))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # of this scope: the HTTP layer may have replaced the server's
+            release_body(scope)
 
 
 def create_app(settings: Settings, engine: EngineClient | None = None) -> Application:
@@ -161,12 +166,20 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
         route_handlers=routes_of(settings),
         dependencies={**DEPENDENCIES, "metrics": Provide(lambda: metrics, sync_to_thread=False)},
         lifespan=[lifespan],
-        before_send=[send_request_id, send_ignored, send_console_policy, metrics.count, note_response],
+        before_send=[
+            release_answered_body,
+            send_transport_policy,
+            send_request_id,
+            send_ignored,
+            send_console_policy,
+            metrics.count,
+            note_response,
+        ],
         exception_handlers=EXCEPTION_HANDLERS,
         request_class=ApiRequest,
         dto=StrictJSON,
         return_dto=None,
-        request_max_body_size=MAX_JSON_BYTES,
+        request_max_body_size=None,  # ApiRequest has the limit of the route's kind
         cors_config=_cors(settings),
         openapi_config=openapi_config(),
         logging_config=None,

@@ -20,7 +20,7 @@ from loramux.common.identity import Origin, Principal
 from loramux.server.platform import Platform
 from loramux.serving.errors import NotAllowed
 from loramux_api.bodies import SMALL_BODY_BYTES
-from loramux_api.headers import FROM_CONSOLE, SESSION_COOKIE, traceable_id
+from loramux_api.headers import FROM_CONSOLE, SESSION_COOKIE, cookie_name, traceable_id
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 
@@ -75,7 +75,7 @@ def principal_of(request: Connection) -> Principal:
 async def session_of(connection: Connection) -> Session:
     """Return the console's session of the request's cookie. Raises InvalidKey, TenantSuspended, NotAllowed."""
     _ensure_own_page(connection)
-    secret = connection.cookies.get(SESSION_COOKIE, "")
+    secret = connection.cookies.get(cookie_name(SESSION_COOKIE, connection), "")
     sessions = platform_of(connection).tenants.sessions
     session = await sessions.find(secret, origin_of(connection))
     if not _is_safe(connection) and not sessions.is_csrf_token(secret, connection.headers.get(CSRF_HEADER, "")):
@@ -113,7 +113,7 @@ def _ensure_own_page(connection: Connection) -> None:
 
 async def _authenticated(platform: Platform, connection: Connection) -> Principal:
     """Return the caller by its key or token or, without any, by the console's cookie."""
-    if "authorization" in connection.headers or SESSION_COOKIE not in connection.cookies:
+    if "authorization" in connection.headers or cookie_name(SESSION_COOKIE, connection) not in connection.cookies:
         return await platform.tenants.authenticator.authenticate(_credential(connection))
     session = await session_of(connection)
     connection.scope[FROM_CONSOLE] = True  # type: ignore[literal-required]  # for the headers of its answer

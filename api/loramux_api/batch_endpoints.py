@@ -9,7 +9,7 @@ from loramux.batches.lines import AnswerWriter, BatchEndpoints, ParsedBody
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, GenerationRequest
 from loramux.serving.service import CompletionService
-from loramux_api.bodies import body_limit, decode_body, look_through
+from loramux_api.bodies import decode_body, inference_body_bytes, look_through
 from loramux_api.controllers import completions as completion_routes
 from loramux_api.controllers.chat import ChatWriter
 from loramux_api.controllers.pooling import EmbeddingWriter
@@ -55,5 +55,5 @@ def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
             ),
         },
         error_body=error_answer,
-        max_line_bytes=body_limit(completions) + LINE_BYTES,
+        max_line_bytes=inference_body_bytes(completions.context) + LINE_BYTES,
     )

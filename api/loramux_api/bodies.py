@@ -12,37 +12,44 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from http import HTTPStatus
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, Literal, NoReturn, TypeVar, cast
 
 import msgspec
 from litestar import Request
 from litestar.dto import AbstractDTO
 from litestar.exceptions import InternalServerException
-from litestar.exceptions.http_exceptions import RequestEntityTooLarge
+from litestar.types import Empty, Message, Scope
 
+from loramux.common.jobs import ANYONE, TenantSlots
+from loramux.server.platform import Platform
 from loramux.serving.errors import GatewayError, InvalidRequest, Unavailable
-from loramux.serving.service import CompletionService
 from loramux_api.headers import note_ignored
+from loramux_api.schema_bounds import add_bounds
 from loramux_api.unknown_fields import LONGEST_NAME, MAX_UNKNOWN, ensure_ignorable, too_many
 
 MIN_BODY_BYTES = 1 << 20
 MAX_BODY_BYTES = 16 << 20
 BYTES_PER_TOKEN = 64
 """The bytes that a body may have for every token of the model's context: several full prompts, escaped."""
-
-BODY_SECONDS = 120.0
-"""The time that a body may take to arrive."""
-MAX_INCOMING = 512 << 20
-MAX_INCOMING_OF_TENANT = 128 << 20
-"""Bytes of unfinished bodies, of all tenants and of one."""
-
 SMALL_BODY_BYTES = 64 << 10
 """A body that is decoded without a look: under a millisecond's work."""
+
+BODY_SECONDS = 120.0
+"""The time that a body of JSON may take to arrive."""
+
+BodyKind = Literal["json", "document", "inference", "adapter", "file"]
+BODY_BYTES: Mapping[BodyKind, Callable[[Platform], int]] = {
+    "json": lambda _: SMALL_BODY_BYTES,
+    "document": lambda _: 512 << 10,
+    "inference": lambda platform: inference_body_bytes(platform.completions.context),
+    "adapter": lambda platform: platform.settings.server.max_upload_bytes,
+    "file": lambda platform: platform.settings.batches.max_body_bytes,
+}
+"""The most bytes of a body by its route's kind; the request class of the route says the kind, `json` if it has none."""
 MAX_STRINGS = 100_000
 MAX_CONTAINERS = 50_000
 """Objects and lists."""
@@ -90,75 +97,118 @@ class TooManyBodies(Unavailable):
     status = HTTPStatus.TOO_MANY_REQUESTS
 
 
-class IncomingBytes:
-    """Bytes of bodies that are still on their way: connections are many, and a slow body holds its memory."""
-
-    def __init__(self) -> None:
-        self._by_tenant: Counter[str] = Counter()
-
-    def add(self, tenant: str, count: int) -> None:
-        """Count bytes. Raises TooManyBodies."""
-        self._by_tenant[tenant] += count
-        if self._by_tenant[tenant] > MAX_INCOMING_OF_TENANT or self._by_tenant.total() > MAX_INCOMING:
-            raise TooManyBodies("Too many large bodies are on their way to this server at once. Please send fewer.")
-
-    def remove(self, tenant: str, count: int) -> None:
-        """Forget bytes whose body has arrived, or never will."""
-        self._by_tenant[tenant] -= count
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
-
-
 class ApiRequest(AnyRequest):
-    """A request whose client may leave in the middle of the body."""
+    """A request: its body is bounded by the kind of its route, and its client may leave in the middle of it."""
+
+    body_kind: ClassVar[BodyKind] = "json"
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body's parts. Raises ClientDisconnected, or RequestEntityTooLarge beyond the route's limit."""
+        """Yield the body's parts. Raises ClientDisconnected, or BodyTooLarge beyond the limit of the route's kind."""
+        limit, length = BODY_BYTES[self.body_kind](self.app.state.platform), 0
+        if (self.content_length or 0) > limit:
+            raise _too_large(limit)
         try:
             async for part in super().stream():
+                length += len(part)
+                if length > limit:
+                    raise _too_large(limit)
                 yield part
         except InternalServerException as error:
             if "disconnected" in error.detail:
                 raise ClientDisconnected from None
             raise
 
-
-class InferenceRequest(ApiRequest):
-    """A request for completions: its body is bounded by the model's context, and its shape is checked."""
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """Yield the body's parts. Raises BodyTooLarge."""
-        limit, length, tenant = body_limit(self.app.state.platform.completions), 0, self.auth.tenant
-        incoming: IncomingBytes = self.app.state.setdefault("incoming_bytes", IncomingBytes())
-        if (self.content_length or 0) > limit:
-            raise _too_large(limit)
-        try:
-            async for part in super().stream():
-                length += len(part)
-                incoming.add(tenant, len(part))
-                if length > limit:
-                    raise _too_large(limit)
-                yield part
-        except RequestEntityTooLarge:
-            raise _too_large(limit) from None
-        finally:
-            incoming.remove(tenant, length)
-
     async def body(self) -> bytes:
-        """Return the body. Raises BodyTooLarge, BodyTimeout, and InvalidRequest where it holds too many values."""
+        """Return the body, and hold its bytes of the tenant's memory until the answer begins (`release_body`).
+
+        Raises BodyTooLarge, TooManyBodies, BodyTimeout, and InvalidRequest if it holds too many values.
+        """
+        if self._body is not Empty or self._connection_state.body is not Empty:
+            return await super().body()
+        memory, parts = HeldBody(self.app.state.platform.memory, self._tenant), list[bytes]()
+        self.scope[HELD_BODY] = memory  # type: ignore[literal-required]
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                data = await super().body()
+                async for part in self.stream():
+                    memory.add(len(part))
+                    parts.append(part)
         except TimeoutError:
             raise BodyTimeout(f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
+        data = b"".join(parts)
         if len(data) > SMALL_BODY_BYTES:
             await check_shape(data)
+        self._body = self._connection_state.body = data
         return data
 
+    @property
+    def _tenant(self) -> str:
+        caller = self.scope.get("auth")
+        return ANYONE if caller is None else caller.tenant
 
-def body_limit(completions: CompletionService) -> int:
-    """Return the most bytes that a request for completions may have."""
-    return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * completions.context), MAX_BODY_BYTES)
+
+class DocumentRequest(ApiRequest):
+    """A request with a long list or a schema in its body."""
+
+    body_kind = "document"
+
+
+class InferenceRequest(ApiRequest):
+    """A request for completions."""
+
+    body_kind = "inference"
+
+
+class AdapterRequest(ApiRequest):
+    """A request whose body is an adapter's files, which go to the disk."""
+
+    body_kind = "adapter"
+
+
+class FileRequest(ApiRequest):
+    """A request whose body is a file of a batch, which goes to the disk."""
+
+    body_kind = "file"
+
+
+HELD_BODY = "loramux_held_body"
+"""The key of a request's scope with the memory that its body holds."""
+
+
+class HeldBody:
+    """Bytes of one body, in its tenant's share of the server's memory: connections are many, and bodies wait."""
+
+    def __init__(self, memory: TenantSlots, tenant: str) -> None:
+        self._memory, self._tenant, self._held = memory, tenant, 0
+
+    def add(self, count: int) -> None:
+        """Hold bytes more. Raises TooManyBodies."""
+        if not self._memory.try_acquire(self._tenant, count):
+            raise TooManyBodies("Too many large bodies are on their way to this server at once. Please send fewer.")
+        self._held += count
+
+    def release(self) -> None:
+        """Return the bytes."""
+        held, self._held = self._held, 0
+        if held:
+            self._memory.release(self._tenant, held)
+
+
+def release_body(scope: Scope) -> None:
+    """Return the memory of a request's body: its answer begins, or it has ended."""
+    held = scope.get(HELD_BODY)
+    if isinstance(held, HeldBody):
+        held.release()
+
+
+async def release_answered_body(message: Message, scope: Scope) -> None:
+    """A Litestar `before_send` hook: what was asked is read when the answer begins."""
+    if message["type"] == "http.response.start":
+        release_body(scope)
+
+
+def inference_body_bytes(context: int) -> int:
+    """Return the most bytes of a request for completions, by the tokens of the largest context."""
+    return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * context), MAX_BODY_BYTES)
 
 
 async def check_shape(data: bytes) -> None:
@@ -257,8 +307,11 @@ class StrictJSON(AbstractDTO[Any]):
 
     @classmethod
     def create_openapi_schema(cls, *_: Any, **known: Any) -> Any:
-        """Return the struct's own schema."""
-        return known["schema_creator"].for_field_definition(known["field_definition"])
+        """Return the struct's own schema, with the bounds that a decoder of it keeps."""
+        creator, field = known["schema_creator"], known["field_definition"]
+        schema = creator.for_field_definition(field)
+        add_bounds(schema, field.annotation, creator.schema_registry)
+        return schema
 
     @classmethod
     def create_for_field_definition(cls, *_: Any, **__: Any) -> None:

@@ -18,7 +18,7 @@ from python_multipart.multipart import parse_options_header
 
 from loramux.catalog.uploads.parts import paced
 from loramux.common.bundle import SOURCES, is_ignored, misplaced
-from loramux.common.jobs import run_blocking
+from loramux.common.jobs import Threads
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
 from loramux.serving.errors import InvalidRequest
 
@@ -34,7 +34,9 @@ class Form(ABC):
     how = ""
     """How the form is sent: the end of a refusal."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: Threads) -> None:
+        """`threads`: the share of a pool on which the form is parsed and written."""
+        self._threads = threads
         self._header, self._value, self._disposition = bytearray(), bytearray(), b""
         self._file: BufferedWriter | None = None
         """The file that is being written."""
@@ -53,7 +55,7 @@ class Form(ABC):
         try:
             parser = MultipartParser(boundary, self._callbacks())
             async for chunk in paced(body):
-                await run_blocking(parser.write, chunk)
+                await self._threads.run(parser.write, chunk)
             parser.finalize()
         except FormParserError as error:
             how = f"; {self.how}" if self.how else ""
@@ -117,9 +119,16 @@ class Form(ABC):
 class FileForm(Form):
     """One file with fields: its fields by name, its file's name and size. The file's bytes are at `path`."""
 
-    def __init__(self, path: Path, fields: Collection[str], max_bytes: int, too_large: Callable[[], Exception]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        threads: Threads,
+        fields: Collection[str],
+        max_bytes: int,
+        too_large: Callable[[], Exception],
+    ) -> None:
         """`fields` are those that the form may have beside `file`; `too_large` makes the error for a larger file."""
-        super().__init__()
+        super().__init__(threads)
         self.path = path
         self.filename = ""
         self.size = 0
@@ -180,8 +189,8 @@ class AdapterForm(Form):
 
     how = f"send the field 'name' and the files '{CONFIG_FILE}' and '{WEIGHTS_FILE}' as multipart/form-data"
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
+    def __init__(self, folder: Path, threads: Threads) -> None:
+        super().__init__(threads)
         self.name = ""
         self.base_model: str | None = None
         """The base that the form names; None where it names none."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 from urllib.parse import quote
 
 from litestar import Request
+from litestar.connection import ASGIConnection
 from litestar.params import HeaderParameter
 from litestar.types import Message, Scope
 
@@ -33,6 +34,9 @@ READABLE = (
     *(f"x-ratelimit-{of}-{kind}" for of in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 """The headers of an answer that scripts of other origins may read."""
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
+"""Hosts of this machine: to them alone a browser sends cookies without TLS."""
+HSTS = (b"strict-transport-security", b"max-age=31536000")
 SESSION_COOKIE = "loramux_session"
 SIGN_IN_COOKIE = "loramux_sign_in"
 """The secret of a sign-in that is under way at an issuer."""
@@ -58,10 +62,12 @@ Deadline = Annotated[
 ]
 """The latest moment at which the first token is of use."""
 
+MAX_ETAGS = 1024
 IdempotencyKey = Annotated[
     str | None,
     HeaderParameter(
         name="Idempotency-Key",
+        schema_extra={"max_length": 255},  # `claim_of` refuses a longer one in its own words
         description="1 to 255 visible ASCII characters, a UUID for instance. The same request again under the same key "
         "gets the same answer, billed once; 409 while it runs, 422 with another body. "
         "The answer is stored encrypted, for a day unless the operator says otherwise.",
@@ -73,6 +79,7 @@ IfMatch = Annotated[
     str | None,
     HeaderParameter(
         name="If-Match",
+        max_length=MAX_ETAGS,
         description="The adapter's ETag as you read it: the change is made only if the adapter has not changed "
         "since, else the answer is 412.",
     ),
@@ -81,7 +88,11 @@ IfMatch = Annotated[
 
 IfNoneMatch = Annotated[
     str | None,
-    HeaderParameter(name="If-None-Match", description="The adapter's ETag as you have it: 304 if it is the same."),
+    HeaderParameter(
+        name="If-None-Match",
+        max_length=MAX_ETAGS,
+        description="The adapter's ETag as you have it: 304 if it is the same.",
+    ),
 ]
 """The state that the client has."""
 
@@ -129,6 +140,27 @@ def _ids(scope: Scope) -> tuple[str, ...]:
         own = f"req_{uuid.uuid4().hex}"
         kept[_STATE] = (own, sent.decode()) if _sane_id.fullmatch(sent) else (own,)
     return cast(tuple[str, ...], kept[_STATE])
+
+
+def is_local(connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
+    """Return whether a request was sent without TLS, to a name of this machine."""
+    host = connection.headers.get("host", "")
+    return connection.scope["scheme"] == "http" and (host.rpartition(":")[0] or host) in LOCAL_HOSTS
+
+
+def cookie_name(name: str, connection: ASGIConnection[Any, Any, Any, Any]) -> str:
+    """Return the name of a cookie as it is sent.
+
+    A browser takes a name with the prefix `__Host-` from this host and over TLS only, so that no other host of the
+    same domain can set the cookie. On this machine there is no TLS, and so no prefix.
+    """
+    return name if is_local(connection) else f"__Host-{name}"
+
+
+async def send_transport_policy(message: Message, scope: Scope) -> None:
+    """A `before_send` hook: a client that came by TLS never comes without it again (RFC 6797)."""
+    if message["type"] == "http.response.start" and scope["scheme"] == "https":
+        message["headers"] = [*message["headers"], HSTS]
 
 
 async def send_request_id(message: Message, scope: Scope) -> None:

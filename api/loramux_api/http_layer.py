@@ -4,6 +4,7 @@
     HEAD         is answered as GET is, without the body
     gzip         a body is decoded as it comes, so that every bound counts decoded bytes; other encodings are refused
     timing       `openai-processing-ms`, which clients log
+    closing      an answer before the end of a long body says that the connection closes: servers do not read the rest
 
 granian forwards no Content-Length next to a Transfer-Encoding: it reads the chunks and closes the connection (RFC 9112,
 6.1). Other servers forward both.
@@ -27,6 +28,8 @@ from loramux_api.headers import request_id
 PIECE = 64 << 10
 """Decoded bytes of one message."""
 GZIP = zlib.MAX_WBITS | 16
+READ_ANYWAY = 8 << 10
+"""Bytes of an unread body up to which the connection stays: they have come with the head."""
 _TIMED = "/v1/"
 
 
@@ -44,11 +47,21 @@ async def serve(app: ASGIApp, scope: HTTPScope, receive: Receive, send: Send) ->
         return
     began = time.monotonic()
     is_head = scope["method"] == "HEAD"
+    is_read = not _has_long_body(scope)
+
+    async def receive_noted() -> Any:
+        nonlocal is_read
+        message = await receive()
+        is_read = is_read or not message.get("more_body", False)
+        return message
 
     async def send_shaped(message: Message) -> None:
         if message["type"] == "http.response.start" and scope["path"].startswith(_TIMED):
             spent = str(round(1000 * (time.monotonic() - began))).encode()
             message["headers"] = [*message["headers"], (b"openai-processing-ms", spent)]
+        if message["type"] == "http.response.start" and not is_read:
+            others = [one for one in message["headers"] if one[0].lower() != b"connection"]
+            message["headers"] = [*others, (b"connection", b"close")]
         if is_head and message["type"] == "http.response.body":
             message = cast(Message, {**message, "body": b""})
         await send(message)
@@ -60,8 +73,19 @@ async def serve(app: ASGIApp, scope: HTTPScope, receive: Receive, send: Send) ->
     if is_head:
         scope = cast(HTTPScope, {**scope, "method": "GET"})
     if b"content-encoding" in headers:
-        scope, receive = _decoded(scope, receive)
-    await app(scope, receive, send_shaped)
+        scope, receive_body = _decoded(scope, receive_noted)
+    else:
+        receive_body = receive_noted
+    await app(scope, receive_body, send_shaped)
+
+
+def _has_long_body(scope: HTTPScope) -> bool:
+    """Return whether a request of HTTP/1.1 has a body that may still be on its way when it is refused."""
+    if not scope["http_version"].startswith("1"):
+        return False
+    headers = {name.lower(): value for name, value in scope["headers"]}
+    length = headers.get(b"content-length", b"0")
+    return b"transfer-encoding" in headers or not length.isdigit() or int(length) > READ_ANYWAY
 
 
 def _framing_fault(scope: HTTPScope, headers: Counter[bytes]) -> str | None:

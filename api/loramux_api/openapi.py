@@ -25,6 +25,7 @@ from loramux.common.bundle import SOURCES
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
 from loramux_api.auth import requires
 from loramux_api.problems import ErrorAnswer, ProblemDetails
+from loramux_api.schemas.bounds import MAX_NAME
 
 REFUSALS = {
     400: ResponseSpec(ErrorAnswer, description="The request cannot be served as it stands; `param` names the field."),
@@ -80,7 +81,7 @@ class UploadOperation(Operation):
             type=OpenAPIType.OBJECT,
             required=["name", CONFIG_FILE, WEIGHTS_FILE],
             properties={
-                "name": Schema(type=OpenAPIType.STRING),
+                "name": Schema(type=OpenAPIType.STRING, max_length=MAX_NAME),
                 **dict.fromkeys((CONFIG_FILE, WEIGHTS_FILE, *SOURCES), _FILE),
             },
         )

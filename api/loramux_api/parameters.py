@@ -11,7 +11,7 @@ from typing import Annotated
 from litestar import Response
 from litestar.di import NamedDependency, Provide
 from litestar.openapi.spec import OpenAPIType
-from litestar.params import FromPath, PathParameter, QueryParameter
+from litestar.params import PathParameter, QueryParameter
 
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import MAX_REVISION, AdapterInfo, etag
@@ -25,12 +25,20 @@ from loramux_api.bodies import AnyRequest
 from loramux_api.headers import IdempotencyKey, IfMatch, claim_of
 from loramux_api.openapi import ApiController
 from loramux_api.schemas.adapters import Adapter, adapter_object
+from loramux_api.schemas.bounds import MAX_NAME
 
 MAX_INT64 = 2**63 - 1
 MAX_OFFSET = 2**53 - 1
 MAX_PAGE = 500
+MAX_QUERY = 4096
 MAX_SHORT_PAGE = 100
 MAX_UNDO_SECONDS = 365 * 86_400
+
+PathName = Annotated[str, PathParameter(max_length=MAX_NAME)]
+"""A name or an id in a path."""
+QueryText = Annotated[str, QueryParameter(max_length=MAX_QUERY)]
+OptionalText = Annotated[str | None, QueryParameter(max_length=MAX_QUERY)]
+"""A name, an id or a cursor in a query."""
 
 PageLimit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="The most items to list.")]
 """The length of a page."""
@@ -88,11 +96,13 @@ def at(rest: str = "") -> list[str]:
     return [f"/{{name:str}}{rest}", f"/{{owner:str}}/{{name:str}}{rest}"]
 
 
-Owner = Annotated[str | None, PathParameter(schema_extra={"type": OpenAPIType.STRING, "one_of": None})]
+Owner = Annotated[
+    str | None, PathParameter(max_length=MAX_NAME, schema_extra={"type": OpenAPIType.STRING, "one_of": None})
+]
 """A tenant in a path. It is absent from the shorter of two paths, and never null in the longer one."""
 
 
-def adapter_name(name: FromPath[str], owner: Owner = None) -> str:
+def adapter_name(name: PathName, owner: Owner = None) -> str:
     """The adapter that a path is about."""
     return name if owner is None else f"{owner}/{name}"
 

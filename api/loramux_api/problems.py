@@ -158,9 +158,6 @@ def _of_litestar(request: AnyRequest, error: HTTPException) -> Problem:
             message, code = f"Unknown request URL: {where}. Please check the URL for typos.", "unknown_url"
         case 405:
             message, code = f"Method not allowed: {where}.", "method_not_allowed"
-        case 413:
-            limit = request.route_handler.resolve_request_max_body_size()
-            message, code = f"The body is larger than the {limit} bytes that this endpoint takes.", "request_too_large"
         case 400:
             message, param, code = *_of_validation(error), "invalid_value"
         case status:

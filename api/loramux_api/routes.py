@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from litestar import Controller, Router
+from litestar import Controller
 
 from loramux.common.settings.file import Settings
 from loramux_api.controllers import (
@@ -41,6 +41,8 @@ CONTROLLERS: tuple[type[Controller], ...] = (
     vllm.TokenController,
     lorax.LoraxController,
     models.ModelController,
+    adapters.AdapterController,
+    uploads.UploadController,
     adapters.DeletedAdapterController,
     adapters.RevisionController,
     adapters.AliasController,
@@ -76,6 +78,7 @@ CONTROLLERS: tuple[type[Controller], ...] = (
     health.HealthController,
     home.HomeController,
     batches.BatchController,
+    batches.FileController,
     evaluations.EvaluationController,
     releases.RevisionMetricsController,
     releases.FeedbackController,
@@ -91,11 +94,6 @@ CONSOLE = (
 )
 
 
-def routes_of(settings: Settings) -> list[type[Controller] | Router]:
-    """Return what a server of these settings answers; uploads and files may have larger bodies than other routes."""
-    uploading = [adapters.AdapterController, uploads.UploadController]
-    routers = (
-        Router("/", route_handlers=uploading, request_max_body_size=settings.server.max_upload_bytes),
-        Router("/", route_handlers=[batches.FileController], request_max_body_size=settings.batches.max_body_bytes),
-    )
-    return [*CONTROLLERS, *(CONSOLE if settings.console.enabled else ()), *routers]
+def routes_of(settings: Settings) -> list[type[Controller]]:
+    """Return the controllers of a server with these settings."""
+    return [*CONTROLLERS, *(CONSOLE if settings.console.enabled else ())]

@@ -2,7 +2,7 @@
 import { useDebouncedValue } from "@mantine/hooks";
 import { keepPreviousData, useQuery, useQueryClient, type QueryClient } from "@tanstack/react-query";
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
-import { api, ApiError, caller, unwrap, type SessionObject } from "./api/client";
+import { allKeys, api, ApiError, caller, unwrap, type SessionObject } from "./api/client";
 
 interface SessionState {
   session: SessionObject;
@@ -107,10 +107,10 @@ export function useModelNames(search: string): string[] {
 export function useActors(): (id: string) => string {
   const { session, viewing } = useSession();
   const sees = (scope: string) => viewing !== null || session.scopes.includes(scope);
-  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), enabled: sees("keys"), retry: false });
+  const keys = useQuery({ queryKey: ["keys"], queryFn: () => allKeys(), enabled: sees("keys"), retry: false });
   const members = useQuery({ queryKey: ["members"], queryFn: () => unwrap(api.GET("/v1/members")), enabled: sees("members"), retry: false });
   const names = new Map([
-    ...(keys.data?.data ?? []).map((key) => [key.id, `key ${key.name}`] as const),
+    ...(keys.data ?? []).map((key) => [key.id, `key ${key.name}`] as const),
     ...(members.data?.data ?? []).map((member) => [member.id, member.subject] as const),
   ]);
   return (id) => names.get(id) ?? id;

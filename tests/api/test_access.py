@@ -12,7 +12,7 @@ from site_fixture import Site
 
 from loramux.accounts.tenants.authority import ROLE_SCOPES, SCOPES, Role
 
-PUBLIC = {"/health", "/health/live", "/health/ready", "/metrics"}
+PUBLIC = {"/", "/health", "/health/live", "/health/ready", "/metrics"}
 DESCRIPTION = "/schema"
 CONSOLE = "/console"
 """Its pages are public, and its sessions have guards of their own (`test_console`)."""

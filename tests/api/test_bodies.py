@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -220,10 +222,42 @@ def test_client_that_leaves_in_the_middle_of_its_body_is_no_error(site: Site, ca
     assert httpx.get(f"{site.url}/health/live").status_code == 200
 
 
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_client_that_leaves_in_the_middle_of_its_body_gives_its_memory_back(site: Site, encoding: str) -> None:
+    body = os.urandom(300_000)
+    sent = gzip.compress(body) if encoding == "gzip" else body
+    head = raw_head(site, site.keys["acme"], len(sent)).replace(
+        b"Host", f"Content-Encoding: {encoding}\r\nHost".encode()
+    )
+    deadline = time.monotonic() + 60
+    with connect(site) as connection:
+        connection.sendall(head + sent[:200_000])
+        while incoming(site) < 100_000 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert incoming(site) >= 100_000
+    while incoming(site) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert incoming(site) == 0
+
+
+@pytest.mark.parametrize(("length", "closes"), [(900_000, True), (None, True), (2, False)])
+def test_answer_before_the_end_of_a_long_body_closes_the_connection(
+    site: Site, length: int | None, closes: bool
+) -> None:
+    """A client that kept the connection would send its next request to a server that has closed it."""
+    framing = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{framing}\r\n\r\n"
+    with connect(site) as connection:
+        connection.sendall(head.encode() + (b"{}" if length == 2 else b""))
+        answer = connection.recv(65536).lower()
+    assert answer.startswith(b"http/1.1 401")
+    assert (b"\r\nconnection: close" in answer) is closes
+
+
 def test_unfinished_bodies_of_one_tenant_are_bounded_and_leave_others_theirs(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MAX_INCOMING_OF_TENANT", 300_000)
+    monkeypatch.setattr(site.server.app.state.platform.memory, "_per_tenant", 300_000)
     held = []
     for _ in range(2):
         connection = connect(site)
@@ -245,11 +279,7 @@ def test_unfinished_bodies_of_one_tenant_are_bounded_and_leave_others_theirs(
 
 
 def incoming(site: Site) -> int:
-    return (
-        sum(site.server.app.state.incoming_bytes._by_tenant.values())
-        if "incoming_bytes" in site.server.app.state
-        else 0
-    )
+    return site.server.app.state.platform.memory._held.total()
 
 
 def test_body_that_does_not_arrive_in_time_is_408(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

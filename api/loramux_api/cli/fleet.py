@@ -385,6 +385,7 @@ def serve(config: Path, name: str | None, listen: str, device: str | None, as_js
     Example:
       loramux engine serve --config loramux.toml --base qwen3-8b --listen tcp://0.0.0.0:7101 --device cuda:0
     """
+    os.umask(0o077)  # what the engine writes (fetched adapters, its caches) is for its own user
     settings = load_settings(config)
     own = settings.of_base(_base_of(settings, name))
     if device is not None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from litestar import delete, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, JSONBody
+from litestar.params import JSONBody
 
 from loramux.accounts.tenants.account import Account
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
 from loramux_api.auth import requires
+from loramux_api.bodies import DocumentRequest
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import BeforeSequence, PageLimit
+from loramux_api.parameters import MAX_PAGE, BeforeSequence, OptionalText, PageLimit, PathName
+from loramux_api.schemas.batches import Cursored, page_of
 from loramux_api.schemas.tenancy import (
     AuditObject,
     KeyBody,
@@ -37,25 +39,28 @@ class KeyController(ApiController):
     tags = ("Keys",)
     guards = (requires("keys"),)
 
-    @post(summary="Create a key")
+    @post(summary="Create a key", request_class=DocumentRequest)
     async def create(self, data: JSONBody[KeyBody], account: NamedDependency[Account]) -> KeyObject:
         """Create a key. Only this answer has its secret, in `key`."""
         return key_object(*await account.keys.create(data.request()))
 
     @get(summary="List keys")
-    async def list_keys(self, account: NamedDependency[Account]) -> Listing[KeyObject]:
-        """List the tenant's keys, oldest first, including revoked keys."""
-        return Listing(data=[key_object(key) for key in await account.keys.all()])
+    async def list_keys(
+        self, account: NamedDependency[Account], after: OptionalText = None, limit: PageLimit = MAX_PAGE
+    ) -> Cursored[KeyObject]:
+        """List the tenant's keys, oldest first, including revoked keys; `after` is the last id of the previous page."""
+        found = await account.keys.after(after, limit + 1)
+        return page_of([key_object(key) for key in found], limit, [key.id for key in found])
 
     @post("/{key_id:str}/rotate", summary="Rotate a key")
     async def rotate(
-        self, key_id: FromPath[str], data: JSONBody[RotateBody], account: NamedDependency[Account]
+        self, key_id: PathName, data: JSONBody[RotateBody], account: NamedDependency[Account]
     ) -> KeyObject:
         """Create a key with the same permissions. The old key ends after `overlap_seconds`."""
         return key_object(*await account.keys.rotate(key_id, data.overlap_seconds))
 
     @delete("/{key_id:str}", status_code=200, summary="Revoke a key")
-    async def revoke(self, key_id: FromPath[str], account: NamedDependency[Account]) -> KeyObject:
+    async def revoke(self, key_id: PathName, account: NamedDependency[Account]) -> KeyObject:
         """Revoke a key at once. This cannot be undone."""
         return key_object(await account.keys.revoke(key_id))
 
@@ -77,7 +82,7 @@ class ProjectController(ApiController):
         return Listing(data=[project_object(project) for project in await account.projects.all()])
 
     @delete("/{name:str}", status_code=200, guards=[requires("projects")], summary="Archive a project")
-    async def archive(self, name: FromPath[str], account: NamedDependency[Account]) -> ProjectObject:
+    async def archive(self, name: PathName, account: NamedDependency[Account]) -> ProjectObject:
         """Archive a project: its keys are refused from their next request on, until the project is restored."""
         return project_object(await account.projects.archive(name))
 
@@ -101,13 +106,13 @@ class MemberController(ApiController):
 
     @patch("/{member_id:str}", summary="Change a role")
     async def change_role(
-        self, member_id: FromPath[str], data: JSONBody[RoleBody], account: NamedDependency[Account]
+        self, member_id: PathName, data: JSONBody[RoleBody], account: NamedDependency[Account]
     ) -> MemberObject:
         """Change a role. Applies from the member's next request on. The last owner stays an owner."""
         return member_object(await account.members.change_role(member_id, data.role))
 
     @delete("/{member_id:str}", status_code=200, summary="Remove a member")
-    async def remove(self, member_id: FromPath[str], account: NamedDependency[Account]) -> MemberObject:
+    async def remove(self, member_id: PathName, account: NamedDependency[Account]) -> MemberObject:
         """Remove a member at once. The last owner cannot be removed."""
         return member_object(await account.members.remove(member_id))
 

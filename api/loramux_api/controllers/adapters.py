@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from litestar import Response, delete, get, patch, post, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.params import FromQuery, JSONBody, QueryParameter
 
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import etag
@@ -18,7 +18,7 @@ from loramux.common.identity import Principal
 from loramux.common.units import SECOND
 from loramux.serving.adapters import AdapterService
 from loramux_api.auth import requires
-from loramux_api.bodies import AnyRequest
+from loramux_api.bodies import AdapterRequest, AnyRequest
 from loramux_api.forms import AdapterForm
 from loramux_api.headers import IfNoneMatch
 from loramux_api.openapi import ApiController, UploadOperation
@@ -26,7 +26,9 @@ from loramux_api.parameters import (
     CHANGING,
     NAMED,
     OneAdapterController,
+    OptionalText,
     PageLimit,
+    PathName,
     RevisionQuery,
     VersionQuery,
     at,
@@ -63,7 +65,12 @@ class AdapterController(ApiController):
     path = "/v1/adapters"
     tags = ("Adapters",)
 
-    @post(guards=[requires("adapters")], summary="Upload an adapter", operation_class=UploadOperation)
+    @post(
+        guards=[requires("adapters")],
+        summary="Upload an adapter",
+        operation_class=UploadOperation,
+        request_class=AdapterRequest,
+    )
     async def upload(
         self,
         request: AnyRequest,
@@ -77,7 +84,7 @@ class AdapterController(ApiController):
         The same files again change nothing.
         """
         async with uploads.parts.receiving(principal) as folder:
-            form = AdapterForm(folder)
+            form = AdapterForm(folder, uploads.parts.threads.of(principal.tenant))
             await form.receive(request.headers.get("content-type"), request.stream())
             ignored = tuple(sorted(form.ignored))
             return adapter_object(await uploads.upload(principal, form.name, folder, form.base_model, ignored))
@@ -87,7 +94,7 @@ class AdapterController(ApiController):
         self,
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
-        after: FromQuery[str | None] = None,
+        after: OptionalText = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
     ) -> AdapterPage:
@@ -237,7 +244,7 @@ class RevisionController(OneAdapterController):
     async def get_revision(
         self,
         adapter: NamedDependency[str],
-        revision: FromPath[str],
+        revision: PathName,
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
@@ -253,7 +260,7 @@ class RevisionController(OneAdapterController):
     async def update_revision(
         self,
         adapter: NamedDependency[str],
-        revision: FromPath[str],
+        revision: PathName,
         data: JSONBody[TtlBody],
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
@@ -275,7 +282,7 @@ class RevisionController(OneAdapterController):
     async def delete_revision(
         self,
         adapter: NamedDependency[str],
-        revision: FromPath[str],
+        revision: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
@@ -298,7 +305,7 @@ class PinController(OneAdapterController):
     async def pin(
         self,
         adapter: NamedDependency[str],
-        revision: FromPath[str],
+        revision: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
@@ -310,7 +317,7 @@ class PinController(OneAdapterController):
     async def unpin(
         self,
         adapter: NamedDependency[str],
-        revision: FromPath[str],
+        revision: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
@@ -339,7 +346,7 @@ class AliasController(OneAdapterController):
     async def put_alias(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         data: JSONBody[AliasBody],
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
@@ -358,7 +365,7 @@ class AliasController(OneAdapterController):
     async def remove_alias(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
@@ -370,7 +377,7 @@ class AliasController(OneAdapterController):
     async def history(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[AliasVersionObject]:
@@ -388,7 +395,7 @@ class AliasController(OneAdapterController):
     async def roll_back(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
@@ -415,7 +422,7 @@ class GrantController(OneAdapterController):
     async def grant(
         self,
         adapter: NamedDependency[str],
-        tenant: FromPath[str],
+        tenant: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
@@ -433,7 +440,7 @@ class GrantController(OneAdapterController):
     async def revoke(
         self,
         adapter: NamedDependency[str],
-        tenant: FromPath[str],
+        tenant: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from litestar import delete, get, patch, post, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import JSONBody
 
 from loramux.accounts.tenants.entities import Tenant
 from loramux.accounts.tenants.tenants import Tenants
@@ -21,8 +21,9 @@ from loramux.money.exports.delivery import SinkDelivery
 from loramux.money.usage.service import UsageService
 from loramux.serving.adapters import AdapterService
 from loramux.serving.service import CompletionService, ServedBases
+from loramux_api.bodies import DocumentRequest
 from loramux_api.openapi import OperatorController
-from loramux_api.parameters import BeforeSequence, PageLimit
+from loramux_api.parameters import MAX_PAGE, BeforeSequence, OptionalText, PageLimit, PathName
 from loramux_api.schemas.admin import (
     EngineObject,
     EngineOrderBody,
@@ -39,6 +40,7 @@ from loramux_api.schemas.admin import (
     tenant_object,
     tier_object,
 )
+from loramux_api.schemas.batches import Cursored, page_of
 from loramux_api.schemas.operations import (
     ActivityObject,
     LedgerObject,
@@ -68,13 +70,13 @@ class AdminTenantController(OperatorController):
         return tenant_object(await operators.create(data.name, data.tier))
 
     @get("/{name:str}", summary="Describe a tenant")
-    async def get_tenant(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> TenantObject:
+    async def get_tenant(self, name: PathName, operators: NamedDependency[Tenants]) -> TenantObject:
         """Return one tenant."""
         return tenant_object(await operators.named(name))
 
     @patch("/{name:str}", summary="Change a tenant")
     async def change(
-        self, name: FromPath[str], data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
+        self, name: PathName, data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
     ) -> TenantObject:
         """Move it to another tier, suspend or resume it, set zero retention, allow judges: from its next request on."""
         tenant: Tenant = await operators.named(name)
@@ -89,13 +91,20 @@ class AdminTenantController(OperatorController):
         return tenant_object(tenant)
 
     @get("/{name:str}/keys", summary="List a tenant's keys")
-    async def list_keys(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[KeyObject]:
-        """List a tenant's keys, oldest first, including revoked keys."""
-        return Listing(data=[key_object(key) for key in await (await operators.account(name)).keys.all()])
+    async def list_keys(
+        self,
+        name: PathName,
+        operators: NamedDependency[Tenants],
+        after: OptionalText = None,
+        limit: PageLimit = MAX_PAGE,
+    ) -> Cursored[KeyObject]:
+        """List a tenant's keys, oldest first, including revoked keys; `after` is the last id of the previous page."""
+        found = await (await operators.account(name)).keys.after(after, limit + 1)
+        return page_of([key_object(key) for key in found], limit, [key.id for key in found])
 
-    @post("/{name:str}/keys", summary="Create a key")
+    @post("/{name:str}/keys", summary="Create a key", request_class=DocumentRequest)
     async def create_key(
-        self, name: FromPath[str], data: JSONBody[KeyBody], operators: NamedDependency[Tenants]
+        self, name: PathName, data: JSONBody[KeyBody], operators: NamedDependency[Tenants]
     ) -> KeyObject:
         """Create a key. Only this answer has its secret, in `key`."""
         return key_object(*await (await operators.account(name)).keys.create(data.request()))
@@ -134,13 +143,13 @@ class AdminTierController(OperatorController):
 
     @put("/{name:str}", summary="Create or change a tier")
     async def put_tier(
-        self, name: FromPath[str], data: JSONBody[TierBody], operators: NamedDependency[Tenants]
+        self, name: PathName, data: JSONBody[TierBody], operators: NamedDependency[Tenants]
     ) -> TierObject:
         """Create or change a tier. Applies from its tenants' next requests on."""
         return tier_object(await operators.tiers.put(name, data.service_class, data.weight, data.service_tiers))
 
     @delete("/{name:str}", status_code=200, summary="Delete a tier")
-    async def remove(self, name: FromPath[str], operators: NamedDependency[Tenants]) -> TierObject:
+    async def remove(self, name: PathName, operators: NamedDependency[Tenants]) -> TierObject:
         """Delete a tier. No tenant may be in it."""
         return tier_object(await operators.tiers.remove(name))
 
@@ -177,7 +186,7 @@ class AdminController(OperatorController):
         )
 
     @delete("/keys/{key_id:str}", status_code=200, summary="Revoke a key")
-    async def revoke_key(self, key_id: FromPath[str], operators: NamedDependency[Tenants]) -> KeyObject:
+    async def revoke_key(self, key_id: PathName, operators: NamedDependency[Tenants]) -> KeyObject:
         """Revoke any tenant's key at once. This cannot be undone."""
         return key_object(await operators.revoke_key(key_id))
 
@@ -192,7 +201,7 @@ class AdminController(OperatorController):
     async def audit(
         self,
         operators: NamedDependency[Tenants],
-        tenant: FromQuery[str | None] = None,
+        tenant: OptionalText = None,
         before: BeforeSequence = None,
         limit: PageLimit = 100,
     ) -> Listing[AuditObject]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 from litestar import get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromQuery, JSONBody
 
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
@@ -17,7 +17,7 @@ from loramux.releases.base_upgrades import BaseUpgrades, Shifted
 from loramux.serving.lifecycle import BaseLifecycle
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController, OperatorController
-from loramux_api.parameters import AfterPosition, PageLimit
+from loramux_api.parameters import AfterPosition, PageLimit, PathName
 from loramux_api.schemas.bases import BaseBody, BaseObject, RetireBody, base_object
 from loramux_api.schemas.migrations import (
     MigrationBody,
@@ -102,7 +102,7 @@ class AdminMigrationController(OperatorController):
 
     @get("/{migration_id:str}", summary="Describe a migration")
     async def get_migration(
-        self, migration_id: FromPath[str], base_upgrades: NamedDependency[BaseUpgrades]
+        self, migration_id: PathName, base_upgrades: NamedDependency[BaseUpgrades]
     ) -> MigrationObject:
         """Return one migration with its counts."""
         return migration_object(await base_upgrades.get(migration_id))
@@ -110,7 +110,7 @@ class AdminMigrationController(OperatorController):
     @get("/{migration_id:str}/items", summary="List a migration's adapters")
     async def list_items(
         self,
-        migration_id: FromPath[str],
+        migration_id: PathName,
         base_upgrades: NamedDependency[BaseUpgrades],
         outcome: FromQuery[Outcome | None] = None,
         after: AfterPosition = None,
@@ -124,7 +124,7 @@ class AdminMigrationController(OperatorController):
     @post("/{migration_id:str}/cancel", status_code=200, summary="Cancel a migration")
     async def cancel(
         self,
-        migration_id: FromPath[str],
+        migration_id: PathName,
         operators: NamedDependency[Tenants],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
@@ -134,7 +134,7 @@ class AdminMigrationController(OperatorController):
     @post("/{migration_id:str}/promote", status_code=200, summary="Move adapters to the target")
     async def promote(
         self,
-        migration_id: FromPath[str],
+        migration_id: PathName,
         data: JSONBody[MigrationPromoteBody],
         principal: NamedDependency[Principal],
         base_upgrades: NamedDependency[BaseUpgrades],
@@ -152,7 +152,7 @@ class AdminMigrationController(OperatorController):
     @post("/{migration_id:str}/rollback", status_code=200, summary="Move adapters back")
     async def roll_back(
         self,
-        migration_id: FromPath[str],
+        migration_id: PathName,
         data: JSONBody[MigrationRollbackBody],
         principal: NamedDependency[Principal],
         base_upgrades: NamedDependency[BaseUpgrades],

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from litestar import delete, get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
-from litestar.response import Stream
+from litestar.params import FromQuery, JSONBody, QueryParameter
 
 from loramux.batches.errors import FileTooLarge
 from loramux.batches.files import Files
 from loramux.batches.service import Batches
 from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings
-from loramux.data.entities import StoredFile
 from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
-from loramux_api.bodies import AnyRequest
+from loramux_api.bodies import AnyRequest, FileRequest
+from loramux_api.downloads import Download
 from loramux_api.forms import FileForm
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import ShortPageLimit
+from loramux_api.parameters import OptionalText, PathName, ShortPageLimit
 from loramux_api.schemas.batches import (
     BatchBody,
     BatchObject,
@@ -64,7 +62,7 @@ class BatchController(ApiController):
         self,
         principal: NamedDependency[Principal],
         batches: NamedDependency[Batches],
-        after: FromQuery[str | None] = None,
+        after: OptionalText = None,
         limit: ShortPageLimit = 20,
     ) -> Cursored[BatchObject]:
         """List your project's batches, newest first; `after` is the last id of the previous page."""
@@ -73,14 +71,14 @@ class BatchController(ApiController):
 
     @get("/{batch_id:str}", summary="Describe a batch")
     async def get_batch(
-        self, batch_id: FromPath[str], principal: NamedDependency[Principal], batches: NamedDependency[Batches]
+        self, batch_id: PathName, principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
         """Describe a batch: its state, its counts, and at its end its files."""
         return batch_object(await batches.get(principal, batch_id))
 
     @post("/{batch_id:str}/cancel", status_code=200, summary="Cancel a batch")
     async def cancel(
-        self, batch_id: FromPath[str], principal: NamedDependency[Principal], batches: NamedDependency[Batches]
+        self, batch_id: PathName, principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
         """Begin no further line. Running ones finish; answers so far are in the output file."""
         return batch_object(await batches.cancel(principal, batch_id))
@@ -93,7 +91,7 @@ class FileController(ApiController):
     tags = ("Batches",)
     guards = (requires("inference"),)
 
-    @post(status_code=200, summary="Upload a file")
+    @post(status_code=200, summary="Upload a file", request_class=FileRequest)
     async def create(
         self,
         request: AnyRequest,
@@ -105,7 +103,8 @@ class FileController(ApiController):
         limit = settings.batches.max_file_bytes
         announced = request.headers.get("content-length", "")
         async with files.receiving(principal, int(announced[:20]) if announced.isdigit() else None) as folder:
-            form = FileForm(folder / "file", ("purpose", ANCHOR, SECONDS), limit, lambda: FileTooLarge(limit))
+            threads, fields = files.threads.of(principal.tenant), ("purpose", ANCHOR, SECONDS)
+            form = FileForm(folder / "file", threads, fields, limit, lambda: FileTooLarge(limit))
             await form.receive(request.headers.get("content-type"), request.stream())
             stored = await files.add(
                 principal,
@@ -122,8 +121,8 @@ class FileController(ApiController):
         self,
         principal: NamedDependency[Principal],
         files: NamedDependency[Files],
-        after: FromQuery[str | None] = None,
-        purpose: FromQuery[str | None] = None,
+        after: OptionalText = None,
+        purpose: OptionalText = None,
         order: FromQuery[Literal["asc", "desc"]] = "desc",
         limit: Annotated[int, QueryParameter(ge=1, le=MAX_FILES_PAGE)] = 1000,
     ) -> Cursored[FileObject]:
@@ -133,31 +132,25 @@ class FileController(ApiController):
 
     @get("/{file_id:str}", summary="Describe a file")
     async def get_file(
-        self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
+        self, file_id: PathName, principal: NamedDependency[Principal], files: NamedDependency[Files]
     ) -> FileObject:
         """Describe a file of your project."""
         return file_object(await files.get(principal, file_id))
 
     @get("/{file_id:str}/content", summary="Download a file")
     async def content(
-        self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
-    ) -> Stream:
+        self, file_id: PathName, principal: NamedDependency[Principal], files: NamedDependency[Files]
+    ) -> Download:
         """Return the file's bytes."""
         file = await files.get(principal, file_id)
-        headers = {"Content-Length": str(file.size)}
-        return Stream(_bytes(files, file), media_type="application/octet-stream", headers=headers)
+        return Download(files.content(principal.tenant, file), file.filename, file.size)
 
     @delete("/{file_id:str}", status_code=200, summary="Delete a file")
     async def delete_file(
-        self, file_id: FromPath[str], principal: NamedDependency[Principal], files: NamedDependency[Files]
+        self, file_id: PathName, principal: NamedDependency[Principal], files: NamedDependency[Files]
     ) -> FileDeleted:
         """Delete a file and its bytes at once; 409 while an unfinished batch reads it."""
         return FileDeleted(id=(await files.delete(principal, file_id)).id)
-
-
-async def _bytes(files: Files, file: StoredFile) -> AsyncIterator[bytes]:
-    async for data in files.content(file):
-        yield data
 
 
 def _expiry(fields: dict[str, str]) -> int | None:

@@ -6,7 +6,6 @@ its own scripts. A session is opened with an API key, a sign-in link, or a sign-
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import mimetypes
 import secrets
@@ -22,7 +21,7 @@ import msgspec
 from litestar import Controller, MediaType, Response, delete, get, post
 from litestar.datastructures import Cookie, State
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.params import FromQuery, JSONBody, QueryParameter
 
 from loramux.accounts.tenants.authentication import Credential
 from loramux.accounts.tenants.errors import InvalidKey, SeveralTenants, SignInRefused
@@ -30,15 +29,17 @@ from loramux.accounts.tenants.sessions import SIGN_IN_SECONDS, Callback, Session
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
+from loramux.common.jobs import ANYONE, run_blocking
 from loramux.common.units import SECOND
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.service import ServedBases
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.bodies import AnyRequest, Body
-from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE
+from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE, cookie_name, is_local
 from loramux_api.openapi import REFUSALS
+from loramux_api.parameters import OptionalText, PathName, QueryText
+from loramux_api.schemas.bounds import Name, Secret, Url
 
-LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 FOLDER = Path(__file__).parents[1] / "console"
 """`make console` writes it in a checkout; a wheel has it."""
 INDEX = "index.html"
@@ -160,13 +161,13 @@ class ConsoleController(Controller):
     include_in_schema = False
 
     @get(["/", "/{path:path}"], media_type=MediaType.HTML)
-    async def page(self, request: AnyRequest, state: State, path: FromPath[str] = "/") -> Response[bytes]:
+    async def page(self, request: AnyRequest, state: State, path: PathName = "/") -> Response[bytes]:
         """Return a built file, or the page that shows the address."""
         files: ConsoleFiles = state.console_files
-        if not await asyncio.to_thread(lambda: files.is_built):
+        if not await run_blocking(ANYONE, lambda: files.is_built):
             headers = PAGE_HEADERS | {"Content-Security-Policy": "default-src 'none'"}
             return Response(MISSING.encode(), status_code=503, headers=headers, media_type=MediaType.HTML)
-        file = await asyncio.to_thread(files.file, path.strip("/"))
+        file = await run_blocking(ANYONE, files.file, path.strip("/"))
         if file is None or path.strip("/") == "index.html":
             return _document(files)
         headers = PAGE_HEADERS | {"Vary": "Accept-Encoding"}
@@ -189,21 +190,21 @@ def _document(files: ConsoleFiles) -> Response[bytes]:
 class SignInBody(Body, forbid_unknown_fields=True):
     """One of: an API key, or the secret of a sign-in link."""
 
-    key: str | None = None
-    link: str | None = None
+    key: Secret | None = None
+    link: Secret | None = None
 
 
 class ViewBody(Body, forbid_unknown_fields=True):
     """The tenant that an operator wants to look at."""
 
-    tenant: str
+    tenant: Name
 
 
 class BeginBody(Body, forbid_unknown_fields=True):
     """The issuer to sign in at and, for members of several tenants, the tenant."""
 
-    issuer: str
-    tenant: str | None = None
+    issuer: Url
+    tenant: Name | None = None
 
 
 class ProviderObject(msgspec.Struct, kw_only=True):
@@ -327,7 +328,9 @@ class ConsoleSessionController(Controller):
     ) -> Response[SessionObject]:
         """Return the session of the browser's cookie, with the token that changes need."""
         session = await session_of(request)
-        return Response(_described(tenants, bases, session, request.cookies[SESSION_COOKIE]), headers=NO_STORE)
+        return Response(
+            _described(tenants, bases, session, request.cookies[cookie_name(SESSION_COOKIE, request)]), headers=NO_STORE
+        )
 
     @delete("/session", status_code=200, summary="Sign out", responses=REFUSALS)
     async def sign_out(
@@ -335,7 +338,7 @@ class ConsoleSessionController(Controller):
     ) -> Response[None]:
         """End the session, or with `everywhere` all sessions of the same key or member, and remove the cookie."""
         await session_of(request)
-        secret = request.cookies[SESSION_COOKIE]
+        secret = request.cookies[cookie_name(SESSION_COOKIE, request)]
         await tenants.sessions.end(secret, origin_of(request), all_of_holder=everywhere)
         gone = session_cookie(request, "", max_age=0)
         return Response(None, status_code=HTTPStatus.OK, cookies=[gone], headers=NO_STORE)
@@ -353,7 +356,7 @@ class ConsoleSessionController(Controller):
         if "operator" not in session.principal.scopes:
             raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")
         session = await tenants.sessions.view(session, data.tenant)
-        return _described(tenants, bases, session, request.cookies[SESSION_COOKIE])
+        return _described(tenants, bases, session, request.cookies[cookie_name(SESSION_COOKIE, request)])
 
 
 class ConsoleSignInController(Controller):
@@ -387,13 +390,13 @@ class ConsoleSignInController(Controller):
         request: AnyRequest,
         tenants: NamedDependency[Tenants],
         answered_state: Annotated[str, QueryParameter(name="state")] = "",
-        code: FromQuery[str] = "",
-        iss: FromQuery[str | None] = None,
-        error: FromQuery[str | None] = None,
+        code: QueryText = "",
+        iss: OptionalText = None,
+        error: OptionalText = None,
     ) -> Response[None]:
         """Open a session for the member that the provider has sent back, or say on the sign-in page why not."""
         callback = Callback(state=answered_state, code=code, issuer=iss, error=error)
-        secret = request.cookies.get(SIGN_IN_COOKIE, "")
+        secret = request.cookies.get(cookie_name(SIGN_IN_COOKIE, request), "")
         cookies = [sign_in_cookie(request, "", 0)]
         try:
             caller, is_operator = await tenants.sign_ins.finish(secret, callback, origin_of(request))
@@ -428,12 +431,12 @@ def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None)
     It has no expiry of its own: the server ends sessions, and the browser forgets it when it closes.
     """
     return Cookie(
-        key=SESSION_COOKIE,
+        key=cookie_name(SESSION_COOKIE, request),
         value=secret,
         path="/",
         httponly=True,
         samesite="strict",
-        secure=not _is_local(request),
+        secure=not is_local(request),
         max_age=max_age,
     )
 
@@ -441,19 +444,14 @@ def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None)
 def sign_in_cookie(request: AnyRequest, secret: str, max_age: int) -> Cookie:
     """Return the cookie that binds a sign-in to its browser. Lax: it comes back from the provider's page."""
     return Cookie(
-        key=SIGN_IN_COOKIE,
+        key=cookie_name(SIGN_IN_COOKIE, request),
         value=secret,
-        path=ConsoleSignInController.path,
+        path="/",
         httponly=True,
         samesite="lax",
-        secure=not _is_local(request),
+        secure=not is_local(request),
         max_age=max_age,
     )
-
-
-def _is_local(request: AnyRequest) -> bool:
-    host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-    return request.scope["scheme"] == "http" and host in LOCAL_HOSTS
 
 
 def _described(tenants: Tenants, bases: ServedBases, session: Session, secret: str) -> SessionObject:

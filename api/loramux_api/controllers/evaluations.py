@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from litestar import get, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import JSONBody
 from msgspec import Meta
 
 from loramux.common.identity import Principal
@@ -17,10 +17,11 @@ from loramux.releases.comparison import EvaluationResult
 from loramux.releases.evaluations import Evaluations
 from loramux.releases.graders import Grader
 from loramux_api.auth import requires
-from loramux_api.bodies import Body
+from loramux_api.bodies import Body, DocumentRequest
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import RevisionQuery, ShortPageLimit
+from loramux_api.parameters import OptionalText, PathName, RevisionQuery, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
+from loramux_api.schemas.bounds import Name
 from loramux_api.schemas.tenancy import seconds
 
 Number = Annotated[int, Meta(ge=1)]
@@ -29,13 +30,13 @@ Number = Annotated[int, Meta(ge=1)]
 class EvaluationBody(Body, forbid_unknown_fields=True):
     """An evaluation to run."""
 
-    adapter: str
+    adapter: Name
     """`adapter` or `tenant/adapter`."""
     revision: Number
     """The candidate."""
     against: Number
     """The revision that it is compared with."""
-    file_id: str
+    file_id: Name
     """A file of purpose `evals`: lines of {messages or prompt, expected}."""
     grader: Grader
     judge_api_key: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
@@ -85,7 +86,7 @@ class EvaluationController(ApiController):
     tags = ("Adapters",)
     guards = (requires("inference"),)
 
-    @post(status_code=200, summary="Evaluate a revision")
+    @post(status_code=200, summary="Evaluate a revision", request_class=DocumentRequest)
     async def create(
         self,
         data: JSONBody[EvaluationBody],
@@ -109,8 +110,8 @@ class EvaluationController(ApiController):
         self,
         principal: NamedDependency[Principal],
         evaluations: NamedDependency[Evaluations],
-        adapter: FromQuery[str | None] = None,
-        after: FromQuery[str | None] = None,
+        adapter: OptionalText = None,
+        after: OptionalText = None,
         revision: RevisionQuery = None,
         limit: ShortPageLimit = 20,
     ) -> Cursored[EvaluationObject]:
@@ -124,7 +125,7 @@ class EvaluationController(ApiController):
     @get("/{evaluation_id:str}", summary="Describe an evaluation")
     async def get_evaluation(
         self,
-        evaluation_id: FromPath[str],
+        evaluation_id: PathName,
         principal: NamedDependency[Principal],
         evaluations: NamedDependency[Evaluations],
     ) -> EvaluationObject:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -13,6 +12,7 @@ from litestar.params import JSONBody
 
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
+from loramux.common.jobs import ANYONE, run_blocking
 from loramux.common.settings.file import Settings
 from loramux.serving.service import CompletionService
 from loramux_api.auth import requires
@@ -48,7 +48,7 @@ class HomeController(Controller):
         self, request: AnyRequest, state: State, settings: NamedDependency[Settings]
     ) -> Response[Home | None]:
         """Redirect a browser to the console, if there is one; else say where things are."""
-        is_built = await asyncio.to_thread(lambda: state.console_files.is_built)
+        is_built = await run_blocking(ANYONE, lambda: state.console_files.is_built)
         problem = "" if settings.console.enabled and is_built else NOT_BUILT if settings.console.enabled else OFF
         if not problem and "text/html" in request.headers.get("accept", ""):
             return Response(None, status_code=307, headers={"Location": CONSOLE, "Cache-Control": "no-store"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from litestar import delete, get, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, JSONBody
+from litestar.params import JSONBody
 
 from loramux.accounts.tenants.account import Account
 from loramux.accounts.tenants.tenants import Tenants
@@ -18,6 +18,7 @@ from loramux.money.limits.limits import Limits
 from loramux.serving.errors import NotAllowed
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController, OperatorController
+from loramux_api.parameters import PathName
 from loramux_api.schemas.limits import (
     BudgetBody,
     BudgetObject,
@@ -50,8 +51,8 @@ class LimitController(ApiController):
     @put("/{subject:str}/{name:str}", guards=[requires("limits")], summary="Set a limit of a project, key or member")
     async def set_limit(
         self,
-        subject: FromPath[str],
-        name: FromPath[str],
+        subject: PathName,
+        name: PathName,
         data: JSONBody[LimitBody],
         principal: NamedDependency[Principal],
         account: NamedDependency[Account],
@@ -69,8 +70,8 @@ class LimitController(ApiController):
     )
     async def remove_limit(
         self,
-        subject: FromPath[str],
-        name: FromPath[str],
+        subject: PathName,
+        name: PathName,
         principal: NamedDependency[Principal],
         account: NamedDependency[Account],
         limits: NamedDependency[Limits],
@@ -106,8 +107,8 @@ class BudgetController(ApiController):
     )
     async def set_budget(
         self,
-        subject: FromPath[str],
-        period: FromPath[str],
+        subject: PathName,
+        period: PathName,
         data: JSONBody[BudgetBody],
         principal: NamedDependency[Principal],
         account: NamedDependency[Account],
@@ -126,8 +127,8 @@ class BudgetController(ApiController):
     )
     async def remove_budget(
         self,
-        subject: FromPath[str],
-        period: FromPath[str],
+        subject: PathName,
+        period: PathName,
         principal: NamedDependency[Principal],
         account: NamedDependency[Account],
         limits: NamedDependency[Limits],
@@ -171,21 +172,19 @@ class AdminTierLimitController(OperatorController):
     path = "/admin/tiers/{tier:str}/limits"
 
     @get(summary="List a tier's limits")
-    async def list_limits(self, tier: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
+    async def list_limits(self, tier: PathName, operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
         """List a tier's limits by name."""
         return Listing(data=[limit_object(limit) for limit in await Limits(operators.changes).of_tier(tier)])
 
     @put("/{name:str}", summary="Set a tier's limit")
     async def set_limit(
-        self, tier: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
+        self, tier: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
         """Set a limit. Applies from the next request on."""
         return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
 
     @delete("/{name:str}", status_code=200, summary="Remove a tier's limit")
-    async def remove_limit(
-        self, tier: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
-    ) -> LimitObject:
+    async def remove_limit(self, tier: PathName, name: PathName, operators: NamedDependency[Tenants]) -> LimitObject:
         """Remove a limit."""
         return limit_object(await Limits(operators.changes).remove_from_tier(tier, name))
 
@@ -196,7 +195,7 @@ class AdminTenantLimitController(OperatorController):
     path = "/admin/tenants/{tenant:str}"
 
     @get("/limits", summary="List a tenant's limits")
-    async def list_limits(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
+    async def list_limits(self, tenant: PathName, operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
         """List a tenant's own limits, and those of its tier for the other names."""
         found_tenant = await operators.named(tenant)
         found = await Limits(operators.changes).of(found_tenant.id, found_tenant.tier)
@@ -204,22 +203,20 @@ class AdminTenantLimitController(OperatorController):
 
     @put("/limits/{name:str}", summary="Set a tenant's limit")
     async def set_limit(
-        self, tenant: FromPath[str], name: FromPath[str], data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
+        self, tenant: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
         """Set a limit that takes precedence over the tier's. Applies from the next request on."""
         id = (await operators.named(tenant)).id
         return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
 
     @delete("/limits/{name:str}", status_code=200, summary="Remove a tenant's limit")
-    async def remove_limit(
-        self, tenant: FromPath[str], name: FromPath[str], operators: NamedDependency[Tenants]
-    ) -> LimitObject:
+    async def remove_limit(self, tenant: PathName, name: PathName, operators: NamedDependency[Tenants]) -> LimitObject:
         """Remove a limit. The tier's limit applies again."""
         id = (await operators.named(tenant)).id
         return limit_object(await Limits(operators.changes).remove(id, id, name))
 
     @get("/budgets", summary="List a tenant's budgets")
-    async def list_budgets(self, tenant: FromPath[str], operators: NamedDependency[Tenants]) -> Listing[BudgetObject]:
+    async def list_budgets(self, tenant: PathName, operators: NamedDependency[Tenants]) -> Listing[BudgetObject]:
         """List the budgets of the tenant itself, with the spending of the current periods."""
         found = await Limits(operators.changes).budgets((await operators.named(tenant)).id)
         return Listing(data=[budget_state_object(state) for state in found])
@@ -227,8 +224,8 @@ class AdminTenantLimitController(OperatorController):
     @put("/budgets/{period:str}", summary="Set a tenant's budget")
     async def set_budget(
         self,
-        tenant: FromPath[str],
-        period: FromPath[str],
+        tenant: PathName,
+        period: PathName,
         data: JSONBody[BudgetBody],
         operators: NamedDependency[Tenants],
     ) -> BudgetObject:
@@ -239,7 +236,7 @@ class AdminTenantLimitController(OperatorController):
 
     @delete("/budgets/{period:str}", status_code=200, summary="Remove a tenant's budget")
     async def remove_budget(
-        self, tenant: FromPath[str], period: FromPath[str], operators: NamedDependency[Tenants]
+        self, tenant: PathName, period: PathName, operators: NamedDependency[Tenants]
     ) -> BudgetObject:
         """Remove a budget and its counters. Invoices do not change."""
         id = (await operators.named(tenant)).id

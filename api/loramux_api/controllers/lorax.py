@@ -28,9 +28,10 @@ from loramux.serving.messages import Answer, Delta, FinishReason, GenerationRequ
 from loramux.serving.service import CompletionService
 from loramux_api.answering import Writer, respond
 from loramux_api.auth import requires
-from loramux_api.bodies import AnyRequest, Body, InferenceRequest, Unsupported
+from loramux_api.bodies import MAX_BODY_BYTES, AnyRequest, Body, InferenceRequest, Unsupported
 from loramux_api.openapi import REFUSALS, StreamingOperation
 from loramux_api.problems import ErrorAnswer, problem_of
+from loramux_api.schemas.bounds import ModelName
 from loramux_api.schemas.sampling import Int64, Positive, StopString, taking_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 20
@@ -42,7 +43,7 @@ _OWN = "adapters are uploaded to this server (POST /v1/adapters) and named `adap
 class GenerateParameters(Body, kw_only=True):
     """LoRAX's parameters; null is the same as absent."""
 
-    adapter_id: str | None = None
+    adapter_id: ModelName | None = None
     """An adapter's name, as in `model` of the other endpoints; none: the base model."""
     do_sample: bool | None = None
     max_new_tokens: Positive | None = None
@@ -70,7 +71,7 @@ class GenerateParameters(Body, kw_only=True):
 class GenerateBody(Body, kw_only=True):
     """`CompatGenerateRequest`."""
 
-    inputs: Annotated[str, Meta(min_length=1)]
+    inputs: Annotated[str, Meta(min_length=1, max_length=MAX_BODY_BYTES)]
     parameters: GenerateParameters | None = None
     stream: bool = False
 

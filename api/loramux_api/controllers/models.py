@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from litestar import get
 from litestar.di import NamedDependency
-from litestar.params import FromPath, QueryParameter
+from litestar.params import QueryParameter
 
 from loramux.catalog.registry.errors import AdapterNotFound, ModelNotFound
 from loramux.common.identity import Principal
@@ -16,6 +16,7 @@ from loramux.serving.adapters import AdapterService
 from loramux.serving.service import ServedBase, ServedBases
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
+from loramux_api.parameters import PathName
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -74,7 +75,7 @@ class ModelController(ApiController):
     @get("/{name:path}", summary="Describe a model")
     async def get_model(
         self,
-        name: FromPath[str],
+        name: PathName,
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
         bases: NamedDependency[ServedBases],

@@ -23,6 +23,7 @@ from litestar.params import JSONBody
 from msgspec import Meta
 
 from loramux.common.errors import LoramuxError
+from loramux.common.jobs import SERVER, run_blocking
 from loramux.serving.errors import InvalidRequest
 from loramux.simulator.hardware import DEVICES, MODELS
 from loramux.simulator.plan_report import PlanReason, reason_of, settings_of
@@ -30,6 +31,7 @@ from loramux.simulator.planner import Plan, Trial
 from loramux_api.answering import run_while_connected
 from loramux_api.bodies import AnyRequest, Body
 from loramux_api.openapi import OperatorController
+from loramux_api.schemas.bounds import Name
 
 MAX_SECONDS = 90
 MAX_REQUESTS = 600
@@ -42,8 +44,8 @@ SPREAD = 0.7
 class PlanBody(Body, forbid_unknown_fields=True):
     """A what-if question."""
 
-    gpu: str
-    model: str
+    gpu: Name
+    model: Name
     rate: Annotated[float, Meta(ge=0.1, le=1000)]
     """Requests a second."""
     prompt_tokens: Annotated[int, Meta(ge=1, le=8192)] = 500
@@ -231,7 +233,7 @@ class WhatIf:
 async def _search(asked: PlanBody) -> Plan:
     with tempfile.TemporaryDirectory(prefix="loramux-plan-") as folder:
         file = Path(folder) / "workload.toml"
-        await asyncio.to_thread(file.write_text, _described(asked))
+        await run_blocking(SERVER, file.write_text, _described(asked))
         return await _searched(file, asked)
 
 

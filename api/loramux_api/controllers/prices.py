@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from litestar import delete, get, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, JSONBody
+from litestar.params import JSONBody
 from msgspec import Meta
 
 from loramux.accounts.tenants.entities import Tenant
@@ -20,6 +20,7 @@ from loramux.money.billing.catalog import Catalog, PricePlan
 from loramux.money.billing.periods import Month
 from loramux_api.bodies import Body
 from loramux_api.openapi import OperatorController
+from loramux_api.parameters import PathName
 from loramux_api.schemas.tenancy import Listing
 
 
@@ -73,7 +74,7 @@ class AdminTenantPlanController(OperatorController):
 
     @get(summary="List a tenant's price plans")
     async def list_of_tenant(
-        self, tenant: FromPath[str], operators: NamedDependency[Tenants], catalog: NamedDependency[Catalog]
+        self, tenant: PathName, operators: NamedDependency[Tenants], catalog: NamedDependency[Catalog]
     ) -> Listing[TenantPlanObject]:
         """List all price plans that a tenant ever had, or will have, oldest first."""
         return await _plans_of(catalog, await operators.named(tenant))
@@ -81,8 +82,8 @@ class AdminTenantPlanController(OperatorController):
     @put("/{month:str}", summary="Assign a price plan")
     async def assign(
         self,
-        tenant: FromPath[str],
-        month: FromPath[str],
+        tenant: PathName,
+        month: PathName,
         data: JSONBody[TenantPlanBody],
         operators: NamedDependency[Tenants],
         catalog: NamedDependency[Catalog],
@@ -95,8 +96,8 @@ class AdminTenantPlanController(OperatorController):
     @delete("/{month:str}", status_code=200, summary="Take a price plan back")
     async def unassign(
         self,
-        tenant: FromPath[str],
-        month: FromPath[str],
+        tenant: PathName,
+        month: PathName,
         operators: NamedDependency[Tenants],
         catalog: NamedDependency[Catalog],
     ) -> Listing[TenantPlanObject]:

@@ -10,20 +10,21 @@ from typing import Annotated, Literal
 import msgspec
 from litestar import delete, get, post, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import FromQuery, JSONBody
 from msgspec import Meta
 
 from loramux.catalog.registry.changes import Preconditions
 from loramux.catalog.registry.entities import RevisionNumber
 from loramux.common.identity import Principal
 from loramux.releases.metrics import RevisionMetrics, RevisionReport, VersionReport
-from loramux.releases.policies import CanaryGuards, Guard, PolicyCheck, ReleasePolicies, ReleasePolicy
+from loramux.releases.policies import MEASURES, CanaryGuards, Guard, PolicyCheck, ReleasePolicies, ReleasePolicy
 from loramux.releases.shadows import ShadowReport, Shadows
 from loramux.serving.adapters import AdapterService
 from loramux_api.auth import requires
 from loramux_api.bodies import Body
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import CHANGING, OneAdapterController, RevisionQuery, at
+from loramux_api.parameters import CHANGING, OneAdapterController, PathName, RevisionQuery, at
+from loramux_api.schemas.bounds import Name
 from loramux_api.schemas.tenancy import Listing
 
 
@@ -50,7 +51,7 @@ class FeedbackObject(msgspec.Struct, kw_only=True):
 class GuardBody(Body, forbid_unknown_fields=True):
     """What a canary's guard compares."""
 
-    measures: list[str]
+    measures: Annotated[list[Name], Meta(max_length=len(MEASURES))]
     """Some of errors (requests that failed, choices that were aborted), feedback (mean score) and latency."""
     first_token_seconds: float | None = None
     """For latency: a first token within it is a good one; one of the bounds of the metrics."""
@@ -100,7 +101,7 @@ class PolicyController(OneAdapterController):
     async def put_policy(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         data: JSONBody[PolicyBody],
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
@@ -114,7 +115,7 @@ class PolicyController(OneAdapterController):
     async def get_policy(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         principal: NamedDependency[Principal],
         policies: NamedDependency[ReleasePolicies],
         revision: RevisionQuery = None,
@@ -132,7 +133,7 @@ class PolicyController(OneAdapterController):
     async def delete_policy(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         preconditions: NamedDependency[Preconditions],
         principal: NamedDependency[Principal],
         policies: NamedDependency[ReleasePolicies],
@@ -164,7 +165,7 @@ class GuardController(OneAdapterController):
     async def put_guard(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         data: JSONBody[GuardBody],
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
@@ -177,7 +178,7 @@ class GuardController(OneAdapterController):
     async def get_guard(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
@@ -188,7 +189,7 @@ class GuardController(OneAdapterController):
     async def delete_guard(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
@@ -225,7 +226,7 @@ class RevisionMetricsController(OneAdapterController):
     async def history_metrics(
         self,
         adapter: NamedDependency[str],
-        alias: FromPath[str],
+        alias: PathName,
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
         revision_metrics: NamedDependency[RevisionMetrics],
@@ -246,7 +247,7 @@ class FeedbackController(ApiController):
     @post("/{request_id:str}/feedback", status_code=200, summary="Rate an answer")
     async def put_feedback(
         self,
-        request_id: FromPath[str],
+        request_id: PathName,
         data: JSONBody[FeedbackBody],
         principal: NamedDependency[Principal],
         revision_metrics: NamedDependency[RevisionMetrics],

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 from litestar import delete, get, post, put
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import JSONBody, PathParameter
 
 from loramux.catalog.uploads.sessions import UploadSessions
 from loramux.common.identity import Principal
 from loramux_api.auth import requires
-from loramux_api.bodies import AnyRequest, ClientDisconnected
+from loramux_api.bodies import AdapterRequest, AnyRequest, ClientDisconnected, DocumentRequest
 from loramux_api.openapi import ApiController, PartOperation
-from loramux_api.parameters import Offset, ShortPageLimit
+from loramux_api.parameters import Offset, OptionalText, PathName, ShortPageLimit
 from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.uploads import Received, UploadBody, UploadDeleted, UploadObject, upload_object
+
+FilePath = Annotated[Path, PathParameter(schema_extra={"max_length": 4096})]
+"""A file's name, perhaps in a folder; only announced names are taken."""
 
 
 class UploadController(ApiController):
@@ -26,7 +30,7 @@ class UploadController(ApiController):
     path = "/v1/uploads"
     tags = ("UploadSessions",)
 
-    @post(guards=[requires("adapters")], summary="Open an upload")
+    @post(guards=[requires("adapters")], summary="Open an upload", request_class=DocumentRequest)
     async def open(
         self,
         data: JSONBody[UploadBody],
@@ -44,12 +48,13 @@ class UploadController(ApiController):
         guards=[requires("adapters")],
         summary="Send bytes of a file",
         operation_class=PartOperation,
+        request_class=AdapterRequest,
     )
     async def receive(
         self,
         request: AnyRequest,
-        upload_id: FromPath[str],
-        name: FromPath[Path],
+        upload_id: PathName,
+        name: FilePath,
         principal: NamedDependency[Principal],
         uploads: NamedDependency[UploadSessions],
         offset: Offset = 0,
@@ -64,7 +69,7 @@ class UploadController(ApiController):
 
     @post("/{upload_id:str}/complete", guards=[requires("adapters")], status_code=202, summary="Complete an upload")
     async def complete(
-        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
+        self, upload_id: PathName, principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadObject:
         """Start the checks. The upload's `state` shows their progress, and a webhook reports their end."""
         return upload_object(await uploads.complete(principal, upload_id), principal.tenant_name)
@@ -74,7 +79,7 @@ class UploadController(ApiController):
         self,
         principal: NamedDependency[Principal],
         uploads: NamedDependency[UploadSessions],
-        before: FromQuery[str | None] = None,
+        before: OptionalText = None,
         limit: ShortPageLimit = 20,
     ) -> Listing[UploadObject]:
         """Newest first; `before` is the last id of the previous page. Finished uploads are listed for 30 days."""
@@ -83,14 +88,14 @@ class UploadController(ApiController):
 
     @get("/{upload_id:str}", guards=[requires("read")], summary="Describe an upload")
     async def get_upload(
-        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
+        self, upload_id: PathName, principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadObject:
         """Describe the upload: its state, the stored bytes of its files, and its result."""
         return upload_object(await uploads.get(principal, upload_id), principal.tenant_name)
 
     @delete("/{upload_id:str}", guards=[requires("adapters")], status_code=200, summary="Give an upload up")
     async def cancel(
-        self, upload_id: FromPath[str], principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
+        self, upload_id: PathName, principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadDeleted:
         """Cancel it and remove its bytes, or forget a finished one. Its revision stays."""
         return UploadDeleted(id=(await uploads.cancel(principal, upload_id)).id)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Literal
 
 from litestar import MediaType, Response, get
 from litestar.di import NamedDependency, Provide
 from litestar.openapi import ResponseSpec
-from litestar.params import FromPath, FromQuery
+from litestar.params import FromQuery
 
 from loramux.common.identity import Principal
+from loramux.common.jobs import run_blocking
 from loramux.common.settings.file import Settings
 from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.money.billing.costs import CostPage, CostsQuery
@@ -23,8 +23,19 @@ from loramux.releases.metrics import RevisionMetrics, ServiceLevel
 from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
+from loramux_api.downloads import file_headers
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import CostsLimit, EndTime, PageLimit, StartTime, TopModels, UsageLimit
+from loramux_api.parameters import (
+    CostsLimit,
+    EndTime,
+    OptionalText,
+    PageLimit,
+    PathName,
+    QueryText,
+    StartTime,
+    TopModels,
+    UsageLimit,
+)
 from loramux_api.schemas.requests import RequestObject, request_object
 from loramux_api.schemas.tenancy import Listing
 
@@ -42,9 +53,9 @@ def usage_query(
     request: AnyRequest,
     start_time: StartTime,
     end_time: EndTime = None,
-    bucket_width: FromQuery[str] = "1d",
+    bucket_width: QueryText = "1d",
     limit: UsageLimit = None,
-    page: FromQuery[str | None] = None,
+    page: OptionalText = None,
     top_models: TopModels = None,
     batch: FromQuery[bool | None] = None,
 ) -> UsageQuery:
@@ -65,9 +76,9 @@ def costs_query(
     request: AnyRequest,
     start_time: StartTime,
     end_time: EndTime = None,
-    bucket_width: FromQuery[str] = "1d",
+    bucket_width: QueryText = "1d",
     limit: CostsLimit = None,
-    page: FromQuery[str | None] = None,
+    page: OptionalText = None,
     top_models: TopModels = None,
 ) -> CostsQuery:
     """Parse the query parameters. Raises InvalidQuery, InvalidRequest."""
@@ -128,7 +139,7 @@ class UsageController(ApiController):
         so many models are named, those with the most tokens in the whole time; the others are added up under null.
         """
         page = await billing.costs(principal, query_of_costs)
-        content = await asyncio.to_thread(encode_money, page, as_numbers=True)
+        content = await run_blocking(principal.tenant, encode_money, page, as_numbers=True)
         return Response(content, media_type=MediaType.JSON)
 
 
@@ -168,7 +179,7 @@ class InvoiceController(ApiController):
     @get("/{month:str}", summary="Invoice")
     async def invoice(
         self,
-        month: FromPath[str],
+        month: PathName,
         principal: NamedDependency[Principal],
         billing: NamedDependency[BillingService],
         settings: NamedDependency[Settings],
@@ -179,21 +190,21 @@ class InvoiceController(ApiController):
         `format` is json, html or pdf. Amounts are strings in the invoice's currency.
         """
         made = await billing.own_invoice(principal, month)
-        content = await asyncio.to_thread(write_invoice, made, format, settings.billing)
-        named = {"Content-Disposition": f'inline; filename="{made.id}.{format}"'}
-        return Response(content, media_type=MEDIA_TYPES[format], headers=named)
+        content = await run_blocking(principal.tenant, write_invoice, made, format, settings.billing)
+        headers = file_headers(f"{made.id}.{format}", "inline")
+        return Response(content, media_type=MEDIA_TYPES[format], headers=headers)
 
     @get("/{month:str}/printed", summary="Invoice as texts")
     async def printed(
         self,
-        month: FromPath[str],
+        month: PathName,
         principal: NamedDependency[Principal],
         billing: NamedDependency[BillingService],
         settings: NamedDependency[Settings],
     ) -> PrintedInvoice:
         """Return the texts of the same invoice's PDF: quantities and prices with their units, the tax with its rate."""
         made = await billing.own_invoice(principal, month)
-        return await asyncio.to_thread(print_invoice, made, settings.billing)
+        return await run_blocking(principal.tenant, print_invoice, made, settings.billing)
 
 
 class RequestController(ApiController):
@@ -208,8 +219,8 @@ class RequestController(ApiController):
         self,
         principal: NamedDependency[Principal],
         usage: NamedDependency[UsageService],
-        adapter: FromQuery[str],
-        before: FromQuery[str | None] = None,
+        adapter: QueryText,
+        before: OptionalText = None,
         limit: PageLimit = 100,
         background: FromQuery[bool] = True,
     ) -> Listing[RequestObject]:

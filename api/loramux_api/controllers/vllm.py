@@ -16,7 +16,7 @@ import msgspec
 from litestar import Controller, MediaType, Response, get, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
-from litestar.params import FromQuery, JSONBody
+from litestar.params import JSONBody
 from msgspec import Meta
 
 from loramux.accounts.tenants.errors import NotFound, NotPermitted
@@ -32,7 +32,9 @@ from loramux.serving.service import CompletionService
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, Body, InferenceBody, InferenceRequest, Unsupported
 from loramux_api.openapi import REFUSALS, ApiController
+from loramux_api.parameters import OptionalText
 from loramux_api.problems import ErrorAnswer, problem_of
+from loramux_api.schemas.bounds import Fields, ModelName, Name, Path, Text, TokenIds
 from loramux_api.schemas.chat import ChatBody, ChatMessage, to_request
 from loramux_api.schemas.conversation import MAX_MESSAGES
 from loramux_api.schemas.tools import MAX_TOOLS, ToolDefinition
@@ -41,16 +43,16 @@ from loramux_api.schemas.tools import MAX_TOOLS, ToolDefinition
 class TokenizeBody(InferenceBody, kw_only=True):
     """A text, or a conversation for the model's chat template."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """The first base where it is left out, as in vLLM."""
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
     """Put the tokenizer's own special tokens around it: by default around a text, and not around a conversation."""
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Fields | None = None
     return_token_strs: bool | None = None
     """Answer with the tokens as the vocabulary writes them, too."""
 
@@ -62,9 +64,9 @@ class TokenizeBody(InferenceBody, kw_only=True):
 class DetokenizeBody(InferenceBody, kw_only=True):
     """Tokens of a model."""
 
-    model: str | None = None
+    model: ModelName | None = None
     """The first base where it is left out, as in vLLM."""
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class Tokens(msgspec.Struct, kw_only=True):
@@ -110,9 +112,9 @@ def to_tokenize(body: TokenizeBody) -> GenerationRequest:
 class LoadLoraBody(Body):
     """`LoadLoRAAdapterRequest`."""
 
-    lora_name: str = ""
+    lora_name: Name = ""
     """`adapter` of the key's own tenant, or `tenant/adapter` of any."""
-    lora_path: str = ""
+    lora_path: Path = ""
     """A folder below `adapters.local_root`, absolute or from there."""
     load_inplace: bool = False
 
@@ -125,7 +127,7 @@ class LoadLoraBody(Body):
 class UnloadLoraBody(Body):
     """`UnloadLoRAAdapterRequest`."""
 
-    lora_name: str = ""
+    lora_name: Name = ""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"lora_int_id"})
 
@@ -211,7 +213,7 @@ class VllmInformationController(ApiController):
         self,
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
-        model: FromQuery[str | None] = None,
+        model: OptionalText = None,
     ) -> dict[str, Any]:
         """Return the class, the special tokens and the chat template of a model's tokenizer; of the first base without
         `model`."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from litestar import delete, get, patch, post
 from litestar.di import NamedDependency
-from litestar.params import FromPath, FromQuery, JSONBody
+from litestar.params import JSONBody
 
 from loramux.accounts.webhooks.endpoints import WebhookEndpoints, WebhookService
 from loramux.common.identity import Principal
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import PageLimit
+from loramux_api.parameters import OptionalText, PageLimit, PathName
 from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.webhooks import (
     DeliveryObject,
@@ -51,29 +51,27 @@ class WebhookController(ApiController):
         return Listing(data=[webhook_object(endpoint) for endpoint in await endpoints.all()])
 
     @get("/{webhook_id:str}", summary="Describe a webhook")
-    async def get_webhook(
-        self, webhook_id: FromPath[str], endpoints: NamedDependency[WebhookEndpoints]
-    ) -> WebhookObject:
+    async def get_webhook(self, webhook_id: PathName, endpoints: NamedDependency[WebhookEndpoints]) -> WebhookObject:
         """Return one webhook."""
         return webhook_object(await endpoints.get(webhook_id))
 
     @patch("/{webhook_id:str}", summary="Disable or enable a webhook")
     async def change(
-        self, webhook_id: FromPath[str], data: JSONBody[WebhookChange], endpoints: NamedDependency[WebhookEndpoints]
+        self, webhook_id: PathName, data: JSONBody[WebhookChange], endpoints: NamedDependency[WebhookEndpoints]
     ) -> WebhookObject:
         """Disable or enable a webhook. After enabling it first receives the events that were pending."""
         changed = await (endpoints.enable(webhook_id) if data.enabled else endpoints.disable(webhook_id))
         return webhook_object(changed)
 
     @delete("/{webhook_id:str}", status_code=200, summary="Delete a webhook")
-    async def remove(self, webhook_id: FromPath[str], endpoints: NamedDependency[WebhookEndpoints]) -> WebhookDeleted:
+    async def remove(self, webhook_id: PathName, endpoints: NamedDependency[WebhookEndpoints]) -> WebhookDeleted:
         """Delete a webhook and its pending deliveries."""
         return WebhookDeleted(id=(await endpoints.remove(webhook_id)).id)
 
     @post("/{webhook_id:str}/test", status_code=200, summary="Test a webhook")
     async def test(
         self,
-        webhook_id: FromPath[str],
+        webhook_id: PathName,
         endpoints: NamedDependency[WebhookEndpoints],
         principal: NamedDependency[Principal],
         webhooks: NamedDependency[WebhookService],
@@ -84,7 +82,7 @@ class WebhookController(ApiController):
     @get("/{webhook_id:str}/deliveries", summary="List a webhook's deliveries")
     async def deliveries(
         self,
-        webhook_id: FromPath[str],
+        webhook_id: PathName,
         endpoints: NamedDependency[WebhookEndpoints],
         principal: NamedDependency[Principal],
         limit: PageLimit = 100,
@@ -106,8 +104,8 @@ class EventController(ApiController):
         self,
         principal: NamedDependency[Principal],
         webhooks: NamedDependency[WebhookService],
-        adapter: FromQuery[str | None] = None,
-        before: FromQuery[str | None] = None,
+        adapter: OptionalText = None,
+        before: OptionalText = None,
         limit: PageLimit = 100,
     ) -> Listing[EventObject]:
         """List events of one `adapter` or of all, newest first. Events are kept for 90 days.

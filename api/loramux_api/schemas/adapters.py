@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from loramux.catalog.registry.aliases import MAX_TARGETS
 from loramux.catalog.registry.entities import (
     AdapterInfo,
     AliasInfo,
@@ -20,6 +22,7 @@ from loramux.catalog.registry.entities import (
 from loramux.common.bundle import AddedToken, Bundle, ProblemType, SamplingDefaults
 from loramux.common.units import SECOND
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Name
 from loramux_api.schemas.tenancy import Listing, seconds
 
 
@@ -179,13 +182,13 @@ class PromoteBody(Body, kw_only=True):
     """The one revision that becomes an alias's only target."""
 
     revision: RevisionNumber
-    alias: str = "default"
+    alias: Name = "default"
 
 
 class AliasBody(Body, kw_only=True):
     """The new targets of an alias."""
 
-    targets: list[WeightedRevision]
+    targets: Annotated[list[WeightedRevision], Meta(max_length=MAX_TARGETS)]
 
 
 class TtlBody(Body, kw_only=True):

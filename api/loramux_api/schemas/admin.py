@@ -13,27 +13,28 @@ from msgspec import UNSET, Meta, UnsetType
 
 from loramux.accounts.tenants.entities import Tenant, Tier
 from loramux.common.logs import Level
-from loramux.data.entities import ALLOWED_AT_FIRST
+from loramux.data.entities import ALLOWED_AT_FIRST, CHOSEN
 from loramux.engine.messages import EngineStats, TenantService
 from loramux.fleet.member import EngineStatus
 from loramux.money.exports.delivery import SinkDelivery
 from loramux.money.usage.service import UsageService
 from loramux.serving.service import CompletionService
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Name
 from loramux_api.schemas.tenancy import seconds
 
 
 class TenantBody(Body, forbid_unknown_fields=True):
     """A tenant to create."""
 
-    name: str
-    tier: str = "standard"
+    name: Name
+    tier: Name = "standard"
 
 
 class TenantChange(Body, forbid_unknown_fields=True):
     """Changes of a tenant. Absent fields stay as they are."""
 
-    tier: str | UnsetType = UNSET
+    tier: Name | UnsetType = UNSET
     suspended: bool | UnsetType = UNSET
     zero_retention: bool | UnsetType = UNSET
     """Nothing that its requests say or get is stored."""
@@ -50,7 +51,7 @@ class LogLevelBody(Body, forbid_unknown_fields=True):
 class EngineOrderBody(Body, forbid_unknown_fields=True):
     """An engine to drain or to restart."""
 
-    engine: str
+    engine: Name
     """Its name in the list of engines."""
     seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
     """Time for its requests to end; those that still run then go on at other engines."""
@@ -89,11 +90,11 @@ def engine_object(status: EngineStatus) -> EngineObject:
 class TierBody(Body, forbid_unknown_fields=True):
     """A tier to create or change."""
 
-    service_class: str
+    service_class: Name
     """interactive, standard or batch."""
     weight: int = 1
     """A tenant's weight within the class, 1 to 1000."""
-    service_tiers: tuple[str, ...] = ALLOWED_AT_FIRST
+    service_tiers: Annotated[tuple[Name, ...], Meta(max_length=len(CHOSEN))] = ALLOWED_AT_FIRST
     """The service tiers that requests may ask for beside `default`: some of flex, priority and batch."""
 
 

@@ -2,38 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from loramux.common.settings.serving import Dtype, EngineRange, GenerationConfig, Quantization, ToolParser
 from loramux.serving.lifecycle import BaseStatus
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Fields, Name, Path
 from loramux_api.schemas.tenancy import seconds
 
 
 class BaseBody(Body, forbid_unknown_fields=True):
     """A base model to add: one table of `[[bases]]`."""
 
-    name: str
+    name: Name
     """The base model's name in requests."""
-    path: str
+    path: Path
     """The absolute folder of a transformers checkpoint, on every server."""
     dtype: Dtype = "auto"
     quantization: Quantization = "none"
     generation_config: GenerationConfig = "auto"
     tool_parser: ToolParser | None = None
-    former_names: tuple[str, ...] = ()
+    former_names: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
     engines: EngineRange = EngineRange()
-    engine: dict[str, Any] = msgspec.field(default_factory=dict)
+    engine: Fields = msgspec.field(default_factory=dict)
     """Settings of its engines; what is left out is as in `[engine]`."""
 
 
 class RetireBody(Body, forbid_unknown_fields=True):
     """A base model to retire."""
 
-    name: str
-    successor: str | None = None
+    name: Name
+    successor: Name | None = None
     """The base model that refusals name instead."""
     force: bool = False
     """Retire it although aliases point at adapters for it."""

@@ -10,6 +10,7 @@ from msgspec import Meta
 from loramux.common.units import SECOND
 from loramux.data.entities import Batch, LineError, StoredFile
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Name, Tags
 from loramux_api.schemas.tenancy import seconds
 
 T = TypeVar("T")
@@ -25,13 +26,13 @@ class OutputExpiry(msgspec.Struct, forbid_unknown_fields=True):
 class BatchBody(Body, forbid_unknown_fields=True):
     """A batch to create."""
 
-    input_file_id: str
+    input_file_id: Name
     """A file of purpose `batch`."""
-    endpoint: str
+    endpoint: Name
     """/v1/chat/completions, /v1/completions or /v1/responses; every line names the same."""
     completion_window: Annotated[str, Meta(max_length=8)] = "24h"
     """Lines that have not begun after this time are not run. 24h, or 1h to 168h."""
-    metadata: dict[str, str] | None = None
+    metadata: Tags | None = None
     """Up to 16 tags, by which the bill of lines without their own can be divided."""
     output_expires_after: OutputExpiry | None = None
     """How long the output and error files are kept: 3600 seconds to what the server keeps files for."""

@@ -16,11 +16,13 @@ from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import ChatEnding, ChatOptions, Conversation, FinishReason, GenerationRequest
 from loramux_api.bodies import Unsupported
+from loramux_api.schemas.bounds import MAX_PARTS, Fields, Name, Text
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     THOUGHTS,
     ConversationBuilder,
     Part,
+    Parts,
     SentCall,
     ToolCall,
     ToolCallDelta,
@@ -62,17 +64,17 @@ class ChatMessage(msgspec.Struct):
     Other fields are ignored, as OpenAI does: clients send back what they have added to an answer.
     """
 
-    role: str
-    content: str | list[Part] | None = None
-    name: str | None = None
+    role: Name
+    content: Text | Parts | None = None
+    name: Text | None = None
     """Accepted and without effect: chat templates know no names."""
-    refusal: str | None = None
-    annotations: list[Any] | None = None
+    refusal: Text | None = None
+    annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
     audio: Any = None
     function_call: Any = None
     tool_calls: Annotated[list[SentCall], Meta(max_length=MAX_MESSAGES)] | None = None
     """The calls that an assistant has made."""
-    tool_call_id: str | None = None
+    tool_call_id: Text | None = None
     """The call that a tool's message answers."""
     reasoning_content: Any = None
     """An assistant's thought, for templates that repeat it."""
@@ -102,7 +104,7 @@ class ChatReasoning(msgspec.Struct):
 class ChatThinking(msgspec.Struct):
     """The thought before the answer. Other fields are ignored."""
 
-    type: str | None = None
+    type: Name | None = None
     """`disabled` switches it off; `enabled` and anything else: as the model's chat template has it."""
     budget_tokens: int | None = None
     """Accepted and without effect: a thought counts in the answer's tokens."""
@@ -131,7 +133,7 @@ class ChatBody(SamplingBody, kw_only=True):
     """False: the answer is without its thought, which is billed all the same."""
     enable_thinking: bool | None = None
     """The chat template's variable of this name."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     add_generation_prompt: bool | None = None
     """False: the prompt ends with the last message, and the model decides whose turn comes."""

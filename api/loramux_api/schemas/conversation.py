@@ -14,17 +14,27 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from loramux.common.errors import LoramuxError
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Conversation, Message
+from loramux_api.schemas.bounds import MAX_PARTS, Name, Text
 
 MAX_MESSAGES = 4096
-RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"})
-"""Variables of chat templates that `chat_template_kwargs` cannot set."""
+RESERVED = frozenset(
+    {
+        *("messages", "conversation", "conversations", "tools", "documents", "chat_template", "tokenize"),
+        *("add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask", "return_dict"),
+        *("return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs", "sanitize_control_tokens"),
+        *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+        *("special_tokens", "additional_special_tokens", "extra_special_tokens", "self", "kwargs"),
+    }
+)
+"""Names that `chat_template_kwargs` cannot set: parameters of transformers' rendering, and a model's special tokens."""
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):
@@ -54,7 +64,7 @@ class ToolCall(msgspec.Struct, kw_only=True):
 class SentFunction(msgspec.Struct):
     """A function in a call that is sent back."""
 
-    name: str | None = None
+    name: Text | None = None
     arguments: Any = None
     """JSON as a text, maybe only a beginning; an object is taken too."""
 
@@ -62,15 +72,16 @@ class SentFunction(msgspec.Struct):
 class SentCustom(msgspec.Struct):
     """A custom tool in a call that is sent back."""
 
-    name: str | None = None
-    input: str | None = None
+    name: Text | None = None
+    input: Text | None = None
 
 
 class SentCall(msgspec.Struct):
     """A call that is sent back, or that another server has made."""
 
-    id: str | None = None
-    type: str | None = None
+    id: Text | None = None
+    """Any length: some servers hide a thought in it."""
+    type: Name | None = None
     function: SentFunction | None = None
     custom: SentCustom | None = None
     """Called in place of a function: its arguments are `input` alone."""
@@ -103,14 +114,17 @@ _MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_u
 class Part(msgspec.Struct, kw_only=True):
     """A part of a turn. Parts of an answer can be sent back as they are: other fields of theirs are ignored."""
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
+    type: Name
+    text: Text | None = None
+    refusal: Text | None = None
     """The text of a part of the type `refusal`."""
     thinking: Any = None
     """The thought of a part of the type `thinking`: a text, or parts."""
-    tool_name: str | None = None
+    tool_name: Name | None = None
     """The tool that a part of the type `tool_reference` names."""
+
+
+Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
 def read_text(content: str | Sequence[Part] | None, where: str, between: str = "") -> str:

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from loramux.common.units import SECOND
 from loramux.money.limits.budgets import Budget, BudgetState
-from loramux.money.limits.limits import Limit
+from loramux.money.limits.limits import DEFAULT_THRESHOLDS, MAX_THRESHOLDS, Limit
 from loramux_api.bodies import Body
 
 
@@ -23,7 +23,7 @@ class BudgetBody(Body, forbid_unknown_fields=True):
     """A budget's amount and alert thresholds."""
 
     amount_nano: Annotated[int, Meta(ge=0)]
-    thresholds: list[int] = msgspec.field(default_factory=lambda: [50, 80, 100])
+    thresholds: Annotated[tuple[int, ...], Meta(max_length=MAX_THRESHOLDS)] = DEFAULT_THRESHOLDS
     """Percentages of the amount at which an alert is sent."""
 
 

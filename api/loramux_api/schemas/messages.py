@@ -14,6 +14,7 @@ from loramux.constraints.formats import JsonSchema
 from loramux.serving.errors import GatewayError, InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
 from loramux_api.bodies import InferenceBody, Unsupported
+from loramux_api.schemas.bounds import MAX_PARTS, Fields, ModelName, Name, Text
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     ConversationBuilder,
@@ -59,46 +60,49 @@ _KEEPING = ("clear_thinking_20251015",)
 class ContentBlock(Part, kw_only=True):
     """A part of a turn: `text`, `thinking`, `tool_use` or `tool_result`, and `tool_reference` in a result."""
 
-    id: str | None = None
-    name: str | None = None
+    id: Text | None = None
+    name: Text | None = None
     input: Any = None
     """A call's arguments: an object."""
-    tool_use_id: str | None = None
-    content: str | list[ContentBlock] | None = None
+    tool_use_id: Text | None = None
+    content: Text | Blocks | None = None
     """A call's result, or the text of a search result."""
-    source: str | DocumentSource | None = None
+    source: Text | DocumentSource | None = None
     """A document's text, or a search result's address."""
-    title: str | None = None
+    title: Text | None = None
     """A document's or a search result's title."""
-    context: str | None = None
+    context: Text | None = None
     """What is said about a document."""
 
 
 class DocumentSource(msgspec.Struct):
     """The text of a document."""
 
-    type: str = ""
+    type: Name = ""
     """`text` or `content`."""
-    data: str | None = None
-    content: str | list[ContentBlock] | None = None
+    data: Text | None = None
+    content: Text | Blocks | None = None
+
+
+Blocks = Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)]
 
 
 class MessageParam(msgspec.Struct):
     """One turn."""
 
-    role: str
+    role: Name
     """`user`, `assistant` or `system`."""
-    content: str | list[ContentBlock]
+    content: Text | Blocks
 
 
 class MessageTool(msgspec.Struct):
     """A tool that the answer may call."""
 
-    name: str | None = None
-    type: str | None = None
+    name: Name | None = None
+    type: Name | None = None
     """Absent or `custom`. A tool of another type that has no `input_schema` is one of Anthropic's, and is left out."""
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    description: Text | None = None
+    input_schema: Fields | None = None
     """The JSON schema of its arguments."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
@@ -108,7 +112,7 @@ class MessageToolChoice(msgspec.Struct):
     """How the model chooses among the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = None
+    name: Name | None = None
     """The tool, for the type `tool`."""
     disable_parallel_tool_use: bool | None = None
     """True: at most one call an answer."""
@@ -117,7 +121,7 @@ class MessageToolChoice(msgspec.Struct):
 class ThinkingConfig(msgspec.Struct):
     """The thought before the answer. It counts in `max_tokens`, and has no other bound."""
 
-    type: str
+    type: Name
     """`enabled`, `disabled`, or anything else: as the model's chat template has it."""
     budget_tokens: int | None = None
     """Accepted and without effect."""
@@ -127,7 +131,7 @@ class OutputFormat(msgspec.Struct):
     """The format of the answer's text."""
 
     type: Literal["json_schema"]
-    schema: dict[str, Any]
+    schema: Fields
 
 
 class OutputConfig(msgspec.Struct):
@@ -147,7 +151,7 @@ class MessageMetadata(msgspec.Struct):
 class ContextManagement(msgspec.Struct):
     """Edits of the prompt that Anthropic makes before it is read."""
 
-    edits: list[dict[str, Any]] | None = None
+    edits: Annotated[list[Fields], Meta(max_length=MAX_PARTS)] | None = None
     """Those that keep everything; here prompts are never cut."""
 
 
@@ -162,15 +166,15 @@ class Thread(msgspec.Struct):
 class PromptBody(InferenceBody, kw_only=True):
     """What an answer is asked to: a conversation, and the tools of it."""
 
-    model: str
+    model: ModelName
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     """The turns; a last one of the assistant's is continued."""
-    system: str | list[ContentBlock] | None = None
+    system: Text | Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     context_management: ContextManagement | None = None
     """Taken if it cuts nothing from the prompt."""

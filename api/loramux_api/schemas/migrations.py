@@ -11,6 +11,7 @@ from loramux.common.units import SECOND
 from loramux.data.entities import BaseUpgrade, UpgradeItem
 from loramux.releases.base_upgrades import Shifted, Upgrade
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Name
 from loramux_api.schemas.tenancy import seconds
 
 Outcome = Literal["pending", "evaluating", "fits", "needs_retraining", "refused"]
@@ -19,13 +20,13 @@ Outcome = Literal["pending", "evaluating", "fits", "needs_retraining", "refused"
 class MigrationBody(Body, forbid_unknown_fields=True):
     """A migration to begin."""
 
-    source: str
+    source: Name
     """The base model that the adapters are for."""
-    target: str
+    target: Name
     """The base model that they are checked on; it serves already."""
-    tenant: str | None = None
+    tenant: Name | None = None
     """The name of one tenant; null: all."""
-    adapter: str | None = None
+    adapter: Name | None = None
     """One `tenant/adapter`; null: all."""
     evaluate: bool = True
     """Repeat the owners' evaluations, as batches that are theirs and on their bill."""
@@ -34,8 +35,8 @@ class MigrationBody(Body, forbid_unknown_fields=True):
 class MigrationRollbackBody(Body, forbid_unknown_fields=True):
     """Adapters of a migration to move."""
 
-    tenant: str | None = None
-    adapter: str | None = None
+    tenant: Name | None = None
+    adapter: Name | None = None
     """One `tenant/adapter`; null: all."""
     after: Annotated[int, Meta(ge=-1, le=2**53)] = -1
     """The position behind which the call begins: `next` of the call before."""

@@ -15,7 +15,8 @@ from loramux.engine.messages import SamplingParams
 from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedPooling, GenerationRequest, Prompt, TextPair, Truncation
-from loramux_api.bodies import InferenceBody, Unsupported
+from loramux_api.bodies import MAX_STRINGS, InferenceBody, Unsupported
+from loramux_api.schemas.bounds import ModelName, Tags, Text
 from loramux_api.schemas.chat import PromptTokensDetails
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, read_prompts
@@ -31,14 +32,14 @@ RERANKED = {"prompt": "documents"}
 class PooledBody(InferenceBody, kw_only=True):
     """The fields that all of them share."""
 
-    model: str
+    model: ModelName
     add_special_tokens: bool | None = None
     """Put the tokenizer's own special tokens around each text, the default."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Shorten each text to this many tokens; -1: to as many as the model takes. Left out, a longer text is refused."""
     truncation_side: Literal["left", "right"] | None = None
     """Where a text is shortened: at its end (`right`, the default) or at its beginning."""
-    metadata: dict[str, str] | None = None
+    metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
     """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
@@ -100,7 +101,7 @@ class ClassifyBody(PooledBody, kw_only=True):
     softmax: bool | None = None
 
 
-Texts = str | Annotated[list[str], Meta(min_length=1)]
+Texts = Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_STRINGS)]
 
 
 class ScoreBody(PooledBody, kw_only=True):
@@ -125,14 +126,14 @@ class ScoreBody(PooledBody, kw_only=True):
 class Document(msgspec.Struct, kw_only=True):
     """A document as an object."""
 
-    text: str
+    text: Text
 
 
 class RerankBody(PooledBody, kw_only=True):
     """The fields that vLLM, Jina and Cohere share."""
 
-    query: str
-    documents: Annotated[list[str | Document], Meta(min_length=1)]
+    query: Text
+    documents: Annotated[list[Text | Document], Meta(min_length=1, max_length=MAX_STRINGS)]
     top_n: Annotated[int, Meta(ge=0)] | None = None
     """So many results, the best ones; 0 or left out: all."""
     return_documents: bool | None = None

@@ -13,11 +13,12 @@ from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
 from loramux_api.bodies import Body, InferenceBody, Unsupported
+from loramux_api.schemas.bounds import MAX_PARTS, Fields, ModelName, Name, Tags, Text
 from loramux_api.schemas.chat import Effort
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     ConversationBuilder,
-    Part,
+    Parts,
     caller_variables,
     json_size,
     read_text,
@@ -92,30 +93,30 @@ class InputItem(msgspec.Struct):
     are ignored.
     """
 
-    type: str = "message"
+    type: Name = "message"
     """`message`, `reasoning`, `function_call`, `custom_tool_call`, or an output of one of these."""
-    role: str | None = None
-    content: str | list[Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
+    role: Name | None = None
+    content: Text | Parts | None = None
+    call_id: Text | None = None
+    name: Text | None = None
     arguments: Any = None
     """A call's arguments: JSON, written as a text."""
-    input: str | None = None
+    input: Text | None = None
     """The input of a custom tool's call."""
-    namespace: str | None = None
+    namespace: Text | None = None
     """The namespace of a called function."""
-    output: str | list[Part] | None = None
+    output: Text | Parts | None = None
     """A call's result."""
 
 
 class ResponseTool(msgspec.Struct, omit_defaults=True):
     """A tool that the answer may call."""
 
-    type: str
+    type: Name
     """`function`, `custom`, or `namespace` with some of both. Tools of other types are left out."""
-    name: str | None = None
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    name: Name | None = None
+    description: Text | None = None
+    parameters: Fields | None = None
     """The JSON schema of a function's arguments; absent: it takes none."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
@@ -128,16 +129,16 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
 class ChosenTool(msgspec.Struct, omit_defaults=True):
     """One of the tools."""
 
-    type: str
-    name: str | None = None
+    type: Name
+    name: Name | None = None
 
 
 class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
     """One tool that must be called, or the tools that may be."""
 
-    type: str
+    type: Name
     """`function`, `custom` or `allowed_tools`."""
-    name: str | None = None
+    name: Name | None = None
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[ChosenTool], Meta(max_length=MAX_TOOLS)] | None = None
 
@@ -145,14 +146,14 @@ class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
 class TextFormat(msgspec.Struct):
     """The format of the answer's text."""
 
-    type: str
+    type: Name
     """`text`, `json_object` or `json_schema`."""
     name: Annotated[str, Meta(max_length=512)] | None = None
     """Accepted and without effect."""
-    schema: dict[str, Any] | None = None
+    schema: Fields | None = None
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
-    description: str | None = None
+    description: Text | None = None
     """Accepted and without effect."""
 
 
@@ -184,10 +185,10 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponseBody(InferenceBody, kw_only=True):
     """OpenAI's fields, and vLLM's names of sampling parameters that OpenAI does not have. Null is as good as absent."""
 
-    model: str
-    input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
+    model: ModelName
+    input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
     """A text, or the items of a conversation; without any, an empty turn of the user's."""
-    instructions: str | None = None
+    instructions: Text | None = None
     """A system turn before the input."""
     max_output_tokens: Positive | None = None
     seed: Int64 | None = None
@@ -205,15 +206,15 @@ class ResponseBody(InferenceBody, kw_only=True):
     """False: at most one call an answer."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
+    include: Annotated[list[Name], Meta(max_length=MAX_PARTS)] | None = None
     """`message.output_text.logprobs` adds log probabilities; the others are of features that this server lacks."""
     top_logprobs: TopLogprobs | None = None
     """Alternatives to each token; with `include` of `message.output_text.logprobs`."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
     """The caller's name for its end user. One user always gets the same revision of an alias that has several."""

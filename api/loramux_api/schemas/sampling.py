@@ -19,7 +19,8 @@ from loramux.data.entities import ServiceTier
 from loramux.engine.messages import SamplingParams
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import AskedFormat, Prompt, Truncation
-from loramux_api.bodies import Body, InferenceBody, Unsupported
+from loramux_api.bodies import MAX_VALUES, Body, InferenceBody, Unsupported
+from loramux_api.schemas.bounds import ModelName, Name, Tags, Text, TokenIds
 
 T = TypeVar("T", bound=Body)
 
@@ -37,8 +38,8 @@ Positive = Annotated[int, Meta(ge=1)]
 StopString = Annotated[str, Meta(min_length=1, max_length=512)]
 TopLogprobs = Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Promptlike = str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
-Choices = Annotated[list[str], Meta(min_length=1, max_length=10_000)]
+Promptlike = Text | Annotated[list[Text | int | TokenIds], Meta(min_length=1, max_length=MAX_VALUES)]
+Choices = Annotated[list[Text], Meta(min_length=1, max_length=10_000)]
 
 
 def read_prompts(prompt: Promptlike) -> tuple[Prompt, ...]:
@@ -66,14 +67,14 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
     """A JSON schema; absent: any JSON object."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
-    description: str | None = None
+    description: Text | None = None
     """Accepted and without effect."""
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     """OpenAI's format of an answer."""
 
-    type: str
+    type: Name
     """`text`, `json_object` or `json_schema`."""
     json_schema: JsonSchemaFormat | None = None
     """Needed with the type `json_schema`."""
@@ -84,11 +85,11 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 
     json: Any = None
     """A JSON schema, or a text that holds one."""
-    regex: str | None = None
+    regex: Text | None = None
     """A regular expression that the whole answer matches."""
     choice: Choices | None = None
     """The answer is one of these texts."""
-    grammar: str | None = None
+    grammar: Text | None = None
     """A context-free grammar in Lark's or GBNF's notation."""
     json_object: bool | None = None
     """Any JSON object."""
@@ -173,7 +174,7 @@ def taking_numbers(*, without: Collection[str] = ()) -> Callable[[type[T]], type
 class SamplingBody(InferenceBody, kw_only=True):
     """Sampling and the end of generation; null is the same as absent."""
 
-    model: str
+    model: ModelName
     seed: Int64 | None = None
     logit_bias: LogitBias | None = None
     """By token id, written as a text."""
@@ -202,7 +203,7 @@ class SamplingBody(InferenceBody, kw_only=True):
     """Shorten a prompt to this many tokens; -1: to as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """Where a prompt is shortened: at its beginning (`left`, the default) or at its end."""
-    metadata: dict[str, str] | None = None
+    metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     response_format: ResponseFormat | None = None
     """The format of every answer, in OpenAI's words."""
@@ -210,9 +211,9 @@ class SamplingBody(InferenceBody, kw_only=True):
     """The format of every answer, in vLLM's words."""
     guided_json: Any = None
     """The older name of `structured_outputs.json`; `guided_regex`, `guided_choice` and `guided_grammar` likewise."""
-    guided_regex: str | None = None
+    guided_regex: Text | None = None
     guided_choice: Choices | None = None
-    guided_grammar: str | None = None
+    guided_grammar: Text | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
     """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
 

@@ -7,11 +7,12 @@ from typing import Annotated, Generic, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from loramux.accounts.tenants.account import KeyRequest
-from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
+from loramux.accounts.tenants.account import MAX_IDENTITY_LENGTH, MAX_MODELS, KeyRequest
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES, SCOPES
 from loramux.accounts.tenants.entities import AuditEntry, Key, Member, Project
 from loramux.common.units import SECOND
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Name, Url
 
 T = TypeVar("T")
 
@@ -29,10 +30,10 @@ class KeyBody(Body, forbid_unknown_fields=True):
     """A key to create."""
 
     name: Label = "default"
-    scopes: list[str] = msgspec.field(default_factory=lambda: sorted(CUSTOMER_SCOPES))
-    project: str | None = None
+    scopes: Annotated[tuple[Name, ...], Meta(max_length=len(SCOPES))] = tuple(sorted(CUSTOMER_SCOPES))
+    project: Name | None = None
     """null: the project of the key that creates it, if that key has one, else `default`."""
-    models: list[str] | None = None
+    models: Annotated[list[Name], Meta(max_length=MAX_MODELS)] | None = None
     """Models that the key may use: `tenant/adapter`, or the base's name. null allows all of the tenant's."""
     expires_in: Annotated[int, Meta(ge=1)] | None = None
     """Seconds until the key expires. null: it expires with the key that creates it."""
@@ -58,23 +59,23 @@ class RotateBody(Body, forbid_unknown_fields=True):
 class ProjectBody(Body, forbid_unknown_fields=True):
     """A project to create."""
 
-    name: str
+    name: Name
 
 
 class MemberBody(Body, forbid_unknown_fields=True):
     """A member to add."""
 
-    issuer: str
+    issuer: Url
     """The issuer, exactly as in the tokens' `iss`."""
-    subject: str
+    subject: Annotated[str, Meta(max_length=MAX_IDENTITY_LENGTH)]
     """The person's identity in the claim that the server reads: `sub`, or `identity_claim` of its settings."""
-    role: str
+    role: Name
 
 
 class RoleBody(Body, forbid_unknown_fields=True):
     """A new role."""
 
-    role: str
+    role: Name
 
 
 class KeyObject(msgspec.Struct, kw_only=True):

@@ -22,6 +22,7 @@ from msgspec import Meta
 
 from loramux.constraints.tools import Tool, ToolUse
 from loramux.serving.errors import InvalidRequest
+from loramux_api.schemas.bounds import Fields, Name, Text
 from loramux_api.unknown_fields import misspelling_of
 
 MAX_TOOLS = 4096
@@ -33,7 +34,7 @@ MAX_LEFT_OUT = 16
 """Tools that are left out, as they are reported one by one."""
 INPUT = "input"
 """The argument of a custom tool's function."""
-FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
+FunctionName = Annotated[str, Meta(max_length=128, pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class FunctionDefinition(msgspec.Struct, omit_defaults=True):
@@ -43,8 +44,8 @@ class FunctionDefinition(msgspec.Struct, omit_defaults=True):
     """
 
     name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
+    description: Text | None = None
+    parameters: Fields | None = None
     """The JSON schema of its arguments; absent: it takes none."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
@@ -73,14 +74,14 @@ class CustomDefinition(msgspec.Struct):
     """A tool whose input is a text."""
 
     name: FunctionName
-    description: str | None = None
+    description: Text | None = None
     format: CustomFormat | None = None
 
 
 class ToolDefinition(msgspec.Struct):
     """A tool of a chat."""
 
-    type: str
+    type: Name
     """`function` or `custom`. Tools of other types are left out."""
     function: FunctionDefinition | None = None
     custom: CustomDefinition | None = None
@@ -95,7 +96,7 @@ class FunctionChoice(msgspec.Struct):
 class AllowedTool(msgspec.Struct):
     """One of the tools, by its name."""
 
-    type: str
+    type: Name
     function: FunctionChoice | None = None
     custom: FunctionChoice | None = None
 

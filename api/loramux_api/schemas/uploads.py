@@ -8,11 +8,12 @@ import msgspec
 from msgspec import Meta
 
 from loramux.catalog.uploads.imports import BucketSource, HubSource, Source
-from loramux.catalog.uploads.sessions import AnnouncedFile, UploadRequest
+from loramux.catalog.uploads.sessions import MAX_FILES, AnnouncedFile, UploadRequest
 from loramux.common.units import SECOND
 from loramux.data.entities import Upload
 from loramux.serving.errors import InvalidRequest
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Name, Path, Url
 
 
 class FileBody(Body, forbid_unknown_fields=True):
@@ -20,18 +21,18 @@ class FileBody(Body, forbid_unknown_fields=True):
 
     size: Annotated[int, Meta(ge=1)]
     """Size in bytes."""
-    sha256: str
+    sha256: Name
     """Hexadecimal, as sha256sum prints it."""
 
 
 class SourceBody(Body, forbid_unknown_fields=True):
     """The place to fetch the files from: `url`, or `hub`, `repo` and `commit`. The operator lists the places."""
 
-    url: str | None = None
+    url: Url | None = None
     """s3://bucket/path/"""
-    hub: str | None = None
-    repo: str | None = None
-    commit: str | None = None
+    hub: Name | None = None
+    repo: Name | None = None
+    commit: Name | None = None
     """The commit's 40 hexadecimal digits."""
 
     def source(self) -> Source:
@@ -49,13 +50,13 @@ class SourceBody(Body, forbid_unknown_fields=True):
 class UploadBody(Body, forbid_unknown_fields=True):
     """The body that opens an upload: `files` that the client will send, or a `source` to fetch them from."""
 
-    adapter: str
-    files: dict[str, FileBody] | None = None
+    adapter: Name
+    files: Annotated[dict[Path, FileBody], Meta(max_length=MAX_FILES)] | None = None
     """`adapter_config.json`, `adapter_model.safetensors`, and what a trainer saved beside them."""
     source: SourceBody | None = None
     promote: bool = True
     """Move the adapter's default alias to the new revision. A first revision is always the default."""
-    base_model: str | None = None
+    base_model: Name | None = None
     """The base model that it was trained on; without it the files decide, as far as they can."""
 
     def request(self) -> UploadRequest:

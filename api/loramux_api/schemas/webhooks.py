@@ -13,14 +13,18 @@ from loramux.accounts.webhooks.messages import EventData, event_data
 from loramux.common.units import SECOND
 from loramux.data.entities import Event, LoggedDelivery
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import Name, Url
 from loramux_api.schemas.tenancy import seconds
+
+MAX_EVENTS = 64
+"""Types of events that a webhook names, repeated ones among them."""
 
 
 class WebhookBody(Body, forbid_unknown_fields=True):
     """A webhook to create."""
 
-    url: Annotated[str, Meta(max_length=2048)]
-    events: list[str] | None = None
+    url: Url
+    events: Annotated[list[Name], Meta(max_length=MAX_EVENTS)] | None = None
     """The types of events that it receives; null: all."""
 
 

@@ -1,7 +1,7 @@
 // The API as its OpenAPI document describes it: `npm run types` writes schema.d.ts, and a call that the document does
 // not know does not compile.
 import createClient, { type Middleware } from "openapi-fetch";
-import type { Adapter, paths } from "./schema";
+import type { Adapter, KeyObject, paths } from "./schema";
 
 export type * from "./schema";
 
@@ -53,6 +53,26 @@ api.use(authenticate);
 
 /** A page of adapters; the document loses what its items are. */
 export const adaptersOf = (page: { data: unknown[] }) => page.data as Adapter[];
+
+interface KeyPage {
+  data: KeyObject[];
+  has_more: boolean;
+  last_id: string | null;
+}
+
+/** All keys, oldest first: the caller's tenant's, or those of the tenant that an operator names. The API lists 500 at once. */
+export async function allKeys(tenant?: string): Promise<KeyObject[]> {
+  const keys: KeyObject[] = [];
+  let after: string | undefined;
+  do {
+    const query = { after };
+    const answering = tenant === undefined ? api.GET("/v1/keys", { params: { query } }) : api.GET("/admin/tenants/{name}/keys", { params: { path: { name: tenant }, query } });
+    const page = (await unwrap(answering)) as KeyPage;
+    keys.push(...page.data);
+    after = (page.has_more && page.last_id) || undefined;
+  } while (after !== undefined);
+  return keys;
+}
 
 interface Answer<T> {
   data?: T;

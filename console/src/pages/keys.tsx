@@ -3,7 +3,7 @@ import { useDisclosure } from "@mantine/hooks";
 import { IconKey, IconPlus } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
-import { api, unwrap, type KeyObject } from "../api/client";
+import { allKeys, api, unwrap, type KeyObject } from "../api/client";
 import { isActive, KeyRows, MakeKey, RevokeKey, RotateKey } from "../components/keys";
 import { Actions, Empty, Loaded, Page, Section } from "../components/ui";
 import { useModelNames, useSession } from "../session";
@@ -11,7 +11,7 @@ import { useModelNames, useSession } from "../session";
 export default function Keys() {
   const { can } = useSession();
   const [isMaking, make] = useDisclosure();
-  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), refetchInterval: 20_000 });
+  const keys = useQuery({ queryKey: ["keys"], queryFn: () => allKeys(), refetchInterval: 20_000 });
   const action = can("keys") && (
     <Button leftSection={<IconPlus size={16} />} onClick={make.open}>
       Make a key
@@ -23,12 +23,12 @@ export default function Keys() {
       <Section title="All keys">
         <Loaded query={keys}>
           {(found) =>
-            found.data.length === 0 ? (
+            found.length === 0 ? (
               <Empty icon={IconKey} title="No key yet" action={action}>
                 Make one for each service that calls this server, with no more scopes than it needs.
               </Empty>
             ) : (
-              <KeyRows rows={[...found.data].reverse()} actions={(key) => can("keys") && isActive(key) && <Change apiKey={key} />} />
+              <KeyRows rows={[...found].reverse()} actions={(key) => can("keys") && isActive(key) && <Change apiKey={key} />} />
             )
           }
         </Loaded>

@@ -3,7 +3,7 @@ import { useDisclosure } from "@mantine/hooks";
 import { IconGauge, IconPlus } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
-import { api, unwrap, type BudgetObject } from "../api/client";
+import { allKeys, api, unwrap, type BudgetObject } from "../api/client";
 import { BudgetForm, Budgets, labelOf, LimitForm, valueOf } from "../components/limits";
 import { Confirm, DataTable, Empty, Loaded, Page, report, Section } from "../components/ui";
 import { useSession } from "../session";
@@ -112,11 +112,11 @@ function OwnBudgets() {
 function useSubjects() {
   const { session, tenant, viewing } = useSession();
   const sees = (scope: string) => viewing !== null || session.scopes.includes(scope);
-  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), enabled: sees("keys"), retry: false });
+  const keys = useQuery({ queryKey: ["keys"], queryFn: () => allKeys(), enabled: sees("keys"), retry: false });
   const projects = useQuery({ queryKey: ["projects"], queryFn: () => unwrap(api.GET("/v1/projects")) });
   const members = useQuery({ queryKey: ["members"], queryFn: () => unwrap(api.GET("/v1/members")), enabled: sees("members") });
   const names = new Map([
-    ...(keys.data?.data ?? []).map((key) => [key.id, `key ${key.name}`] as const),
+    ...(keys.data ?? []).map((key) => [key.id, `key ${key.name}`] as const),
     ...(projects.data?.data ?? []).map((project) => [project.id, `project ${project.name}`] as const),
     ...(members.data?.data ?? []).map((member) => [member.id, `member ${member.subject}`] as const),
   ]);
@@ -125,7 +125,7 @@ function useSubjects() {
     { group: "Projects", items: (projects.data?.data ?? []).map((one) => ({ value: one.id, label: one.name })) },
     {
       group: "Keys",
-      items: (keys.data?.data ?? []).filter((one) => one.revoked_at === null).map((one) => ({ value: one.id, label: `${one.name} …${one.hint}` })),
+      items: (keys.data ?? []).filter((one) => one.revoked_at === null).map((one) => ({ value: one.id, label: `${one.name} …${one.hint}` })),
     },
     { group: "Members", items: (members.data?.data ?? []).map((one) => ({ value: one.id, label: one.subject })) },
   ].filter((group) => group.items.length > 0);

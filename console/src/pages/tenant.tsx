@@ -4,7 +4,7 @@ import { IconPlus } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { Link } from "wouter";
-import { api, unwrap, type LimitObject, type TenantObject, type TenantPlanObject } from "../api/client";
+import { allKeys, api, unwrap, type LimitObject, type TenantObject, type TenantPlanObject } from "../api/client";
 import { isActive, KeyRows, MakeKey, RevokeKey } from "../components/keys";
 import { BudgetForm, Budgets, labelOf, LimitForm, valueOf } from "../components/limits";
 import { complain, Confirm, DataTable, Dialog, Figure, Loaded, Page, report, Section } from "../components/ui";
@@ -115,7 +115,7 @@ function Keys({ name }: { name: string }) {
   const [isMaking, make] = useDisclosure();
   const queryKey = ["operator", "tenants", name, "keys"];
   const path = { name };
-  const keys = useQuery({ queryKey, queryFn: () => unwrap(api.GET("/admin/tenants/{name}/keys", { params: { path } })) });
+  const keys = useQuery({ queryKey, queryFn: () => allKeys(name) });
   const changed = () => queries.invalidateQueries({ queryKey });
   return (
     <Section
@@ -139,13 +139,13 @@ function Keys({ name }: { name: string }) {
       )}
       <Loaded query={keys} height={100}>
         {(found) =>
-          found.data.length === 0 ? (
+          found.length === 0 ? (
             <Text size="sm" c="dimmed">
               No key yet: nobody can send requests for this tenant.
             </Text>
           ) : (
             <KeyRows
-              rows={[...found.data].reverse()}
+              rows={[...found].reverse()}
               actions={(key) =>
                 isActive(key) && (
                   <RevokeKey apiKey={key} revoke={() => unwrap(api.DELETE("/admin/keys/{key_id}", { params: { path: { key_id: key.id } } }))} changed={changed} />

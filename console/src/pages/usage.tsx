@@ -2,7 +2,7 @@ import { Group, SegmentedControl, SimpleGrid, Skeleton, Text } from "@mantine/co
 import { IconChartBar } from "@tabler/icons-react";
 import { keepPreviousData, useQuery } from "@tanstack/react-query";
 import { lazy, Suspense, useState } from "react";
-import { api, unwrap, type UsageResult } from "../api/client";
+import { allKeys, api, unwrap, type UsageResult } from "../api/client";
 import { DataTable, Empty, Figure, Loaded, Page, Section } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
@@ -83,9 +83,9 @@ export default function Usage() {
 function useNames(group: Group_) {
   const { session, viewing } = useSession();
   const sees = (scope: string) => viewing !== null || session.scopes.includes(scope);
-  const keys = useQuery({ queryKey: ["keys"], queryFn: () => unwrap(api.GET("/v1/keys")), enabled: group === "api_key_id" && sees("keys") });
+  const keys = useQuery({ queryKey: ["keys"], queryFn: () => allKeys(), enabled: group === "api_key_id" && sees("keys") });
   const projects = useQuery({ queryKey: ["projects"], queryFn: () => unwrap(api.GET("/v1/projects")), enabled: group === "project_id" });
-  const listed = group === "api_key_id" ? keys.data?.data : group === "project_id" ? projects.data?.data : undefined;
+  const listed = group === "api_key_id" ? keys.data : group === "project_id" ? projects.data?.data : undefined;
   const byId = new Map((listed ?? []).map((one) => [one.id, one.name]));
   const none = group === "model" ? "others" : "–";
   return (id: string | null | undefined) => (id ? (byId.get(id) ?? id) : none);

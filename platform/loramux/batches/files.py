@@ -7,16 +7,17 @@ and are written whatever it says.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.batches.errors import FileInUse, FileNotFound, FileTooLarge, InvalidFile, StorageQuotaReached
+from loramux.catalog.uploads.parts import read_off_loop
 from loramux.common.errors import LoramuxError
-from loramux.common.identity import Principal, new_id
-from loramux.common.jobs import TenantSlots, ThreadPool
+from loramux.common.identity import Principal, TenantId, new_id
+from loramux.common.jobs import SERVER, TenantSlots, ThreadPool
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import SECOND
 from loramux.data.entities import StoredFile
@@ -39,7 +40,11 @@ PURPOSES = ("batch", "evals")
 """What a client may send a file for."""
 OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
 TRANSFERS, TRANSFERS_PER_TENANT = 64, 8
-THREADS = 8
+THREADS, THREADS_PER_TENANT = 8, 2
+READ_BYTES = 256 << 10
+"""Bytes of a file that are read at a time for a download."""
+UNREAD_BYTES = 4 * READ_BYTES
+"""The most bytes of a download that are in memory: one part is read, and some wait to be sent."""
 SWEEP = 1000
 """Files that expire in one transaction."""
 MIN_RETENTION = 3600
@@ -49,10 +54,18 @@ MIN_RETENTION = 3600
 class Files:
     """Files of every tenant; each caller sees those of its project."""
 
-    def __init__(self, database: Database, blobs: BlobStore, settings: BatchSettings, retention_seconds: int) -> None:
-        """`retention_seconds`: after so long a file is deleted."""
+    def __init__(
+        self,
+        database: Database,
+        blobs: BlobStore,
+        settings: BatchSettings,
+        retention_seconds: int,
+        memory: TenantSlots,
+    ) -> None:
+        """`retention_seconds`: after so long a file is deleted. `memory`: bytes that wait, by tenant."""
+        self._memory = memory
         self.retention_seconds = retention_seconds
-        self.threads = ThreadPool("files", THREADS)
+        self.threads = ThreadPool("files", THREADS, THREADS_PER_TENANT)
         self._database = database
         self._blobs = blobs
         self._settings = settings
@@ -121,7 +134,7 @@ class Files:
             created_at=now,
             expires_at=now + (expires_after or retention) * SECOND,
         )
-        await self.threads.run(self._blobs.objects.put_file, object_name(file.id), path)
+        await self.threads.run(principal.tenant, self._blobs.objects.put_file, object_name(file.id), path)
         try:
             async with self._database.begin() as session:
                 await self._check_room(session, principal, size)
@@ -129,7 +142,7 @@ class Files:
                     raise storage_refused("file")
                 await FileRepository(session, principal.tenant).add(file)
         except LoramuxError:
-            await self.threads.run(self._blobs.objects.delete, [object_name(file.id)])
+            await self.threads.run(principal.tenant, self._blobs.objects.delete, [object_name(file.id)])
             raise
         return file
 
@@ -157,22 +170,26 @@ class Files:
             files = FileRepository(session, principal.tenant)
             return await files.listed(viewpoint(principal), after, limit, purpose, oldest_first=oldest_first)
 
-    async def fetch(self, file: StoredFile, folder: Path) -> Path:
+    async def fetch(self, tenant: TenantId, file: StoredFile, folder: Path) -> Path:
         """Copy a file into `folder`. Raises FileNotFound where it was deleted meanwhile."""
         try:
-            await self.threads.run(self._blobs.objects.fetch, object_name(file.id), folder / file.id)
+            await self.threads.run(tenant, self._blobs.objects.fetch, object_name(file.id), folder / file.id)
         except FileNotFoundError:
             raise FileNotFound(file.id) from None
         return folder / file.id
 
-    async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """Yield the file's bytes. Raises FileNotFound where it was deleted meanwhile."""
-        chunks = self._blobs.objects.read(object_name(file.id))
-        try:
-            while (data := await self.threads.run(next, chunks, None)) is not None:
-                yield data
-        except FileNotFoundError:
-            raise FileNotFound(file.id) from None
+    async def content(self, tenant: TenantId, file: StoredFile) -> AsyncGenerator[bytes, None]:
+        """Yield the file's bytes, when the tenant's memory has room for what a reader leaves unread.
+
+        Raises FileNotFound if it was deleted meanwhile.
+        """
+        async with self._memory.slot(tenant, UNREAD_BYTES):
+            chunks = self._blobs.objects.read(object_name(file.id), READ_BYTES)
+            try:
+                async for data in read_off_loop(self.threads.of(tenant), chunks):
+                    yield data
+            except FileNotFoundError:
+                raise FileNotFound(file.id) from None
 
     async def delete(self, principal: Principal, id: str) -> StoredFile:
         """Delete a file and its bytes. Raises FileNotFound, FileInUse."""
@@ -186,7 +203,7 @@ class Files:
             if user is not None:
                 raise FileInUse(f"The batch '{user}' reads the file '{id}'; cancel it first.", "file_id")
             await files.remove(id)
-        await self.threads.run(self._blobs.objects.delete, [object_name(id)])
+        await self.threads.run(principal.tenant, self._blobs.objects.delete, [object_name(id)])
         return file
 
     async def expire(self) -> int:
@@ -196,7 +213,7 @@ class Files:
             async with self._database.begin() as session:
                 needed = await BatchJobs(session).inputs()
                 ids = await expired_files(session, self._database.now(), needed, SWEEP)
-            await self.threads.run(self._blobs.objects.delete, [object_name(id) for id in ids])
+            await self.threads.run(SERVER, self._blobs.objects.delete, [object_name(id) for id in ids])
             count += len(ids)
             if len(ids) < SWEEP:
                 return count
@@ -206,13 +223,13 @@ class Files:
 
         A file that is being received has its object before its row, for far less than the time between two sweeps.
         """
-        names = await self.threads.run(self._blobs.objects.names, FOLDER)
+        names = await self.threads.run(SERVER, self._blobs.objects.names, FOLDER)
         stored = [name.rpartition("/")[2] for name in names]
         async with self._database.read() as session:
             known = await known_files(session, stored)
         unknown = frozenset(stored) - known
         left, self._unknown = [object_name(id) for id in unknown & self._unknown], unknown
-        await self.threads.run(self._blobs.objects.delete, left)
+        await self.threads.run(SERVER, self._blobs.objects.delete, left)
         return len(left)
 
     async def _check_room(self, session: AsyncSession, principal: Principal, size: int) -> None:

@@ -28,6 +28,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -89,7 +90,9 @@ CHUNK_SECONDS = 2.0
 MAX_AHEAD = 2048
 """Lines that are begun behind one that still runs."""
 MAX_BUFFERED = 64 << 20
-"""Bytes of outcomes that wait for one that still runs."""
+"""Bytes of a tenant's outcomes, of all its batches, that wait for a line that still runs."""
+DECODED = 8
+"""Bytes in memory for each byte of a line that is read, decoded and tokenized."""
 LOOK_SECONDS = 1.0
 """How often a run looks whether it was cancelled, has expired, or has lost its rights."""
 WINDOW_LOOK_SECONDS = 0.2
@@ -151,13 +154,14 @@ class OutputError(msgspec.Struct):
 class Place:
     """A line's place in the engine."""
 
-    def __init__(self, starting: asyncio.Semaphore) -> None:
-        self._starting: asyncio.Semaphore | None = starting
+    def __init__(self, starting: TenantSlots, tenant: str) -> None:
+        self._starting: TenantSlots | None = starting
+        self._tenant = tenant
 
     def note_started(self) -> None:
         """The line has its first token, or its end: another one may begin its prefill."""
         if self._starting is not None:
-            self._starting.release()
+            self._starting.release(self._tenant)
             self._starting = None
 
 
@@ -170,16 +174,18 @@ class Window:
         """Of requests that are no lines of batches: do any wait for a first token, and since when has none run?"""
         self._slots = TenantSlots(settings.max_in_flight, settings.max_in_flight_per_tenant)
         self._settings = settings
-        self._starting = asyncio.Semaphore(settings.max_in_flight_beside_others)
+        self._starting = TenantSlots(settings.max_in_flight_beside_others, settings.max_in_flight_beside_others)
         self._others_waiting, self._quiet_seconds = others_waiting, quiet_seconds
         self._taken = 0
+        self.buffered: Counter[str] = Counter()
+        """Bytes of each tenant's outcomes that wait for an earlier line of their batch."""
 
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[Place]:
         """Hold a place while the block runs; wait for it first."""
         async with self._slots.slot(tenant):
-            await self._starting.acquire()
-            place = Place(self._starting)
+            await self._starting.acquire(tenant)
+            place = Place(self._starting, tenant)
             try:
                 while self._taken >= self._allowed():  # noqa: ASYNC110  nothing tells of an end
                     await asyncio.sleep(WINDOW_LOOK_SECONDS)
@@ -212,6 +218,8 @@ class BatchServer:
     completions: CompletionService
     endpoints: BatchEndpoints
     settings: BatchSettings
+    memory: TenantSlots
+    """Bytes that wait, by tenant."""
     window: Window
 
 
@@ -226,8 +234,11 @@ class BatchRun:
         """Why no further line is begun: one of REASONS."""
         self._wake = asyncio.Event()
         """Set when `_stopped` is: lines that wait for another attempt give up."""
+        self._queued: set[asyncio.Task[LineOutcome]] = set()
+        """Lines that wait for a place; cancelled when `_stopped` is set."""
         self._next_look = 0.0
         self._principal: Principal | None = None
+        self._threads = server.files.threads.of(batch.tenant_id)
         self._repeated: dict[int, int] = {}
         """Lines whose `custom_id` an earlier line has, each with that line."""
 
@@ -250,17 +261,17 @@ class BatchRun:
 
     async def _fetch(self, folder: Path) -> Input | None:
         try:
-            await self._server.files.threads.run(
+            await self._threads.run(
                 self._server.blobs.objects.fetch, object_name(self._batch.input_file_id), folder / "input"
             )
         except FileNotFoundError:
             await self.fail(LineError(code="file_lost", message="The input file is no longer in the store."))
             return None
-        return await self._server.files.threads.run(open_input, folder / "input", self._server.settings.max_lines)
+        return await self._threads.run(open_input, folder / "input", self._server.settings.max_lines)
 
     async def _validate(self, source: Input) -> None:
         server = self._server
-        found = await server.files.threads.run(
+        found = await self._threads.run(
             check_lines, source, self._batch.endpoint, server.endpoints, server.settings.max_lines
         )
         errors = found.errors or await self._check_models(found.models)
@@ -295,66 +306,102 @@ class BatchRun:
         first, total = self._batch.flushed, self._batch.lines
         begun, ready = first, dict[int, LineOutcome]()
         running: dict[asyncio.Task[LineOutcome], int] = {}
-        self._repeated = await self._server.files.threads.run(
-            repeated_lines, source, self._batch.endpoint, self._server.endpoints
-        )
+        self._repeated = await self._threads.run(repeated_lines, source, self._batch.endpoint, self._server.endpoints)
         flush_at = time.monotonic() + CHUNK_SECONDS
         try:
             while first < total:
                 await self._look_in_time()
-                buffered = sum(len(one.line) for one in ready.values())
-                while begun < total and self._may_begin(len(running), begun - first, buffered):
+                while begun < total and self._may_begin(len(running), begun - first):
                     running[asyncio.create_task(self._line(source, begun))] = begun
                     begun += 1
                 if running:
                     done, _ = await asyncio.wait(running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                    ready |= {running.pop(task): task.result() for task in done}
+                    for task in done:
+                        number = running.pop(task)
+                        ready[number] = task.result()
+                        self._buffer(len(ready[number].line))
                 front = _front(ready, first)
                 if _is_chunk(front) or first + len(front) == total or (front and time.monotonic() >= flush_at):
                     await self._flush(first, front)
                     first += len(front)
                     for number in range(first - len(front), first):
-                        del ready[number]
+                        self._buffer(-len(ready.pop(number).line))
                     flush_at = time.monotonic() + CHUNK_SECONDS
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+            self._buffer(-sum(len(one.line) for one in ready.values()))
         await self._finalize()
 
-    def _may_begin(self, running: int, ahead: int, buffered: int) -> bool:
+    def _may_begin(self, running: int, ahead: int) -> bool:
         within = self._server.settings.max_in_flight_per_tenant
-        return running < within and ahead < MAX_AHEAD and buffered < MAX_BUFFERED
+        has_room = self._server.window.buffered[self._batch.tenant_id] < MAX_BUFFERED
+        return running < within and ahead < MAX_AHEAD and (has_room or not ahead)
+
+    def _buffer(self, size: int) -> None:
+        """Count bytes of outcomes that wait, or no longer do."""
+        buffered, tenant = self._server.window.buffered, self._batch.tenant_id
+        buffered[tenant] += size
+        if not buffered[tenant]:
+            del buffered[tenant]
 
     async def _line(self, source: Input, number: int) -> LineOutcome:
-        """Run a line until it has an answer or an error that stays."""
-        try:
-            line, parsed = await self._server.files.threads.run(self._read, source, number)
-        except BadLine as bad:
-            return self._unsent(source, number, bad)
+        """Run a line until it has an answer or an error that stays. Its text is read each time that it has a place."""
         pause, failures = FIRST_PAUSE, 0
         while self._stopped is None:
             try:
-                async with self._server.window.place(self._batch.tenant_id) as place:
+                async with self._place(min(source.size(number), self._server.endpoints.max_line_bytes)) as place:
                     principal = self._principal  # None: the tenant is suspended
                     if principal is not None and self._stopped is None:
-                        return await self._answered(principal, number, line, parsed, place)
+                        return await self._answered(principal, number, source, place)
+            except BadLine as bad:
+                return self._unsent(source, number, bad)
             except LoramuxError as error:
                 failures += error.status == HTTPStatus.INTERNAL_SERVER_ERROR
                 if not _may_pass(error) or failures == MAX_FAILURES:
-                    return self._refused(number, line.custom_id, error)
+                    return self._refused(number, await self._custom_id(source, number), error)
                 pause = min(max(pause, error.retry_after or 0), MAX_PAUSE)
+            except asyncio.CancelledError:
+                if self._stopped is None:
+                    raise
+                break
             try:
                 await asyncio.wait_for(self._wake.wait(), pause)
             except TimeoutError:
                 pause = min(2 * pause, MAX_PAUSE)
-        return self._written(number, line.custom_id, False, error=OutputError(self._stopped, REASONS[self._stopped]))
+        not_run = OutputError(self._stopped, REASONS[self._stopped])
+        return self._written(number, await self._custom_id(source, number), False, error=not_run)
 
-    def _read(self, source: Input, number: int) -> tuple[BatchLine, ParsedBody]:
-        line = read_line(source, number, self._batch.endpoint, self._server.endpoints)
+    @asynccontextmanager
+    async def _place(self, size: int) -> AsyncIterator[Place]:
+        """Hold a place in the engine, and memory for a line of `size` bytes; until then a stop cancels the line."""
+        line = asyncio.current_task()
+        assert line is not None, "a line is a task"
+        self._queued.add(line)
+        tenant, server = self._batch.tenant_id, self._server
+        try:
+            async with server.window.place(tenant) as place, server.memory.slot(tenant, DECODED * size):
+                self._queued.discard(line)
+                yield place
+        finally:
+            self._queued.discard(line)
+
+    async def _custom_id(self, source: Input, number: int) -> str | None:
+        try:
+            line = await self._threads.run(self._read_line, source, number)
+        except BadLine as bad:
+            return bad.custom_id
+        return line.custom_id
+
+    def _read_line(self, source: Input, number: int) -> BatchLine:
+        return read_line(source, number, self._batch.endpoint, self._server.endpoints)
+
+    def _read(self, source: Input, number: int) -> tuple[str, ParsedBody]:
+        line = self._read_line(source, number)
         if (first := self._repeated.get(number)) is not None:
             raise repeated_id(source, first, line.custom_id)
-        return line, parse_body(line, self._server.endpoints)
+        return line.custom_id, parse_body(line, self._server.endpoints)
 
     def _unsent(self, source: Input, number: int, bad: BadLine) -> LineOutcome:
         """Return the outcome of a line that no endpoint gets, or whose body it refuses."""
@@ -363,9 +410,8 @@ class BatchRun:
         error = OutputError(bad.code, f"Line {source.place(number)}: {bad}")
         return self._written(number, bad.custom_id, False, error=error)
 
-    async def _answered(
-        self, principal: Principal, number: int, line: BatchLine, parsed: ParsedBody, place: Place
-    ) -> LineOutcome:
+    async def _answered(self, principal: Principal, number: int, source: Input, place: Place) -> LineOutcome:
+        custom_id, parsed = await self._threads.run(self._read, source, number)
         claim = IdempotencyClaim(_claim_name(number), "", holder=self._batch.id, expires_at=self._claims_expire_at)
         tags = parsed.request.tags or self._batch.tags
         request = replace(parsed.request, service_tier="batch", claim=claim, tags=tags)
@@ -381,7 +427,7 @@ class BatchRun:
             raise
         body = writer.whole(answer.usage)
         response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
-        return self._written(number, line.custom_id, True, response=response, timing=answer.timing)
+        return self._written(number, custom_id, True, response=response, timing=answer.timing)
 
     def _refused(self, number: int, custom_id: str | None, error: LoramuxError) -> LineOutcome:
         body = self._server.endpoints.error_body(error)
@@ -409,7 +455,7 @@ class BatchRun:
         """Write consecutive outcomes as a chunk."""
         name = f"{chunk_folder(self._batch.id)}/{first:08d}-{secrets.token_hex(4)}"
         data = b"".join((b"+" if one.answered else b"-") + one.line for one in outcomes)
-        await self._server.files.threads.run(self._server.blobs.objects.put, name, data)
+        await self._threads.run(self._server.blobs.objects.put, name, data)
         answered = sum(one.answered for one in outcomes)
         flushed = first + len(outcomes)
         async with self._database.begin() as session:
@@ -443,7 +489,7 @@ class BatchRun:
             chunks = await BatchJobs(session).chunks(self._batch.id)
             zero_retention = await TenantRepository(session).has_zero_retention(self._batch.tenant_id)
         output, errors = folder / "output", folder / "errors"
-        sizes = await self._server.files.threads.run(self._join, chunks, output, errors)
+        sizes = await self._threads.run(self._join, chunks, output, errors)
         files: list[StoredFile | None] = [None, None]
         if not zero_retention:
             files = [await self._store(output, sizes[0], "output"), await self._store(errors, sizes[1], "error")]
@@ -477,7 +523,7 @@ class BatchRun:
             created_at=now,
             expires_at=now + (self._batch.output_seconds or self._server.files.retention_seconds) * SECOND,
         )
-        await self._server.files.threads.run(self._server.blobs.objects.put_file, f"{FOLDER}/{file.id}", path)
+        await self._threads.run(self._server.blobs.objects.put_file, f"{FOLDER}/{file.id}", path)
         return file
 
     async def _end(
@@ -505,7 +551,7 @@ class BatchRun:
             detail = EventDetail(batch=batch.id)
             await EventRepository(session, batch.tenant_id).add(f"batch.{state}", "", detail, now)
         self._batch = msgspec.structs.replace(batch, state=state)
-        await self._server.files.threads.run(self._server.blobs.objects.delete_under, chunk_folder(batch.id))
+        await self._threads.run(self._server.blobs.objects.delete_under, chunk_folder(batch.id))
 
     async def _look_in_time(self) -> None:
         if time.monotonic() >= self._next_look:
@@ -537,6 +583,8 @@ class BatchRun:
     def _stop(self, reason: str) -> None:
         self._stopped = self._stopped or reason
         self._wake.set()
+        for line in self._queued:
+            line.cancel()
 
     @property
     def _claims_expire_at(self) -> int:

@@ -18,7 +18,7 @@ from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, new_id
-from loramux.common.jobs import JobRunner
+from loramux.common.jobs import SERVER, JobRunner
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import DAY, SECOND
 from loramux.data.entities import Batch, LineError
@@ -163,13 +163,13 @@ class BatchWorker:
         files, objects = self._server.files, self._server.blobs.objects
         await files.expire()
         await files.sweep()
-        names = await files.threads.run(objects.names, "batches")
+        names = await files.threads.run(SERVER, objects.names, "batches")
         stored = sorted({name.split("/")[1] for name in names})
         async with self._database.read() as session:
             unfinished = await BatchJobs(session).unfinished(stored)
         for id in stored:
             if id not in unfinished:
-                await files.threads.run(objects.delete_under, chunk_folder(id))
+                await files.threads.run(SERVER, objects.delete_under, chunk_folder(id))
         kept = files.retention_seconds * SECOND
         async with self._database.begin() as session:
             await BatchJobs(session).forget(self._database.now() - kept)

@@ -2,15 +2,18 @@
 
 A `JobRunner` runs each of its jobs once at a time, and all of them end with the server.
 
-asyncio's default executor has few threads, which tokenizers and everything else share. Work that may wait long for a
-store or another machine runs in a `ThreadPool` of its own, and takes its turn in `TenantSlots`, so that one tenant's
-slow transfers delay neither other work nor other tenants.
+asyncio's default executor has few threads, which everything shares. Work that may wait long for a store or another
+machine runs in a `ThreadPool` of its own. Every pool that a request can occupy gives each tenant a share (`ThreadPool`,
+`TenantQueues`, `run_blocking`), so that one tenant's slow work delays neither other work nor other tenants. The same
+`TenantSlots` bound memory that waits: its units are then bytes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -20,9 +23,20 @@ from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, ParamSpec, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 from loramux.common.errors import LoramuxError
 
+SERVER = ""
+"""The tenant of work that the server does for itself."""
+ANYONE = "anyone"
+"""The tenant of all requests without a key together."""
+DEFAULT_THREADS = min(32, (os.cpu_count() or 1) + 4) - 1
+"""Threads of asyncio's default executor that tenants' work may occupy: all but one."""
+DEFAULT_PER_TENANT = 2
+
+P = ParamSpec("P")
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -114,84 +128,189 @@ class JobRunner(Generic[J]):
         return task
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
+class TenantSlots:
+    """At most `total` units at a time, of which one tenant holds at most `per_tenant`: jobs, threads, or bytes.
 
+    Free units go to the waiting tenant that holds the fewest; among equals, to the job that has waited longest. A job
+    that asks for more than a tenant may hold gets its turn when its tenant holds nothing.
+    """
 
-async def run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `function` on a thread of the default executor; return only when it has ended, even when cancelled."""
-    return await _ended(asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs)))
+    def __init__(self, total: int, per_tenant: int) -> None:
+        self._free = total
+        self._per_tenant = min(per_tenant, total)
+        self._held: Counter[str] = Counter()
+        self._waiting: deque[tuple[str, int, asyncio.Future[None]]] = deque()
+
+    @asynccontextmanager
+    async def slot(self, tenant: str, units: int = 1) -> AsyncIterator[None]:
+        """Hold units while the block runs; wait for them first."""
+        await self.acquire(tenant, units)
+        try:
+            yield
+        finally:
+            self.release(tenant, units)
+
+    async def acquire(self, tenant: str, units: int = 1) -> None:
+        """Wait for units and take them; `release` returns them."""
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting.append((tenant, self._capped(units), granted))
+        self._grant()
+        try:
+            await granted
+        except asyncio.CancelledError:
+            if granted.cancelled() or not granted.done():
+                self._waiting = deque(one for one in self._waiting if one[-1] is not granted)
+                self._grant()  # a smaller job may have waited for this one
+            else:  # granted at the moment of the cancellation
+                self.release(tenant, units)
+            raise
+
+    def try_acquire(self, tenant: str, units: int = 1) -> bool:
+        """Take units if they are free and the tenant may hold them; return whether they are taken."""
+        units = self._capped(units)
+        if not self._fits(tenant, units) or units > self._free:
+            return False
+        self._take(tenant, units)
+        return True
+
+    def release(self, tenant: str, units: int = 1) -> None:
+        """Return units that `acquire` or `try_acquire` took."""
+        units = self._capped(units)
+        self._free += units
+        self._held[tenant] -= units
+        assert self._held[tenant] >= 0, "a tenant returns what it holds"
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self._grant()
+
+    def is_free(self, tenant: str) -> bool:
+        """Return whether the tenant would get a unit at once."""
+        return self._free > 0 and self._fits(tenant, 1) and not self._waiting
+
+    def held_by(self, tenant: str) -> int:
+        """Return the units that the tenant holds."""
+        return self._held.get(tenant, 0)
+
+    def _capped(self, units: int) -> int:
+        return min(units, self._per_tenant)
+
+    def _fits(self, tenant: str, units: int) -> bool:
+        return self.held_by(tenant) + units <= self._per_tenant
+
+    def _take(self, tenant: str, units: int) -> None:
+        self._free -= units
+        self._held[tenant] += units
+
+    def _grant(self) -> None:
+        while self._free > 0:
+            allowed = [one for one in self._waiting if self._fits(one[0], one[1])]
+            if not allowed:
+                return
+            tenant, units, granted = chosen = min(allowed, key=lambda one: self.held_by(one[0]))
+            if units > self._free:
+                return  # nothing overtakes it, so that small jobs cannot keep a large one waiting for ever
+            self._waiting.remove(chosen)
+            if not granted.done():
+                self._take(tenant, units)
+                granted.set_result(None)
 
 
 class ThreadPool:
-    """Threads for one kind of work."""
+    """Threads for one kind of work, of which one tenant occupies at most `per_tenant`."""
 
-    def __init__(self, kind: str, threads: int) -> None:
+    def __init__(self, kind: str, threads: int, per_tenant: int) -> None:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=kind)
+        self._slots = TenantSlots(threads, per_tenant)
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` on a thread of this pool; return only when it has ended, even when cancelled."""
-        work = partial(function, *args, **kwargs)
-        return await _ended(asyncio.get_running_loop().run_in_executor(self._executor, work))
+    async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` on a thread, when it is the tenant's turn; return only when it has ended, even when cancelled.
+
+        `tenant`: the tenant for which it runs, or SERVER.
+        """
+        async with self._slots.slot(tenant):
+            work = partial(function, *args, **kwargs)
+            return await _ended(asyncio.get_running_loop().run_in_executor(self._executor, work))
+
+    def of(self, tenant: str) -> Threads:
+        """Return the tenant's share of this pool."""
+        return Threads(self, tenant)
 
     def close(self) -> None:
         """Refuse further work; running work ends by itself."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-class TenantSlots:
-    """At most `total` jobs at a time, of which one tenant has at most `per_tenant`.
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """One tenant's share of a pool, for code that serves one tenant."""
 
-    A free slot goes to the waiting tenant with the fewest jobs; among equals, to the longest waiting job.
+    pool: ThreadPool
+    tenant: str
+
+    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function` as the pool does."""
+        return await self.pool.run(self.tenant, function, *args, **kwargs)
+
+
+class TenantQueues:
+    """Threads for callers without an event loop, of which one tenant occupies at most `per_tenant`.
+
+    A tenant's next piece of work is queued when one of its earlier ones has ended, after what other tenants have
+    queued meanwhile.
     """
 
-    def __init__(self, total: int, per_tenant: int) -> None:
-        self._free = total
+    def __init__(self, kind: str, threads: int, per_tenant: int) -> None:
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix=kind)
         self._per_tenant = per_tenant
-        self._held: Counter[str] = Counter()
-        self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
+        self._lock = threading.Lock()
+        self._queued: Counter[str] = Counter()
+        """Work of each tenant that the executor has."""
+        self._waiting: dict[str, deque[Callable[[], object]]] = {}
 
-    @asynccontextmanager
-    async def slot(self, tenant: str) -> AsyncIterator[None]:
-        """Hold a slot while the block runs; wait for it first."""
-        granted = asyncio.get_running_loop().create_future()
-        self._waiting.append((tenant, granted))
-        self._grant()
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.cancelled() or not granted.done():
-                self._waiting = deque(one for one in self._waiting if one[1] is not granted)
-            else:  # granted at the moment of the cancellation
-                self._release(tenant)
-            raise
-        try:
-            yield
-        finally:
-            self._release(tenant)
-
-    def is_free(self, tenant: str) -> bool:
-        """Return whether the tenant would get a slot at once."""
-        return self._free > 0 and self._held[tenant] < self._per_tenant and not self._waiting
-
-    def _release(self, tenant: str) -> None:
-        self._free += 1
-        self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
-        self._grant()
-
-    def _grant(self) -> None:
-        while self._free > 0:
-            allowed = [one for one in self._waiting if self._held[one[0]] < self._per_tenant]
-            if not allowed:
+    def submit(self, tenant: str, work: Callable[[], object]) -> None:
+        """Run `work`, which handles its own errors, when it is the tenant's turn."""
+        with self._lock:
+            if self._queued[tenant] >= self._per_tenant:
+                self._waiting.setdefault(tenant, deque()).append(work)
                 return
-            tenant, granted = chosen = min(allowed, key=lambda one: self._held[one[0]])
-            self._waiting.remove(chosen)
-            if not granted.done():
-                self._free -= 1
-                self._held[tenant] += 1
-                granted.set_result(None)
+            self._queued[tenant] += 1
+            self._executor.submit(self._run, tenant, work)
+
+    def close(self) -> None:
+        """Refuse further work; running work ends by itself."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, tenant: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            with self._lock, suppress(RuntimeError):  # the executor was closed meanwhile
+                self._run_next(tenant)
+
+    def _run_next(self, tenant: str) -> None:
+        if (own := self._waiting.get(tenant)) is not None:
+            self._executor.submit(self._run, tenant, own.popleft())
+            if not own:
+                del self._waiting[tenant]
+            return
+        self._queued[tenant] -= 1
+        if not self._queued[tenant]:
+            del self._queued[tenant]
+
+
+_default_shares: WeakKeyDictionary[asyncio.AbstractEventLoop, TenantSlots] = WeakKeyDictionary()
+"""Shares of each event loop's default executor, which is as global as they are."""
+
+
+async def run_blocking(tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `function` on a thread of the default executor, of which a tenant occupies at most DEFAULT_PER_TENANT.
+
+    Returns only when it has ended, even when cancelled. `tenant`: the tenant for which it runs, or SERVER.
+    """
+    loop = asyncio.get_running_loop()
+    shares = _default_shares.setdefault(loop, TenantSlots(DEFAULT_THREADS, DEFAULT_PER_TENANT))
+    async with shares.slot(tenant):
+        return await _ended(asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs)))
 
 
 @asynccontextmanager

@@ -1,9 +1,13 @@
-"""HTTP calls to addresses that tenants choose: to the public internet only.
+"""HTTP calls to other machines: every reply is bounded, and addresses that tenants choose are public ones.
 
-Three attacks are closed here. A name may lead to a private address: every address that it resolves to is checked. A
-name may lead elsewhere when it is resolved again (DNS rebinding): the address that was checked is the one that is
-connected to. A name may never be answered: lookups run in threads of their own, few for each kind of work and fewer for
-each tenant, never in asyncio's default executor, which everything else shares.
+A reply is untrusted. A decoder makes hundreds of megabytes of a kilobyte before its caller can count them: httpx
+decodes before it hands out a chunk. So `outside_client` asks for replies without an encoding, refuses encoded ones, and
+counts the bytes as they come. No other client is made for services outside.
+
+Three attacks by addresses are closed here. A name may lead to a private address: every address that it resolves to is
+checked. A name may lead elsewhere when it is resolved again (DNS rebinding): the address that was checked is the one
+that is connected to. A name may never be answered: lookups run in threads of their own, few for each kind of work and
+fewer for each tenant, never in asyncio's default executor, which everything else shares.
 """
 
 from __future__ import annotations
@@ -13,10 +17,11 @@ import ipaddress
 import re
 import socket
 import threading
-from collections.abc import Callable, Sequence
-from weakref import WeakValueDictionary
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 
 import httpx
+
+from loramux.common.jobs import TenantSlots
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -68,6 +73,71 @@ ANYWHERE: tuple[Network, ...] = (ipaddress.IPv4Network("0.0.0.0/0"), ipaddress.I
 _numeric_label = re.compile(r"(?:[0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
 
 
+MAX_REPLY_BYTES = 256 << 10
+MAX_BYTES = "loramux_max_bytes"
+"""The request extension with the most bytes of its reply."""
+
+
+class ReplyRefused(httpx.DecodingError):
+    """A reply is encoded or too long. The request has arrived all the same."""
+
+
+def outside_client(
+    timeout: float, transport: httpx.AsyncBaseTransport | None = None, *, trust_env: bool = False
+) -> httpx.AsyncClient:
+    """Make a client for one kind of service: `bounded`, without redirects.
+
+    `trust_env`: use the proxies of the environment.
+    """
+    return bounded(httpx.AsyncClient(transport=transport, timeout=timeout, follow_redirects=False, trust_env=trust_env))
+
+
+def bounded(client: httpx.AsyncClient) -> httpx.AsyncClient:
+    """Have the client ask for replies as they are, and raise ReplyRefused for one that is encoded or too long.
+
+    MAX_REPLY_BYTES, unless a request says more in its extension MAX_BYTES.
+    """
+    client.headers["Accept-Encoding"] = "identity"
+    hooks = client.event_hooks["response"]
+    if _bound_reply not in hooks:
+        hooks.append(_bound_reply)
+    return client
+
+
+async def _bound_reply(response: httpx.Response) -> None:
+    limit = response.request.extensions.get(MAX_BYTES, MAX_REPLY_BYTES)
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    length = response.headers.get("content-length", "")
+    reason = None
+    if encoding not in ("", "identity"):
+        reason = f"its reply is encoded ({encoding[:40]}), which was not asked for"
+    elif length.isascii() and length.isdigit() and int(length[:20]) > limit:
+        reason = f"its reply has more than {limit} bytes"
+    if reason is not None:
+        await response.aclose()
+        raise ReplyRefused(reason)
+    assert isinstance(response.stream, httpx.AsyncByteStream), "the client is asynchronous"
+    response.stream = _BoundedStream(response.stream, limit)
+
+
+class _BoundedStream(httpx.AsyncByteStream):
+    """The bytes of a reply, counted."""
+
+    def __init__(self, stream: httpx.AsyncByteStream, max_bytes: int) -> None:
+        self._stream, self._max_bytes = stream, max_bytes
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        received = 0
+        async for part in self._stream:
+            received += len(part)
+            if received > self._max_bytes:
+                raise ReplyRefused(f"its reply has more than {self._max_bytes} bytes")
+            yield part
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
 class NotPublic(Exception):
     """The name leads to an address that is not public, or nowhere; the message says which."""
 
@@ -97,11 +167,9 @@ class Resolver:
         self, kind: str, threads: int = 16, per_tenant: int = 2, timeout_s: float = 5.0, lookup: Lookup = _look_up
     ) -> None:
         self._kind = kind
-        self._per_tenant = per_tenant
         self._timeout_s = timeout_s
         self._lookup = lookup
-        self._threads = asyncio.Semaphore(threads)
-        self._tenants: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._slots = TenantSlots(threads, per_tenant)
 
     async def addresses(self, host: str, tenant: str, also: Sequence[Network] = ()) -> list[Address]:
         """Return the addresses of `host`, a name or an address.
@@ -128,21 +196,12 @@ class Resolver:
         return [ipaddress.ip_address(text.partition("%")[0]) for text in found]
 
     async def _in_thread(self, host: str, tenant: str) -> Sequence[str]:
-        places = self._tenants.get(tenant)
-        if places is None:
-            places = self._tenants[tenant] = asyncio.Semaphore(self._per_tenant)
-        await places.acquire()
-        try:
-            await self._threads.acquire()
-        except BaseException:
-            places.release()
-            raise
+        await self._slots.acquire(tenant)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Sequence[str]] = loop.create_future()
 
         def finish(found: Sequence[str] | Exception) -> None:
-            self._threads.release()
-            places.release()
+            self._slots.release(tenant)
             if answer.done():
                 return
             if isinstance(found, Exception):
@@ -193,11 +252,14 @@ class PublicTransport(httpx.AsyncBaseTransport):
     Connections are not kept: one to an address could otherwise be used under another name that leads there too.
     """
 
-    def __init__(self, resolver: Resolver, also: Sequence[Network] = (), tenant: str = "") -> None:
+    def __init__(
+        self, resolver: Resolver, also: Sequence[Network] = (), tenant: str = "", ports: Collection[int] = ()
+    ) -> None:
         """`also` are networks that may be called though they are not public; `tenant` has the lookups' places.
 
-        A request may name another tenant in its extension TENANT.
+        A request may name another tenant in its extension TENANT. `ports`: those that may be called; none: all.
         """
+        self._ports = ports
         self._resolver = resolver
         self._also = also
         self._tenant = tenant
@@ -206,6 +268,9 @@ class PublicTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the answer of the first of the addresses that can be connected to."""
         host = request.url.host
+        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        if self._ports and port not in self._ports:
+            raise NotPublic(f"the port {port} is not allowed")
         addresses = await self._resolver.addresses(host, str(request.extensions.get(TENANT, self._tenant)), self._also)
         extensions = {**request.extensions, "sni_hostname": host}
         for last, address in enumerate(addresses, 1 - len(addresses)):

@@ -21,13 +21,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import zmq
 from zmq.utils import z85
 
+from loramux.common.jobs import TenantQueues
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.data.storage.blobs import BlobStore, digest_at, open_blobs
 from loramux.data.storage.errors import StorageError
@@ -316,7 +316,7 @@ class EngineListener:
         self._zap.send_multipart((version, request_id, *status, b"", b""))
 
 
-FETCHES_AT_ONCE = 4
+FETCHES_AT_ONCE, FETCHES_OF_OWNER = 4, 2
 IDLE_SECONDS = 600.0
 """Seconds since its last use within which a content is not evicted: a request may be about to read it."""
 
@@ -328,7 +328,7 @@ class FetchedAdapters:
         """Above `cache_bytes`, the contents unused for longest leave the cache."""
         self._blobs = blobs
         self._cache_bytes = cache_bytes
-        self._threads = ThreadPoolExecutor(FETCHES_AT_ONCE, thread_name_prefix="adapters")
+        self._queues = TenantQueues("adapters", FETCHES_AT_ONCE, FETCHES_OF_OWNER)
 
     def find(self, ref: AdapterRef) -> AdapterRef | None:
         """Return the adapter with its folder on this machine; None if it has to be fetched first."""
@@ -339,8 +339,9 @@ class FetchedAdapters:
         return ref if Path(ref.path).is_dir() else None
 
     def fetch(self, ref: AdapterRef, then: Then) -> None:
-        """Fetch the adapter on another thread, and call `then` there."""
-        self._threads.submit(lambda: then(self._fetched(ref)))
+        """Fetch the adapter on another thread, in its owner's turn, and call `then` there."""
+        owner = ref.digest.rpartition("/")[2]
+        self._queues.submit(owner, lambda: then(self._fetched(ref)))
 
     def _fetched(self, ref: AdapterRef) -> AdapterRef | EngineFault:
         digest = _content_of(ref)

@@ -122,7 +122,7 @@ class BaseUpgrades:
         self._adapters = adapters
         self._evaluations = evaluations
         self._server_id = server_id
-        self._threads = ThreadPool("migrations", 1)
+        self._threads = ThreadPool("migrations", 1, 1)
         self._jobs: JobRunner[BaseUpgrade] = JobRunner("base migration", self._held, self._run)
 
     # operators
@@ -337,7 +337,7 @@ class BaseUpgrades:
         principal = await self._tenants.system_principal(item.tenant_name)
         is_evaluated = bool(upgrade.evaluates) and await self._template(item) is not None
         with self._blobs.staging() as folder:
-            await self._threads.run(_copy, self._blobs, item.digest, folder)
+            await self._threads.run(principal.tenant, _copy, self._blobs, item.digest, folder)
             report, quota = await self._ingest.check_files(principal, folder, upgrade.target)
             if (refusal := report.refusal) is not None:
                 outcome = NEEDS_RETRAINING if refusal.code in MAY_BE_RETRAINED else REFUSED

@@ -18,7 +18,7 @@ from loramux.batches.service import Batches
 from loramux.catalog.registry.registry import AdapterQueries
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, TenantId, new_id
-from loramux.common.jobs import JobRunner
+from loramux.common.jobs import JobRunner, TenantSlots
 from loramux.data.entities import Batch, Evaluation, StoredFile
 from loramux.data.records.batches import UNFINISHED, BatchRepository, FileRepository, Viewpoint
 from loramux.data.records.comparisons import RUNNING, EvaluationJobs, EvaluationRepository
@@ -44,6 +44,9 @@ from loramux.releases.graders import Grader, InvalidGrader, Judge, LocalGrader, 
 from loramux.releases.judges import Judges, KeyVault
 from loramux.serving.errors import NotAllowed
 from loramux.serving.service import CompletionService
+
+GRADED_BYTES, GRADED_BYTES_OF_TENANT = 1 << 30, 256 << 20
+"""Bytes of sets and answers that are graded at a time: they are in memory until the last score."""
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -83,6 +86,7 @@ class Evaluations:
         self._completions = completions
         self._server_id = server_id
         self._judges = judges
+        self._memory = TenantSlots(GRADED_BYTES, GRADED_BYTES_OF_TENANT)
         self._keys = keys
         self._jobs: JobRunner[Evaluation] = JobRunner("evaluation", self._ready, self._finish)
 
@@ -110,8 +114,10 @@ class Evaluations:
             await self._completions.ensure_model(principal, model)
         file = await self._files.get(principal, file_id)
         with self._blobs.staging() as folder:
-            path = await self._files.fetch(file, folder)
-            endpoint, size = await self._files.threads.run(write_input, path, folder / "input", models)
+            path = await self._files.fetch(principal.tenant, file, folder)
+            endpoint, size = await self._files.threads.run(
+                principal.tenant, write_input, path, folder / "input", models
+            )
             name = f"evaluation of {info.name}.jsonl"
             made = await self._files.add(principal, folder / "input", size, filename=name, purpose="batch")
         batch = await self._batches.create(
@@ -172,7 +178,7 @@ class Evaluations:
 
     async def _check_grader(self, principal: Principal, grader: Grader, key: str | None) -> None:
         if not isinstance(grader, Judge):
-            await self._files.threads.run(grade_with, grader)
+            await self._files.threads.run(principal.tenant, grade_with, grader)
             if key is not None:
                 raise InvalidGrader("'judge_api_key' is for the grader 'judge'.", "judge_api_key")
             return
@@ -214,17 +220,28 @@ class Evaluations:
             logger.warning("the end of the evaluation %s is written later: %s", evaluation.id, failure)
 
     async def _graded(self, evaluation: Evaluation) -> EvaluationResult:
-        questions, sides = await self._answers(evaluation)
+        """Grade an evaluation when its tenant's share of GRADED_BYTES has room: a judge may take hours over it."""
+        asked, output = await self._inputs(evaluation)
+        async with self._memory.slot(evaluation.tenant_id, asked.size + output.size):
+            questions, sides = await self._answers(evaluation, asked, output)
+            return await self._compared(evaluation, questions, sides)
+
+    async def _compared(
+        self, evaluation: Evaluation, questions: Sequence[Question], sides: Sequence[Answers]
+    ) -> EvaluationResult:
         grader: Grader = msgspec.json.decode(evaluation.grader, type=Grader)
         if isinstance(grader, Judge):
             scores = await self._judged(evaluation, grader, questions, sides)
         else:
-            scores = await self._files.threads.run(_grade, grader, questions, sides)
+            scores = await self._files.threads.run(evaluation.tenant_id, _grade, grader, questions, sides)
         bill = await self._bill(evaluation, sides)
         models = evaluation.models.split()
-        return await self._files.threads.run(compare, models, grader, questions, sides, scores, bill)
+        return await self._files.threads.run(
+            evaluation.tenant_id, compare, models, grader, questions, sides, scores, bill
+        )
 
-    async def _answers(self, evaluation: Evaluation) -> tuple[list[Question], Sequence[Answers]]:
+    async def _inputs(self, evaluation: Evaluation) -> tuple[StoredFile, StoredFile]:
+        """Return the set and the batch's output. Raises InvalidGrader."""
         everything = Viewpoint(evaluation.project_id)
         async with self._database.read() as session:
             batch = await BatchRepository(session, evaluation.tenant_id).get(evaluation.batch_id, everything)
@@ -233,13 +250,19 @@ class Evaluations:
             output = None if batch is None else await files.get(batch.output_file_id or "", everything)
         if asked is None or output is None:
             raise InvalidGrader(_reason(batch, asked), "file_id")
+        return asked, output
+
+    async def _answers(
+        self, evaluation: Evaluation, asked: StoredFile, output: StoredFile
+    ) -> tuple[list[Question], Sequence[Answers]]:
         with self._blobs.staging() as folder:
             for name in ("set", "output"):
                 (folder / name).mkdir()
-            source = await self._files.fetch(asked, folder / "set")
-            answers = await self._files.fetch(output, folder / "output")
-            questions = await self._files.threads.run(lambda: [*read_questions(source)])
-            return questions, await self._files.threads.run(read_answers, answers, len(questions))
+            source = await self._files.fetch(evaluation.tenant_id, asked, folder / "set")
+            answers = await self._files.fetch(evaluation.tenant_id, output, folder / "output")
+            threads = self._files.threads.of(evaluation.tenant_id)
+            questions = await threads.run(lambda: [*read_questions(source)])
+            return questions, await threads.run(read_answers, answers, len(questions))
 
     async def _judged(
         self, evaluation: Evaluation, judge: Judge, questions: Sequence[Question], sides: Sequence[Answers]

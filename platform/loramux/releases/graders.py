@@ -26,6 +26,7 @@ from loramux.common.errors import LoramuxError
 
 PATTERN_SECONDS = 0.05
 MAX_PATTERN = 1000
+MAX_NAME = 512
 Expected = str | float | int | None
 Grade = Callable[[str, Expected], float]
 MAX_SCHEMA_BYTES = 65_536
@@ -68,7 +69,7 @@ class Pattern(msgspec.Struct, frozen=True, tag="regex", tag_field="type", forbid
 class Schema(msgspec.Struct, frozen=True, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
     """1 where the answer is JSON that the schema allows."""
 
-    schema: dict[str, Any]
+    schema: Annotated[dict[Annotated[str, Meta(max_length=MAX_NAME)], Any], Meta(max_length=MAX_SCHEMA_PARTS)]
 
 
 class Number(msgspec.Struct, frozen=True, tag="number", tag_field="type", forbid_unknown_fields=True):

@@ -24,7 +24,16 @@ from msgspec import UNSET, Meta
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import TenantId
 from loramux.common.jobs import TenantSlots
-from loramux.common.public_http import ANYWHERE, TENANT, NotPublic, PublicTransport, Resolver
+from loramux.common.public_http import (
+    ANYWHERE,
+    TENANT,
+    NotPublic,
+    PublicTransport,
+    ReplyRefused,
+    Resolver,
+    bounded,
+    outside_client,
+)
 from loramux.common.settings.server import BatchSettings
 from loramux.releases.comparison import Answered, Answers, Question
 from loramux.releases.graders import InvalidGrader, Judge
@@ -32,7 +41,6 @@ from loramux.releases.graders import InvalidGrader, Judge
 ATTEMPTS = 3
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt; doubles with each."""
-MAX_REPLY_BYTES = 256 << 10
 CALLS, CALLS_PER_TENANT = 32, 8
 """Calls at a time of one server, and of one tenant: a judge that hangs holds up its own tenant's evaluations."""
 MAX_SECONDS = 4 * 3600.0
@@ -97,7 +105,7 @@ class Judges:
     """Calls judges for every tenant."""
 
     def __init__(self, client: httpx.AsyncClient, resolver: Resolver, settings: BatchSettings) -> None:
-        self._client = client
+        self._client = bounded(client)
         self._resolver = resolver
         self._settings = settings
         self._calls = TenantSlots(CALLS, CALLS_PER_TENANT)
@@ -154,6 +162,8 @@ class Judges:
                     return await self._call(judge, key, tenant, question, answer)
             except TimeoutError:
                 reason = f"it did not answer within {self._settings.judge_seconds:g} s"
+            except ReplyRefused as error:
+                reason = str(error)
             except httpx.HTTPError as error:
                 reason = f"it could not be called ({type(error).__name__})"
             except (_Unusable, NotPublic) as error:
@@ -173,11 +183,7 @@ class Judges:
         try:
             if response.status_code != HTTPStatus.OK:
                 raise _Unusable(f"it answered {response.status_code}")
-            body = b""
-            async for data in response.aiter_bytes():
-                body += data
-                if len(body) > MAX_REPLY_BYTES:
-                    raise _Unusable(f"its answer has more than {MAX_REPLY_BYTES} bytes")
+            body = await response.aread()
         finally:
             await response.aclose()
         return _score_in(body)
@@ -188,9 +194,7 @@ async def open_judges(settings: BatchSettings) -> AsyncIterator[Judges]:
     """Open the client that judges are called with; public addresses only, unless the operator allows others."""
     resolver = Resolver("judges")
     transport = PublicTransport(resolver, ANYWHERE if settings.allow_private_judges else ())
-    async with httpx.AsyncClient(
-        transport=transport, timeout=settings.judge_seconds, follow_redirects=False, trust_env=False
-    ) as client:
+    async with outside_client(settings.judge_seconds, transport) as client:
         yield Judges(client, resolver, settings)
 
 

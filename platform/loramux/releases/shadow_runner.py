@@ -252,7 +252,7 @@ class ShadowRunner:
                 await ShadowRepository(session).give_back(id, task.tokens - used, day)
 
     async def _compare(self, task: ShadowTask, answer: Generation, deltas: Sequence[Delta]) -> None:
-        sums, line = await self._files.threads.run(_compared, task, answer, deltas)
+        sums, line = await self._files.threads.run(task.principal.tenant, _compared, task, answer, deltas)
         self._add(task, sums)
         if line is not None and not self._outputs.add(task, line):
             self._add(task, {"outputs_dropped": 1})
@@ -263,7 +263,7 @@ class ShadowRunner:
         try:
             with self._blobs.staging() as folder:
                 path = folder / "outputs"
-                await self._files.threads.run(path.write_bytes, content)
+                await self._files.threads.run(kept.principal.tenant, path.write_bytes, content)
                 name = f"{shadow_id}.jsonl"
                 await self._files.store(kept.principal, path, len(content), filename=name, purpose=SHADOW_OUTPUT)
         except RecordsUnavailable:

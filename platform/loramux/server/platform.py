@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from loramux.accounts.tenants.entities import Changes
 from loramux.accounts.tenants.errors import TenantsError
 from loramux.accounts.tenants.secrets import open_pepper, replace_pepper
@@ -30,8 +28,8 @@ from loramux.catalog.uploads.imports import Importer
 from loramux.catalog.uploads.ingest import Ingest, UploadWorker
 from loramux.catalog.uploads.sessions import UploadSessions, max_bytes
 from loramux.catalog.validation.rendering import TemplateRenderer
-from loramux.common.jobs import run_periodically
-from loramux.common.public_http import Resolver
+from loramux.common.jobs import TenantSlots, run_periodically
+from loramux.common.public_http import Resolver, outside_client
 from loramux.common.settings.file import Settings, SettingsError, ensure_files
 from loramux.common.settings.server import RecordsSettings
 from loramux.common.units import SECOND
@@ -65,6 +63,7 @@ DELIVERY_SECONDS = 10.0
 CHECKPOINT_SECONDS = 3600.0
 SINK_SECONDS = 20.0
 WEBHOOK_SECONDS = 1.0
+WAITING_BYTES, WAITING_BYTES_OF_TENANT = 512 << 20, 128 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +89,8 @@ class Platform:
     blobs: BlobStore
     sinks: SinkDelivery
     ledger_proof: LedgerProof
+    memory: TenantSlots
+    """Bytes that wait for tenants: bodies, lines of batches that are read, downloads that are not taken."""
 
     @property
     def bases(self) -> ServedBases:
@@ -145,7 +146,7 @@ async def open_billing(settings: Settings) -> AsyncIterator[BillingServices]:
 
 async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
     """The sinks of the settings, whose connections close with `stack`. Raises ExportError."""
-    clients = [await stack.enter_async_context(httpx.AsyncClient(timeout=SINK_SECONDS)) for _ in settings.sinks]
+    clients = [await stack.enter_async_context(outside_client(SINK_SECONDS, trust_env=True)) for _ in settings.sinks]
     return [make_sink(sink, client) for sink, client in zip(settings.sinks, clients, strict=True)]
 
 
@@ -219,6 +220,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             blobs=blobs,
             sinks=delivery,
             ledger_proof=proof,
+            memory=TenantSlots(WAITING_BYTES, WAITING_BYTES_OF_TENANT),
         )
 
 

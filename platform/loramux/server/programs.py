@@ -52,7 +52,9 @@ async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncI
     server_id = platform.usage.server_id
     async with AsyncExitStack() as stack:
         revision_metrics = await stack.enter_async_context(open_revision_metrics(database, completions))
-        files = Files(database, blobs, platform.settings.batches, platform.settings.privacy.file_seconds)
+        files = Files(
+            database, blobs, platform.settings.batches, platform.settings.privacy.file_seconds, platform.memory
+        )
         stack.callback(files.threads.close)
         worker = _batch_worker(platform, files, endpoints)
         stack.push_async_callback(worker.jobs.stop)
@@ -110,6 +112,7 @@ def _batch_worker(platform: Platform, files: Files, endpoints: BatchEndpoints) -
         completions=completions,
         endpoints=endpoints,
         settings=settings,
+        memory=platform.memory,
         window=Window(settings, completions.others_waiting, completions.quiet_seconds),
     )
     return BatchWorker(server, platform.usage)

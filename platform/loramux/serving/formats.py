@@ -10,9 +10,13 @@ new one is compiled in a limited process first, one at a time for a tenant; resu
 
 from __future__ import annotations
 
+import math
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +26,7 @@ from loramux.catalog.registry.resolver import Revision
 from loramux.catalog.validation.rendering import TemplateFailed, TemplateRenderer, template_variables
 from loramux.common.bundle import NO_BUNDLE, Bundle, SamplingDefaults, read_bundle
 from loramux.common.jobs import TenantSlots, ThreadPool
-from loramux.common.sandbox.sandbox import JobLimits, Sandbox, SandboxDied, SandboxError
+from loramux.common.sandbox.sandbox import JobLimits, JobMeter, Sandbox, SandboxDied, SandboxError, metered
 from loramux.common.settings.serving import WhiteSpace
 from loramux.constraints.grammars import ToolGrammar, TrialJob, TrialResult, TrialSetup
 from loramux.constraints.tools import ToolUse
@@ -42,6 +46,10 @@ from loramux.serving.tokenizer import (
 
 RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
 """Templates that are rendered at a time; each is a process."""
+CHEAP_SECONDS = 0.005
+"""Processor time of one rendering that is not counted: templates of published models take one to three ms."""
+MAX_SECONDS, SECONDS_PER_SECOND = 1.0, 0.1
+"""Processor time beyond it that a tenant's templates may take at once, and that it gets back in each second."""
 KEPT_FORMATS = 1024
 """Formats that are kept; one takes its bundle's size, since its tokenizer shares the base's model."""
 MAX_CONSTRAINT_BYTES = 256 << 10
@@ -152,6 +160,45 @@ class Format:
         return (Message("system", first), *prompt)
 
 
+class ProcessorBudget:
+    """Processor time of each tenant's expensive templates: a bucket that fills at SECONDS_PER_SECOND."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spent: dict[str, tuple[float, float]] = {}
+        """Seconds that a tenant has not got back yet, and the time of which this is true."""
+
+    def check(self, tenant: str) -> None:
+        """Raise TemplateTooExpensive while the tenant's bucket is empty."""
+        if (over := self._owed(tenant) - MAX_SECONDS) > 0:
+            raise TemplateTooExpensive(math.ceil(over / SECONDS_PER_SECOND))
+
+    def charge(self, tenant: str, cpu_seconds: float) -> None:
+        """Take the processor time of one rendering."""
+        if (owed := self._owed(tenant) + max(0.0, cpu_seconds - CHEAP_SECONDS)) > 0:
+            self._spent[tenant] = owed, self._clock()
+        else:
+            self._spent.pop(tenant, None)
+
+    def _owed(self, tenant: str) -> float:
+        owed, at = self._spent.get(tenant, (0.0, 0.0))
+        return max(0.0, owed - (self._clock() - at) * SECONDS_PER_SECOND)
+
+
+class TemplateTooExpensive(Unavailable):
+    """The tenant's chat templates have used up their processor time."""
+
+    code = "chat_template_too_expensive"
+    status = HTTPStatus.TOO_MANY_REQUESTS
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(
+            f"Your adapters' chat templates take more than {CHEAP_SECONDS * 1000:g} ms of processor time each, and "
+            f"have used up your share of {SECONDS_PER_SECOND:g} s a second. Retry in {seconds} s, or simplify them."
+        )
+        self.retry_after = seconds
+
+
 class Formats:
     """Makes formats when they are first used, and renders conversations in them."""
 
@@ -159,17 +206,17 @@ class Formats:
         self._renderer = renderer
         self._kept: OrderedDict[tuple[str, str], Format] = OrderedDict()
         """By base and digest."""
-        self._slots = TenantSlots(RENDERINGS, RENDERINGS_PER_TENANT)
-        self._threads = ThreadPool("templates", RENDERINGS)
+        self._threads = ThreadPool("templates", RENDERINGS, RENDERINGS_PER_TENANT)
+        self._budget = ProcessorBudget()
 
-    async def of(self, base: str, of_base: Format, revision: Revision | None) -> Format:
-        """Return the format of a revision, or of the base, whose own is given."""
+    async def of(self, base: str, of_base: Format, revision: Revision | None, tenant: str) -> Format:
+        """Return the format of a revision, or of the base, whose own is given; `tenant` asks for it."""
         if revision is None:
             return of_base
         key = base, revision.digest
         found = self._kept.get(key)
         if found is None:
-            found = self._kept[key] = await self._threads.run(_read, of_base, revision)
+            found = self._kept[key] = await self._threads.run(tenant, _read, of_base, revision)
             if len(self._kept) > KEPT_FORMATS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -191,28 +238,38 @@ class Formats:
         bundle, tokenizer = format.bundle, format.tokenizer
         if bundle.chat_template is None:
             return await tokenizer.encode_chat(conversation, limit, tenant, options)
-        render = partial(self._render, bundle, options=options, characters=tokenizer.longest_token * limit)
+        if taken := sorted(bundle.special_tokens.keys() & options.template.keys()):
+            field = f"chat_template_kwargs.{taken[0]}"
+            raise InvalidRequest(f"'{field}' is set by the adapter; leave it out.", field=field)
+        self._budget.check(tenant)
+        meters, characters = list[JobMeter](), tokenizer.longest_token * limit
+        render = partial(self._render, bundle, options=options, characters=characters, meters=meters)
         try:
-            async with self._slots.slot(tenant):
-                text, form = await self._threads.run(render_accepted, conversation, render)
+            text, form = await self._threads.run(tenant, render_accepted, conversation, render)
         except SandboxDied as error:
             raise Unavailable("Chat templates cannot be rendered at present. Please retry.") from error
+        finally:
+            for meter in meters:
+                self._budget.charge(tenant, meter.cpu_seconds)
         if options.ending == "open_message":
             text = open_last_message(text, form)
         token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
-    def _render(self, bundle: Bundle, conversation: Conversation, options: ChatOptions, characters: int) -> str:
-        """Render a revision's own template. Raises InvalidRequest, or SandboxDied while no process can be started."""
+    def _render(
+        self, bundle: Bundle, conversation: Conversation, options: ChatOptions, characters: int, meters: list[JobMeter]
+    ) -> str:
+        """Render a revision's own template, and add what it takes to `meters`. Runs on a thread.
+
+        Raises InvalidRequest, or SandboxDied while no process can be started.
+        """
         assert bundle.chat_template is not None, "the revision has a template"
-        variables = template_variables(
-            bundle.special_tokens,
-            template_messages(conversation),
-            **options.template,
-            add_generation_prompt=options.ending == "generation_prompt",
-        )
+        more = {**options.template, "add_generation_prompt": options.ending == "generation_prompt"}
+        variables = template_variables(bundle.special_tokens, template_messages(conversation), **more)
         try:
-            return self._renderer.render(bundle.chat_template, variables, characters)
+            with metered() as meter:
+                meters.append(meter)
+                return self._renderer.render(bundle.chat_template, variables, characters)
         except TemplateFailed as failed:
             kind = TemplateRefusal if failed.fault == "refused" else InvalidRequest
             raise kind(
@@ -243,7 +300,7 @@ class GrammarTrials:
     def __init__(self, tokenizer: Tokenizer, facts: ModelFacts, white_space: WhiteSpace = "bounded") -> None:
         self._setup = _setup(tokenizer, facts, white_space)
         self._sandbox = Sandbox("loramux.constraints.grammars", self._setup or b"")
-        self._threads = ThreadPool("grammars", TRIAL_PROCESSES)
+        self._threads = ThreadPool("grammars", TRIAL_PROCESSES, 1)
         self._slots = TenantSlots(TRIAL_PROCESSES, 1)
         self._kept: OrderedDict[_Key, TrialResult] = OrderedDict()
         """Results, the latest used last."""
@@ -298,7 +355,7 @@ class GrammarTrials:
             return self._kept[key]
         async with self._slots.slot(key.tenant):
             if key not in self._kept:  # a request beside this one may have tried the same
-                self._keep(key, await self._threads.run(self._try, key.job))
+                self._keep(key, await self._threads.run(key.tenant, self._try, key.job))
         return self._kept[key]
 
     def _try(self, job: bytes) -> TrialResult:

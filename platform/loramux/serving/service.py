@@ -267,7 +267,7 @@ class CompletionService:
         model = await self._resolver.resolve(principal, asked.model, asked.user or id)
         base = self._base_of(model)
         self._ensure_serving(base)
-        format = await self._formats.of(base.name, base.format, model.revision)
+        format = await self._formats.of(base.name, base.format, model.revision, principal.tenant)
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
         asked = as_answered_by(asked, format.bundle, base.facts.hidden_size)
         num_tokens = max(base.facts.vocab_size, format.num_tokens)
@@ -424,7 +424,7 @@ class CompletionService:
         await self._usage.ensure_rate(principal)
         resolved = await self._resolver.resolve(principal, model or next(iter(self.bases)))
         base = self._base_of(resolved)
-        return base, await self._formats.of(base.name, base.format, resolved.revision)
+        return base, await self._formats.of(base.name, base.format, resolved.revision, principal.tenant)
 
     def _base_of(self, model: ResolvedModel) -> ServedBase:
         """Return the base that serves a model. Raises EngineDown where it was unloaded while the model was resolved."""

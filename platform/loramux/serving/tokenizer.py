@@ -14,18 +14,16 @@ every state knows its longest proper suffix that is a state too. A text is read 
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
 
 from loramux.common.bundle import TOKENIZER_FILE, AddedToken, extend_tokenizer
+from loramux.common.jobs import ThreadPool
 from loramux.common.settings.file import SettingsError
 from loramux.common.tokenizer_file import TokenizerDiffers, load_tokenizer
 from loramux.serving.errors import InvalidRequest
@@ -85,10 +83,7 @@ class Tokenizer:
         """Characters that a token stands for, at most."""
         self.serialized: str | None = base.serialized if base else _serialized(tokenizer)
         """The vocabulary as the `tokenizers` library writes it; None where the tokenizer is not one of its."""
-        self._threads: ThreadPoolExecutor = (
-            base._threads if base else ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
-        )
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = base._turns if base else WeakValueDictionary()
+        self._threads: ThreadPool = base._threads if base else ThreadPool("tokenizer", _THREADS, per_tenant=1)
         self.token: Callable[[int], Token] = lru_cache(maxsize=1 << 18)(self._token)
 
     @classmethod
@@ -199,7 +194,7 @@ class Tokenizer:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()
 
     async def run(self, work: Callable[[], T], size: int, tenant: str) -> T:
         """Run short work at once and long work on a thread; a tenant has one thread, so that others find theirs.
@@ -208,9 +203,7 @@ class Tokenizer:
         """
         if size <= _LONG:
             return work()
-        turn = self._turns.setdefault(tenant, asyncio.Lock())
-        async with turn:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._threads.run(tenant, work)
 
     def _encode_chat(self, conversation: Conversation, limit: int, options: ChatOptions) -> RenderedChat:
         text = self._render(conversation, options)

@@ -77,8 +77,8 @@ async def test_a_cancelled_job_gives_its_slot_and_its_place_back() -> None:
 
 
 async def test_a_blocked_pool_leaves_the_default_executor_alone() -> None:
-    pool, release = ThreadPool("test", 2), threading.Event()
-    blocked = [asyncio.create_task(pool.run(release.wait)) for _ in range(50)]
+    pool, release = ThreadPool("test", 2, 2), threading.Event()
+    blocked = [asyncio.create_task(pool.run("a", release.wait)) for _ in range(50)]
     assert await asyncio.to_thread(lambda: 7) == 7
     release.set()
     await asyncio.gather(*blocked)

@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 from tiny_base import byte_tokenizer
 
-from loramux.catalog.validation.rendering import TemplateFailed
+from loramux.catalog.validation.rendering import TemplateFailed, template_variables
 from loramux.common.bundle import Bundle
+from loramux.common.sandbox import sandbox
 from loramux.engine.messages import Constraint
-from loramux.serving.errors import InvalidRequest
-from loramux.serving.formats import RENDERINGS_PER_TENANT, Format, Formats
+from loramux.serving.errors import GatewayError, InvalidRequest
+from loramux.serving.formats import (
+    CHEAP_SECONDS,
+    RENDERINGS_PER_TENANT,
+    Format,
+    Formats,
+    ProcessorBudget,
+    TemplateTooExpensive,
+)
 from loramux.serving.messages import ChatOptions, Message
 from loramux.serving.tokenizer import Tokenizer
 
@@ -104,3 +112,73 @@ def test_formats_constraint_begins_after_a_thought_or_with_a_call_in_it(tail: st
     assert free.opening == (None if "<think>" in tail else 258)
     assert format.behind_thought(asked, tail, may_call=True).entry == 260
     assert format.behind_thought(asked, "<think></think>", may_call=True) == asked
+
+
+class ClockedBudget:
+    """A budget whose clock stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.budget = ProcessorBudget(lambda: self.now)
+
+
+def test_formats_expensive_templates_use_up_their_tenants_processor_time_and_get_it_back() -> None:
+    clocked = ClockedBudget()
+    for _ in range(60):
+        clocked.budget.charge("acme", 0.05)
+    with pytest.raises(TemplateTooExpensive, match="more than 5 ms") as refused:
+        clocked.budget.check("acme")
+    assert (refused.value.status, refused.value.retry_after) == (429, 17)
+    clocked.budget.check("globex")
+    clocked.now += 17
+    clocked.budget.check("acme")
+
+
+def test_formats_cheap_templates_are_never_counted() -> None:
+    clocked = ClockedBudget()
+    for _ in range(100_000):
+        clocked.budget.charge("acme", CHEAP_SECONDS)
+    clocked.budget.check("acme")
+    assert not clocked.budget._spent
+
+
+class CostlyRenderer(Renderer):
+    """Runs a job for each rendering that takes all that it may, as the sandbox counts it."""
+
+    def render(self, template: str, variables: Mapping[str, Any], max_characters: int) -> str:
+        sandbox._charge(0.5)
+        raise TemplateFailed("too_expensive", "it takes more than 50 ms of processor time")
+
+
+def test_formats_a_tenant_with_costly_templates_is_refused_before_the_next_is_rendered() -> None:
+    async def run() -> list[str]:
+        formats, codes = Formats(CostlyRenderer()), list[str]()  # type: ignore[arg-type]
+        for _ in range(5):
+            with pytest.raises(GatewayError) as refused:
+                await formats.encode_chat(format_with("x"), HELLO, ChatOptions(), 100, "acme")
+            codes.append(refused.value.code)
+        formats.close()
+        return codes
+
+    assert asyncio.run(run()) == ["chat_template_failed"] * 3 + ["chat_template_too_expensive"] * 2
+
+
+@pytest.mark.parametrize("name", ["eos_token", "image_token"])
+def test_formats_a_caller_cannot_set_what_the_adapter_sets(name: str) -> None:
+    formats = Formats(Renderer())  # type: ignore[arg-type]
+    bundle = Bundle(chat_template="quick", special_tokens={name: "<x>"})
+    asked = ChatOptions(template={name: "<y>"})
+    with pytest.raises(InvalidRequest, match="set by the adapter") as refused:
+        asyncio.run(formats.encode_chat(Format(Tokenizer(byte_tokenizer()), bundle), HELLO, asked, 100, "acme"))
+    assert refused.value.field == f"chat_template_kwargs.{name}"
+    formats.close()
+
+
+def test_template_variables_take_every_name_of_a_caller() -> None:
+    given = {"special_tokens": 1, "more": 2, "self": 3, "messages": 4, "class": 5, "not a name": 6}
+    variables = template_variables({"eos_token": "</s>"}, [], **given | {"eos_token": "other"})
+    assert variables["messages"] == []
+    assert variables["eos_token"] == "</s>"
+    assert {name: variables[name] for name in given if name != "messages"} == {
+        name: value for name, value in given.items() if name != "messages"
+    }

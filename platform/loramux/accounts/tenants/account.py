@@ -103,6 +103,18 @@ class Keys:
             keys = [key_of(row) for row in await KeyRepository(session, self._tenant).all()]
         return [key for key in keys if self._changes.actor.authority.may_manage(_grant_of(key))]
 
+    async def after(self, key_id: str | None, limit: int) -> list[Key]:
+        """Return at most `limit` of the same keys, those after `key_id`."""
+        found: list[Key] = []
+        async with self._changes.database.read() as session:
+            repository, more = KeyRepository(session, self._tenant), True
+            while more and len(found) < limit:
+                rows = await repository.after(key_id, limit)
+                keys = [key for key in map(key_of, rows) if self._changes.actor.authority.may_manage(_grant_of(key))]
+                found += keys[: limit - len(found)]
+                more, key_id = len(rows) == limit, rows[-1].id if rows else key_id
+        return found
+
     async def rotate(self, key_id: str, overlap: int) -> tuple[Key, str]:
         """Make a key in the old one's place and return it with its secret; the old one ends after `overlap` seconds.
 

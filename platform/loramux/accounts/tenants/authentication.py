@@ -29,6 +29,7 @@ from loramux.accounts.tenants.authority import ROLE_SCOPES, Role, closure, effec
 from loramux.accounts.tenants.errors import InvalidKey, TenantSuspended
 from loramux.accounts.tenants.secrets import FailedAttempts, KnownKeys
 from loramux.common.identity import Origin, Principal, ProjectId, TenantId, is_name
+from loramux.common.public_http import bounded, outside_client
 from loramux.common.settings.server import IssuerSettings
 from loramux.data.records.credentials import CredentialRepository, KeyRow
 from loramux.data.records.database import Database
@@ -46,7 +47,6 @@ MAX_TOKEN_LENGTH = 16_384
 LEEWAY_SECONDS = 60
 
 DISCOVERY = "/.well-known/openid-configuration"
-MAX_DOCUMENT_BYTES = 256 << 10
 MAX_KEYS = 64
 FRESH_SECONDS = 3600.0
 STALE_SECONDS = 86_400.0
@@ -258,7 +258,7 @@ class TokenVerifier:
     """Checks signature, issuer, audience and times of tokens."""
 
     def __init__(self, issuers: Sequence[IssuerSettings]) -> None:
-        self._http = httpx.AsyncClient(timeout=5, follow_redirects=False, trust_env=False)
+        self._http = outside_client(5)
         self._issuers = {one.issuer: (one, IssuerKeys(one.issuer, self._http)) for one in issuers}
 
     async def aclose(self) -> None:
@@ -354,7 +354,7 @@ class IssuerKeys:
 
     def __init__(self, issuer: str, http: httpx.AsyncClient) -> None:
         self._issuer = issuer
-        self._http = http
+        self._http = bounded(http)
         self._keys: KeySet | None = None
         self._endpoints: dict[str, str] = {}
         self._fetched_at = 0.0
@@ -414,13 +414,8 @@ class IssuerKeys:
 
 
 async def json_object(response: httpx.Response) -> dict[str, Any]:
-    """Read an issuer's answer, of limited length. Raises ValueError, TypeError."""
-    body = bytearray()
-    async for chunk in response.aiter_bytes():
-        body += chunk
-        if len(body) > MAX_DOCUMENT_BYTES:
-            raise ValueError(f"{response.url} is longer than {MAX_DOCUMENT_BYTES} bytes")
-    document = json.loads(bytes(body))
+    """Read an issuer's answer. Raises ValueError, TypeError, httpx.HTTPError."""
+    document = json.loads(await response.aread())
     if not isinstance(document, dict):
         raise TypeError(f"{response.url} is no JSON object")
     return document

@@ -49,6 +49,7 @@ from loramux.accounts.tenants.errors import (
     TenantNotFound,
 )
 from loramux.common.identity import Origin, Principal, is_name, new_id
+from loramux.common.public_http import outside_client
 from loramux.common.settings.file import SettingsError
 from loramux.common.settings.server import ConsoleSettings, IssuerSettings, SignInSettings
 from loramux.common.units import MINUTE, SECOND
@@ -287,7 +288,7 @@ class SignIns:
         self._database = database
         self._pepper = pepper
         self._verifier = verifier
-        self._http = httpx.AsyncClient(timeout=TIMEOUT_SECONDS, follow_redirects=False, trust_env=False)
+        self._http = outside_client(TIMEOUT_SECONDS)
         self._clients = {one.issuer: one.sign_in for one in issuers if one.sign_in is not None}
         self._secrets = {issuer: _secret_of(issuer, client) for issuer, client in self._clients.items()}
         self._url = url.rstrip("/")

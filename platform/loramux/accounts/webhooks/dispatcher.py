@@ -70,8 +70,12 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 def webhook_client(settings: WebhookSettings, resolver: Resolver) -> httpx.AsyncClient:
     """Make the client for endpoints: no redirects, and public addresses only unless the operator allows others."""
-    transport = PublicTransport(resolver, ANYWHERE if settings.allow_private_addresses else ())
-    return httpx.AsyncClient(transport=transport, timeout=TIMEOUT_S, follow_redirects=False, trust_env=False)
+    is_open = settings.allow_private_addresses
+    transport = PublicTransport(resolver, ANYWHERE if is_open else (), ports=() if is_open else settings.ports)
+    headers = {"Accept-Encoding": "identity"}  # no reply's body is read
+    return httpx.AsyncClient(
+        transport=transport, timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, headers=headers
+    )
 
 
 class WebhookDispatcher:

@@ -24,7 +24,7 @@ from loramux.catalog.registry.errors import (
 from loramux.catalog.registry.resolver import engine_key
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, TenantId
-from loramux.common.jobs import run_blocking
+from loramux.common.jobs import SERVER, run_blocking
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import SECOND
 from loramux.data.records.adapters import AdapterRepository, ExpiryRepository, Overdue, RevisionRow
@@ -299,21 +299,21 @@ class BlobCollector:
 
     async def sweep(self) -> int:
         """Remove staged and stored files that crashes left behind, at boot; return the number of contents removed."""
-        await run_blocking(self._blobs.sweep_incoming)
-        stored = await run_blocking(self._blobs.digests)
+        await run_blocking(SERVER, self._blobs.sweep_incoming)
+        stored = await run_blocking(SERVER, self._blobs.digests)
         pages = [stored[start : start + SWEEP_PAGE] for start in range(0, len(stored), SWEEP_PAGE)]
         return sum([len(await self.remove_unused(frozenset(page))) for page in pages])
 
     async def trim_cache(self, most: int) -> int:
         """Evict unneeded contents from this machine's cache, and idle ones beyond `most` bytes; return how many."""
-        cached = await run_blocking(self._blobs.cached)
+        cached = await run_blocking(SERVER, self._blobs.cached)
         pages = [cached[start : start + SWEEP_PAGE] for start in range(0, len(cached), SWEEP_PAGE)]
         over = sum(content.size for content in cached) - most
         evicted = 0
         for page in pages:
             idle = [content for content in page if content.idle >= IDLE_SECONDS]
             for content in await self._evictable(idle, over):
-                await run_blocking(self._blobs.evict, content.digest)
+                await run_blocking(SERVER, self._blobs.evict, content.digest)
                 over, evicted = over - content.size, evicted + 1
         return evicted
 
@@ -366,5 +366,5 @@ class BlobCollector:
             await advisory_lock(session, CONTENTS)
             unused = await ContentRepository(session).unused(digests)
             for digest in unused:
-                await run_blocking(self._blobs.remove, digest)
+                await run_blocking(SERVER, self._blobs.remove, digest)
         return unused

@@ -11,7 +11,6 @@ callers spread differently under another alias.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -32,7 +31,7 @@ from loramux.catalog.registry.errors import (
     RevisionUnavailable,
 )
 from loramux.common.identity import GRAMMAR, GRAMMAR_IN_WORDS, Principal, TenantId, is_name
-from loramux.common.jobs import TenantSlots, ThreadPool
+from loramux.common.jobs import ThreadPool, run_blocking
 from loramux.data.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.data.records.aliases import DEFAULT_ALIAS
 from loramux.data.records.database import Database
@@ -179,8 +178,7 @@ class ModelResolver:
         self._blobs = blobs
         self._bases = bases
         self._used: set[str] = set()
-        self._slots = TenantSlots(FETCHES, FETCHES_PER_TENANT)
-        self._threads = ThreadPool("blobs", FETCHES)
+        self._threads = ThreadPool("blobs", FETCHES, FETCHES_PER_TENANT)
 
     async def resolve(self, principal: Principal, model: str, caller: str = "") -> ResolvedModel:
         """Return the present meaning of `model` for this tenant; `caller` decides between an alias's targets.
@@ -214,7 +212,7 @@ class ModelResolver:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
             own = await access.own(principal.own_adapters(), limit=COMPARED)
         names = [row.name for row in own] + [base for base in self._bases.names if principal.may_use(base)]
-        near = await asyncio.to_thread(nearest_name, re.split("[:@]", model[:SHOWN], maxsplit=1)[0], names)
+        near = await run_blocking(principal.tenant, nearest_name, re.split("[:@]", model[:SHOWN], maxsplit=1)[0], names)
         return None if near == model else near
 
     async def _candidates(self, principal: Principal, name: ModelName) -> list[AccessibleRevision]:
@@ -233,8 +231,7 @@ class ModelResolver:
         try:
             directory = self._blobs.known_directory(found.digest)
             if directory is None:
-                async with self._slots.slot(tenant):
-                    directory = await self._threads.run(self._blobs.directory, found.digest)
+                directory = await self._threads.run(tenant, self._blobs.directory, found.digest)
         except (BlobMissing, BlobCorrupt) as error:
             raise RevisionUnavailable(f"the files of `{name}` are damaged: {error}", "model") from error
         revision = Revision(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
+import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,8 +22,8 @@ from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected, Upload
 from loramux.catalog.uploads.parts import UploadFileTooLarge, paced, read_off_loop, write_file
 from loramux.common.bundle import SOURCES
 from loramux.common.identity import Principal
-from loramux.common.jobs import ThreadPool, run_blocking
-from loramux.common.public_http import NotPublic, PublicTransport, Resolver
+from loramux.common.jobs import ThreadPool, Threads
+from loramux.common.public_http import MAX_BYTES, NotPublic, PublicTransport, Resolver, outside_client
 from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
 from loramux.data.storage.blobs import FILES
 from loramux.data.storage.errors import StorageUnavailable
@@ -35,7 +36,7 @@ MIN_BYTES_PER_SECOND = 16 << 10
 """The least rate of a transfer from a hub or an object store."""
 WINDOW_SECONDS = 30.0
 """The time of waiting over which the least rate is measured."""
-THREADS = 16
+THREADS, THREADS_PER_TENANT = 16, 4
 MAX_REDIRECTS = 3
 COMMIT_HEADER = "x-repo-commit"
 """The header in which hubs name the commit that they have resolved."""
@@ -79,47 +80,51 @@ class Importer:
         self._settings = settings
         self._max_bytes = max_bytes
         self._resolver = Resolver("imports")
-        self._threads = ThreadPool("imports", THREADS)
+        self._threads = ThreadPool("imports", THREADS, THREADS_PER_TENANT)
         self._local_root = Path(local_root).resolve() if local_root else None
 
     async def fetch(self, source: Source, tenant_name: str, folder: Path) -> None:
-        """Write the files into `folder`. Raises UploadRejected, whose message is for the tenant."""
+        """Write the files into `folder`, on the tenant's threads.
+
+        Raises UploadRejected, whose message is for the tenant.
+        """
+        threads = self._threads.of(tenant_name)
         try:
             async with asyncio.timeout(LONGEST_SECONDS):
                 match source:
                     case BucketSource():
-                        await self._from_bucket(source, tenant_name, folder)
+                        await self._from_bucket(source, threads, tenant_name, folder)
                     case HubSource():
-                        await self._from_hub(source, tenant_name, folder)
+                        await self._from_hub(source, threads, tenant_name, folder)
                     case FolderSource():
-                        await self._from_folder(source, folder)
+                        await self._from_folder(source, threads, folder)
         except TimeoutError:
             raise _unavailable("it took too long") from None
 
-    async def _from_bucket(self, source: BucketSource, tenant_name: str, folder: Path) -> None:
+    async def _from_bucket(self, source: BucketSource, threads: Threads, tenant_name: str, folder: Path) -> None:
         bucket = bucket_of(source, tenant_name, self._settings)
         if bucket is None:
             raise _not_listed()
         for name in NAMES:
             try:
                 objects = open_objects(source.url.removesuffix("/"), bucket.options)
-                await self._write(folder, name, read_off_loop(self._threads, objects.read(name)))
+                await self._write(threads, folder, name, read_off_loop(threads, objects.read(name)))
             except FileNotFoundError:
                 _demand_optional(folder, name)
             except StorageUnavailable:
                 raise _unavailable("the object store does not answer, or refuses") from None
 
-    async def _from_hub(self, source: HubSource, tenant_name: str, folder: Path) -> None:
+    async def _from_hub(self, source: HubSource, threads: Threads, tenant_name: str, folder: Path) -> None:
         hub = hub_of(source, self._settings)
         if hub is None:
             raise _not_listed()
         networks = [ipaddress.ip_network(network) for network in hub.networks]
         transport = PublicTransport(self._resolver, networks, tenant_name)
-        async with httpx.AsyncClient(transport=transport, timeout=SILENCE_SECONDS, trust_env=False) as client:
+        async with outside_client(SILENCE_SECONDS, transport) as client:
             for name in NAMES:
                 try:
-                    async with _hub_response(client, hub, source, await _token(hub), name) as response:
-                        await self._write(folder, name, response.aiter_raw())
+                    async with _hub_response(client, hub, source, await _token(threads, hub), name) as response:
+                        await self._write(threads, folder, name, response.aiter_raw())
                 except FileNotFoundError:
                     _demand_optional(folder, name)
                 except NotPublic as why:
@@ -127,19 +132,18 @@ class Importer:
                 except (httpx.HTTPError, httpx.InvalidURL):  # a redirect may lead to nonsense
                     raise _unavailable("the hub does not answer") from None
 
-    async def _from_folder(self, source: FolderSource, folder: Path) -> None:
+    async def _from_folder(self, source: FolderSource, threads: Threads, folder: Path) -> None:
         for name in NAMES:
             try:
-                await self._write(
-                    folder, name, read_off_loop(self._threads, _chunks_of(Path(source.path, name), self._local_root))
-                )
+                chunks = _chunks_of(Path(source.path, name), self._local_root)
+                await self._write(threads, folder, name, read_off_loop(threads, chunks))
             except FileNotFoundError:
                 _demand_optional(folder, name)
 
-    async def _write(self, folder: Path, name: str, chunks: AsyncIterator[bytes]) -> None:
+    async def _write(self, threads: Threads, folder: Path, name: str, chunks: AsyncIterator[bytes]) -> None:
         limit = self._max_bytes[name]
         try:
-            await write_file(self._threads, folder / name, paced(chunks, MIN_BYTES_PER_SECOND, WINDOW_SECONDS), limit)
+            await write_file(threads, folder / name, paced(chunks, MIN_BYTES_PER_SECOND, WINDOW_SECONDS), limit)
         except UploadTooSlow:
             raise _unavailable("the bytes came too slowly") from None
         except UploadFileTooLarge:
@@ -152,9 +156,10 @@ async def _hub_response(
 ) -> AsyncIterator[httpx.Response]:
     """Request the file; follow redirects only to hosts that the settings name, and never with the hub's token."""
     url = httpx.URL(f"{hub.url}/{source.repo}/resolve/{source.commit}/{name}")
-    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     for _ in range(MAX_REDIRECTS + 1):
-        async with client.stream("GET", url, headers=headers) as response:
+        # `write_file` bounds each file by its own limit
+        async with client.stream("GET", url, headers=headers, extensions={MAX_BYTES: sys.maxsize}) as response:
             if response.headers.get(COMMIT_HEADER, source.commit) != source.commit:
                 raise rejected("commit_mismatch", "source.commit", "The hub answered with another commit.")
             if not response.is_redirect:
@@ -181,14 +186,14 @@ def _is_listed_redirect(url: httpx.URL, hub: HubSettings) -> bool:
 def _check_response(response: httpx.Response, name: str) -> None:
     if response.status_code == 404:
         raise FileNotFoundError(name)
-    if response.status_code != 200 or "content-encoding" in response.headers:
+    if response.status_code != 200:
         raise _unavailable(f"the hub answered '{name}' with the status {response.status_code}")
 
 
-async def _token(hub: HubSettings) -> str | None:
+async def _token(threads: Threads, hub: HubSettings) -> str | None:
     if hub.token_file is None:
         return None
-    return (await run_blocking(Path(hub.token_file).read_text)).strip()
+    return (await threads.run(Path(hub.token_file).read_text)).strip()
 
 
 def _chunks_of(file: Path, root: Path | None) -> Iterator[bytes]:

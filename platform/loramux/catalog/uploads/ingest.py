@@ -48,7 +48,7 @@ from loramux.catalog.validation.validator import BaseValidators
 from loramux.common.bundle import BUNDLE_FILE
 from loramux.common.errors import Rejection
 from loramux.common.identity import Principal
-from loramux.common.jobs import JobRunner, TenantSlots, ThreadPool
+from loramux.common.jobs import SERVER, JobRunner, TenantSlots, ThreadPool
 from loramux.common.sandbox.sandbox import SandboxDied
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import DAY
@@ -64,7 +64,7 @@ from loramux.data.storage.blobs import BlobStore, files_of
 from loramux.data.storage.errors import StorageError
 from loramux.money.limits.definitions import AdapterQuota, adapter_quota
 
-THREADS = 8
+THREADS, THREADS_PER_TENANT = 8, 2
 OnRegistered = Callable[[AsyncSession, RevisionRow], Awaitable[None]]
 """Runs in the transaction that registers the revision; may raise UploadSuperseded to roll it back."""
 CHECKS, CHECKS_PER_TENANT = 2, 1
@@ -114,7 +114,7 @@ class Ingest:
         self._bases = bases
         self._limits = limits
         self._validators = validators
-        self._threads = ThreadPool("ingest", THREADS)
+        self._threads = ThreadPool("ingest", THREADS, THREADS_PER_TENANT)
 
     async def check_name(self, principal: Principal, name: str) -> str:
         """Return the adapter's own name where the caller may upload under `name` and has room for a revision.
@@ -166,7 +166,7 @@ class Ingest:
         if quota.modules is not None:
             limits = replace(limits, max_modules=quota.modules)
         try:
-            report = await self._threads.run(self._validators.examine, folder, limits, base_model)
+            report = await self._threads.run(principal.tenant, self._validators.examine, folder, limits, base_model)
         except SandboxDied as error:
             raise ValidationUnavailable("uploads cannot be checked at present; try again in a minute") from error
         return report.followed_by(ValidationReport(checks=(), warnings=_notes(ignored))), quota
@@ -178,11 +178,11 @@ class Ingest:
         """
         if staged.report.refusal is not None:
             raise UploadRejected(staged.report.refusal)
-        content = await self._threads.run(self._seal, staged)
+        content = await self._threads.run(principal.tenant, self._seal, staged)
         info = None
         try:
             while info is None:  # again where a concurrent deletion has removed the same content meanwhile
-                await self._threads.run(self._blobs.publish, staged.folder, content.digest)
+                await self._threads.run(principal.tenant, self._blobs.publish, staged.folder, content.digest)
                 info = await self._register(principal, staged, content, on_registered)
         except (RegistryError, UploadSuperseded):
             await self._blob_gc.remove_unused(frozenset({content.digest}))
@@ -190,7 +190,7 @@ class Ingest:
         except BaseException:  # the registration may have been committed or not: the collector asks the rows
             self._blob_gc.remove_later(content.digest)
             raise
-        await self._threads.run(self._blobs.adopt, staged.folder, content.digest)
+        await self._threads.run(principal.tenant, self._blobs.adopt, staged.folder, content.digest)
         return info
 
     def _seal(self, staged: StagedUpload) -> RevisionContent:
@@ -216,7 +216,8 @@ class Ingest:
             adapters = AdapterRepository(session, principal.tenant)
             await self._check_counts(adapters, staged.adapter, staged.quota)
             await self._check_bytes(adapters, staged.quota, content)
-            if not await self._threads.run(self._blobs.is_stored, content.digest):
+            # under the lock that all tenants wait for, so it never waits for a turn of the tenant's
+            if not await self._threads.run(SERVER, self._blobs.is_stored, content.digest):
                 return None
             version, stamp = await adapters.version(staged.adapter), Stamp(self._database.now(), principal.key_id)
             adapter, revision = await register_revision(
@@ -284,7 +285,7 @@ class UploadWorker:
         self._tenants = tenants
         self._checks = TenantSlots(CHECKS, CHECKS_PER_TENANT)
         self._fetches = TenantSlots(FETCHES, FETCHES_PER_TENANT)
-        self._threads = ThreadPool("uploads", THREADS)
+        self._threads = ThreadPool("uploads", THREADS, THREADS_PER_TENANT)
         self.jobs = JobRunner("upload", self._find, self._run)
         self._awaited: dict[str, asyncio.Future[AdapterInfo]] = {}
         self._unavailable: Counter[str] = Counter()
@@ -308,18 +309,18 @@ class UploadWorker:
             expired = await jobs.expire(self._database.now())
         self.jobs.look()
         for id in expired:
-            await self._threads.run(self._blobs.objects.delete_under, folder_of(id))
+            await self._threads.run(SERVER, self._blobs.objects.delete_under, folder_of(id))
 
     async def sweep(self) -> int:
         """Remove parts of closed uploads, and forget old ones; return how many uploads had parts left."""
         async with self._database.begin() as session:
             await UploadJobs(session).forget(self._database.now() - KEEP_FINISHED)
-        names = await self._threads.run(self._blobs.objects.names, FOLDER)
+        names = await self._threads.run(SERVER, self._blobs.objects.names, FOLDER)
         stored = {name.split("/")[1] for name in names}
         async with self._database.read() as session:
             closed = await UploadJobs(session).closed(stored)
         for id in closed:
-            await self._threads.run(self._blobs.objects.delete_under, folder_of(id))
+            await self._threads.run(SERVER, self._blobs.objects.delete_under, folder_of(id))
         return len(closed)
 
     async def _find(self) -> list[UploadJob]:
@@ -331,7 +332,7 @@ class UploadWorker:
             info = await self._process(job)
             self._unavailable.pop(job.id, None)
             self._end(job.id, info)
-            await self._threads.run(self._blobs.objects.delete_under, folder_of(job.id))
+            await self._threads.run(job.tenant, self._blobs.objects.delete_under, folder_of(job.id))
         except TRANSIENT as error:
             logger.error("the upload %s is tried again: %s", job.id, error)
             self._end(job.id, error)
@@ -380,7 +381,7 @@ class UploadWorker:
                 await stack.enter_async_context(self._checks.slot(job.tenant))
                 for file in upload.files:
                     own = [part for part in parts if part.file == file.name]
-                    await assemble(self._threads, self._blobs.objects, file, own, folder)
+                    await assemble(self._threads.of(job.tenant), self._blobs.objects, file, own, folder)
                 report, quota = await self._ingest.check_files(principal, folder, upload.base_model, upload.ignored)
                 staged = StagedUpload(upload.adapter, upload.promote, folder, report, quota)
                 return await self._ingest.register(principal, staged, partial(self._accept, job, report))

@@ -26,7 +26,7 @@ from loramux.catalog.uploads.errors import (
     rejected,
 )
 from loramux.common.identity import Principal
-from loramux.common.jobs import TenantSlots, ThreadPool
+from loramux.common.jobs import TenantSlots, ThreadPool, Threads
 from loramux.common.settings.serving import UploadSettings
 from loramux.common.units import SECOND
 from loramux.data.entities import Upload, UploadFile
@@ -42,7 +42,7 @@ SPOOL_BYTES = 1 << 18
 TRANSFERS = 512
 """Bodies that are received at a time."""
 TRANSFERS_PER_TENANT = 32
-THREADS = 16
+THREADS, THREADS_PER_TENANT = 16, 4
 MIN_BYTES_PER_SECOND = 1024
 """Far below any real connection's rate: it ends connections that are only held open."""
 WINDOW_SECONDS = 60.0
@@ -60,7 +60,7 @@ class PartReceiver:
         self._objects = blobs.objects
         self._settings = settings
         self._slots = TenantSlots(TRANSFERS, TRANSFERS_PER_TENANT)
-        self._threads = ThreadPool("parts", THREADS)
+        self.threads = ThreadPool("parts", THREADS, THREADS_PER_TENANT)
 
     @asynccontextmanager
     async def receiving(self, principal: Principal) -> AsyncIterator[Path]:
@@ -87,7 +87,7 @@ class PartReceiver:
             upload = await UploadRepository(session, principal.tenant).get(id)
         file = _file_at(visible(principal, id, upload), name, offset)
         async with self.receiving(principal) as folder:
-            spool = Spool(folder, self._threads)
+            spool = Spool(folder, self.threads.of(principal.tenant))
             try:
                 async for chunk in paced(body):
                     if file.received + spool.size + len(chunk) > file.size:
@@ -109,14 +109,14 @@ class PartReceiver:
         """Store a whole local file as the one part of the upload's file of that name."""
         file = _file_at(upload, path.name, 0)
         part = UploadPart(file=file.name, start=0, size=file.size, object=object_name(upload.id))
-        await self._threads.run(self._objects.put_file, part.object, path)
+        await self.threads.run(principal.tenant, self._objects.put_file, part.object, path)
         await self._record(principal, upload.id, part)
 
     async def _append(self, principal: Principal, id: str, file: UploadFile, spool: Spool) -> UploadFile:
         path, size = await spool.take()
         part = UploadPart(file=file.name, start=file.received, size=size, object=object_name(id))
-        await self._threads.run(self._objects.put_file, part.object, path)
-        await self._threads.run(path.unlink)
+        await self.threads.run(principal.tenant, self._objects.put_file, part.object, path)
+        await self.threads.run(principal.tenant, path.unlink)
         await self._record(principal, id, part)
         return UploadFile(name=file.name, size=file.size, sha256=file.sha256, received=part.start + part.size)
 
@@ -132,14 +132,14 @@ class PartReceiver:
                     )
                 await uploads.add_part(id, part, self._database.now() + self._settings.session_seconds * SECOND)
         except UploadError:  # after any other error the row may exist all the same
-            await self._threads.run(self._objects.delete, [part.object])
+            await self.threads.run(principal.tenant, self._objects.delete, [part.object])
             raise
 
 
 class Spool:
     """Bytes of the next part on their way to the store: in a file, so that an open connection holds no memory."""
 
-    def __init__(self, folder: Path, threads: ThreadPool) -> None:
+    def __init__(self, folder: Path, threads: Threads) -> None:
         self.size = 0
         self._folder = folder
         self._threads = threads
@@ -224,7 +224,7 @@ def visible(principal: Principal, id: str, upload: Upload | None) -> Upload:
 
 
 async def assemble(
-    threads: ThreadPool, objects: Objects, file: UploadFile, parts: Sequence[UploadPart], folder: Path
+    threads: Threads, objects: Objects, file: UploadFile, parts: Sequence[UploadPart], folder: Path
 ) -> None:
     """Write the file into `folder`. Raises UploadRejected where it differs from the announcement."""
     try:
@@ -253,7 +253,7 @@ class UploadFileTooLarge(Exception):
     """More bytes came than were allowed."""
 
 
-async def write_file(threads: ThreadPool, target: Path, chunks: AsyncIterator[bytes], limit: int) -> WrittenFile:
+async def write_file(threads: Threads, target: Path, chunks: AsyncIterator[bytes], limit: int) -> WrittenFile:
     """Write a new file while hashing it. Raises FileTooLarge beyond `limit` bytes."""
     running, size = hashlib.sha256(), 0
 
@@ -271,13 +271,13 @@ async def write_file(threads: ThreadPool, target: Path, chunks: AsyncIterator[by
     return WrittenFile(size, running.hexdigest())
 
 
-async def read_off_loop(threads: ThreadPool, chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
+async def read_off_loop(threads: Threads, chunks: Iterator[bytes]) -> AsyncIterator[bytes]:
     """Yield the same chunks, each read on a thread."""
     while (data := await threads.run(next, chunks, None)) is not None:
         yield data
 
 
-async def _read_parts(threads: ThreadPool, objects: Objects, parts: Sequence[UploadPart]) -> AsyncIterator[bytes]:
+async def _read_parts(threads: Threads, objects: Objects, parts: Sequence[UploadPart]) -> AsyncIterator[bytes]:
     for part in parts:
         async for data in read_off_loop(threads, objects.read(part.object)):
             yield data

@@ -25,7 +25,6 @@ from loramux.catalog.uploads.ingest import Ingest, UploadWorker
 from loramux.catalog.uploads.parts import PartReceiver, folder_of, visible
 from loramux.common.bundle import SOURCES, is_ignored, is_pickled, misplaced
 from loramux.common.identity import Principal, new_id
-from loramux.common.jobs import run_blocking
 from loramux.common.settings.serving import AdapterLimits, UploadSettings
 from loramux.common.units import SECOND
 from loramux.data.entities import Submitter, Upload, UploadFile, UploadOutcome
@@ -108,7 +107,8 @@ class UploadSessions:
         be served, and the errors of `open`.
         """
         names = [file for file in (*FILES, *SOURCES) if (folder / file).is_file()]
-        files = {file: await run_blocking(_announce, folder / file) for file in names}
+        threads = self.parts.threads.of(principal.tenant)
+        files = {file: await threads.run(_announce, folder / file) for file in names}
         return await self.run(principal, UploadRequest(name, files, base_model=base_model, ignored=ignored), folder)
 
     async def run(self, principal: Principal, request: UploadRequest, folder: Path | None = None) -> AdapterInfo:
@@ -178,7 +178,7 @@ class UploadSessions:
             if upload.state == VALIDATING and upload.source is None:
                 raise UploadClosed(f"the upload {id} is being validated; wait until it is ready or rejected", "id")
             await uploads.remove(id)
-        await self._forget(id)
+        await self._forget(principal, id)
         return upload
 
     async def _open(self, principal: Principal, request: UploadRequest, id: str) -> Upload:
@@ -218,14 +218,14 @@ class UploadSessions:
                 if upload is None or upload.state not in OPEN:
                     return
                 await uploads.remove(id)
-            await self._forget(id)
+            await self._forget(principal, id)
         except Exception as error:  # the worker tries the upload again, and expires it at last
             logger.warning("the upload %s could not be abandoned: %s", id, error)
 
-    async def _forget(self, id: str) -> None:
+    async def _forget(self, principal: Principal, id: str) -> None:
         """Stop the work on an upload whose row is gone, and delete its parts."""
         self.worker.jobs.cancel(id)
-        await run_blocking(self._blobs.objects.delete_under, folder_of(id))
+        await self.parts.threads.run(principal.tenant, self._blobs.objects.delete_under, folder_of(id))
 
     def _checked_source(self, principal: Principal, request: UploadRequest) -> str | None:
         if (request.files is None) == (request.source is None):

@@ -101,7 +101,9 @@ def try_template(renderer: TemplateRenderer, template: str, special_tokens: Mapp
     refused: list[str] = []
     for name, conversation in TRIALS.items():
         try:
-            renderer.render(template, template_variables(special_tokens, **conversation), TRIAL_CHARACTERS)
+            more = {key: value for key, value in conversation.items() if key != "messages"}
+            variables = template_variables(special_tokens, conversation["messages"], **more)
+            renderer.render(template, variables, TRIAL_CHARACTERS)
         except TemplateFailed as failed:
             if failed.fault in _FATAL or name == "plain":
                 message = f"The chat template cannot be served: on the conversation {name!r} {failed.reason}."
@@ -116,14 +118,14 @@ def try_template(renderer: TemplateRenderer, template: str, special_tokens: Mapp
 
 
 def template_variables(
-    special_tokens: Mapping[str, str],
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    **more: object,
+    special_tokens: Mapping[str, str], messages: Sequence[Mapping[str, Any]], /, **more: object
 ) -> dict[str, Any]:
-    """Return the variables of a template, by transformers' names; those of `more` come from the request."""
-    prompt = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": True}
-    return {**special_tokens, **prompt, **more}
+    """Return the variables of a template, by transformers' names; those of `more` come from the request.
+
+    A caller chooses names of `more`: none of them is a parameter here, and none hides a special token.
+    """
+    prompt = {"tools": None, "documents": None, "add_generation_prompt": True}
+    return {**prompt, **more, "messages": messages, **special_tokens}
 
 
 def _warnings(refused: Sequence[str]) -> tuple[ReportWarning, ...]:

@@ -31,8 +31,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -147,6 +148,32 @@ class JobCrashed(SandboxError):
     """A fault of our own, met on uploaded bytes."""
 
 
+@dataclass
+class JobMeter:
+    """Processor time of the jobs in a `metered` block."""
+
+    cpu_seconds: float = 0.0
+
+
+_meter: ContextVar[JobMeter | None] = ContextVar("job_meter", default=None)
+
+
+@contextmanager
+def metered() -> Iterator[JobMeter]:
+    """Measure the jobs that this thread runs in the block; one that was ended counts with all that it was allowed."""
+    meter = JobMeter()
+    token = _meter.set(meter)
+    try:
+        yield meter
+    finally:
+        _meter.reset(token)
+
+
+def _charge(cpu_seconds: float) -> None:
+    if (meter := _meter.get()) is not None:
+        meter.cpu_seconds += cpu_seconds
+
+
 class Sandbox:
     """Runs the jobs of one module, each in a process of its own that is forked from a warm one.
 
@@ -185,7 +212,10 @@ class Sandbox:
             except (OSError, ValueError) as error:
                 reason, data = str(error), b""
         if data:
-            return _checked(_decoded(data))
+            result = _decoded(data)
+            _charge(result.usage.cpu_seconds)
+            return _checked(result)
+        _charge(limits.cpu_seconds)
         with self._lock:
             if self._died:
                 raise SandboxDied(f"the process for {self._module} ended")

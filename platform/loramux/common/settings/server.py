@@ -214,6 +214,8 @@ class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """The most webhooks of a tenant."""
     allow_private_addresses: bool = False
     """Let them lead into this network, and to http://: only where every tenant is trusted."""
+    ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = (443, 8443)
+    """The ports that they may lead to; with `allow_private_addresses` every port is allowed."""
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

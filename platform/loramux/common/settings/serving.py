@@ -28,7 +28,9 @@ ToolParser = Literal[
 ]
 WhiteSpace = Literal["bounded", "free"]
 Quantization = Literal["none", "int8", "nf4", "nf4-double"]
-Address = Annotated[str, Meta(pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
+MAX_ENGINES = 1024
+"""The most engines of a base."""
+Address = Annotated[str, Meta(max_length=300, pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -111,9 +113,9 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Seconds of predicted wait for a first token above which more engines are started, up to `max`."""
     max_wait_s: Annotated[float, Meta(gt=0)] = 60.0
     """Seconds that a request waits for an engine while none serves; set it above the time that one takes to start."""
-    devices: tuple[str, ...] = ()
+    devices: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=MAX_ENGINES)] = ()
     """Devices of the engines, one each and then again from the first. Empty: all use `engine.device`."""
-    addresses: tuple[Address, ...] = ()
+    addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ENGINES)] = ()
     """Engines that run already, on this or other machines, as `loramux engine serve` prints them. The server attaches
     to them, and starts none."""
 

@@ -18,16 +18,18 @@ from sqlalchemy import (
     Index,
     Select,
     UniqueConstraint,
+    and_,
     bindparam,
     delete,
     func,
+    or_,
     select,
     text,
     update,
 )
 from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncSession
-from sqlalchemy.orm import Mapped, mapped_column
+from sqlalchemy.orm import Mapped, aliased, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
 from loramux.data.records.base import Base, Repository, TenantScoped, among, table_of
@@ -206,6 +208,17 @@ class KeyRepository(TenantScoped):
         """Return the tenant's keys, revoked ones too, oldest first."""
         statement = select(KeyRow).where(KeyRow.tenant_id == self._tenant).order_by(KeyRow.created_at, KeyRow.id)
         return (await self._session.scalars(statement)).all()
+
+    async def after(self, key_id: str | None, limit: int) -> Sequence[KeyRow]:
+        """Return at most `limit` keys that are newer than that one, oldest first; None: from the first on."""
+        statement = select(KeyRow).where(KeyRow.tenant_id == self._tenant)
+        if key_id is not None:
+            last = aliased(KeyRow)
+            found = select(last.created_at).where(last.tenant_id == self._tenant, last.id == key_id).scalar_subquery()
+            statement = statement.where(
+                or_(KeyRow.created_at > found, and_(KeyRow.created_at == found, KeyRow.id > key_id))
+            )
+        return (await self._session.scalars(statement.order_by(KeyRow.created_at, KeyRow.id).limit(limit))).all()
 
     async def count_live(self, now: int) -> int:
         """Return the number of keys that still work."""

@@ -9,7 +9,6 @@ Tokens that engines counted by themselves are kept beside the ledger, so that a 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
@@ -20,6 +19,7 @@ from sqlalchemy import CheckConstraint, ForeignKey, Index, Row, func, select, te
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
+from loramux.common.jobs import SERVER, run_blocking
 from loramux.common.units import TokenCounts
 from loramux.data.records.base import (
     Base,
@@ -239,7 +239,7 @@ class LedgerRepository(Repository):
         sequence, last = 0, GENESIS
         async for page in self._pages():
             # in a thread: hashing a page takes tens of milliseconds
-            sequence, last = await asyncio.to_thread(_verify_page, page, sequence, last)
+            sequence, last = await run_blocking(SERVER, _verify_page, page, sequence, last)
         head = await self.head()
         if (head.sequence, head.hash) != (sequence, last):
             raise ChainBroken(

@@ -13,7 +13,6 @@ what has not been added up yet, from the ledger's entries. Invoices and reconcil
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +35,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import TenantId
+from loramux.common.jobs import run_blocking
 from loramux.common.units import DAY, TokenCounts
 from loramux.data.records.base import (
     Base,
@@ -524,7 +524,7 @@ class QuantityRepository(TenantScoped):
         statement = select(*keys, *sums).group_by(*keys).order_by(*keys).limit(limit)
         rows = (await self._session.execute(statement)).all()
         # in a thread: tens of thousands of groups take a while
-        return await asyncio.to_thread(lambda: [_daily_quantities(tuple(row), len(group_by)) for row in rows])
+        return await run_blocking(self._tenant, lambda: [_daily_quantities(tuple(row), len(group_by)) for row in rows])
 
 
 def _daily_quantities(row: tuple[Any, ...], num_groups: int) -> DailyQuantities:

@@ -54,10 +54,10 @@ class Objects:
         with self._faults.of_store(is_absence=True):
             obstore.put(self._store, name, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
 
-    def read(self, name: str) -> Iterator[bytes]:
-        """Yield the object's bytes, PART or more at a time. Raises FileNotFoundError."""
+    def read(self, name: str, size: int = PART) -> Iterator[bytes]:
+        """Yield the object's bytes, about `size` at a time. Raises FileNotFoundError."""
         with self._faults.of_store():
-            for data in obstore.get(self._store, name).stream(PART):
+            for data in obstore.get(self._store, name).stream(size):
                 yield bytes(data)
 
     def fetch(self, name: str, target: Path) -> None:

@@ -14,18 +14,17 @@ on threads of its own and without the interpreter's lock.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from loramux.common.jobs import TenantQueues
 from loramux.common.tokenizer_file import load_tokenizer
 from loramux.constraints.grammars import compile_grammar
 from loramux.engine.messages import Constraint, EngineFault, Request
@@ -64,12 +63,9 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="grammars")
+        self._queues = TenantQueues("grammars", THREADS, per_tenant=1)
         self._compiled: OrderedDict[tuple[str, str], Future[LLMatcher]] = OrderedDict()
         """Grammars by tenant and text, the latest used last."""
-        self._lock = threading.Lock()
-        self._waiting: dict[str, deque[Callable[[], Any]]] = {}
-        """The work of each tenant, the first of it under way."""
 
     def compile(self, tenant: str, grammar: str) -> Future[LLMatcher]:
         """Return the matcher of `grammar`, to be copied for each answer, once it is compiled."""
@@ -79,26 +75,12 @@ class GrammarCompiler:
             return kept
         compiled = self._compiled[key] = Future()
         self._evict(tenant)
-        with self._lock:
-            work = self._waiting.setdefault(tenant, deque())
-            work.append(lambda: compiled.set_result(compile_grammar(self._tokenizer, grammar)))
-            if len(work) == 1:
-                self._threads.submit(self._run_next, tenant)
+        self._queues.submit(tenant, lambda: compiled.set_result(compile_grammar(self._tokenizer, grammar)))
         return compiled
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _run_next(self, tenant: str) -> None:
-        self._waiting[tenant][0]()
-        with self._lock:
-            work = self._waiting[tenant]
-            work.popleft()
-            if work:  # behind the other tenants' work
-                self._threads.submit(self._run_next, tenant)
-            else:
-                del self._waiting[tenant]
+        self._queues.close()
 
     def _evict(self, tenant: str) -> None:
         own = [key for key in self._compiled if key[0] == tenant]

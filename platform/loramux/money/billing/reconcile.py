@@ -28,6 +28,7 @@ from typing import Protocol
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.common.jobs import SERVER, run_blocking
 from loramux.common.units import TokenCounts
 from loramux.data.entities import ParkedEvent
 from loramux.data.records.billing import InvoiceRow, PeriodRepository, PeriodRow
@@ -111,7 +112,7 @@ class Checkpoints:
             return None
         checkpoint = self._sign(head.sequence, head.hash, self._database.now())
         content = msgspec.json.encode(checkpoint)
-        await asyncio.to_thread(self._objects.put, f"{FOLDER}/{checkpoint.name}", content)
+        await run_blocking(SERVER, self._objects.put, f"{FOLDER}/{checkpoint.name}", content)
         for listener in self._listeners:
             await listener.receive_checkpoint(checkpoint, self._database.now())
         return checkpoint
@@ -134,7 +135,7 @@ class Checkpoints:
         return sum(map(self._is_signed, known)), problems
 
     async def _listed(self) -> list[Checkpoint]:
-        names = await asyncio.to_thread(self._objects.names, FOLDER)
+        names = await run_blocking(SERVER, self._objects.names, FOLDER)
         matches = (_name.fullmatch(name.rpartition("/")[2]) for name in names)
         return [
             Checkpoint(sequence=int(match[1]), hash=match[2], created_at=int(match[3]), signature=match[4])
@@ -250,7 +251,7 @@ async def _invoice_problems(
 async def _bill_again(session: AsyncSession, row: InvoiceRow, period: Period, terms: Terms) -> Bill:
     quantities = await QuantityRepository(session, row.tenant_id).daily(period.span)
     subscriptions = await subscriptions_of(session, row.tenant_id)
-    return await asyncio.to_thread(bill, period, subscriptions, quantities, terms)
+    return await run_blocking(SERVER, bill, period, subscriptions, quantities, terms)
 
 
 def _agree(kept: Invoice, again: Bill, row: InvoiceRow) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
@@ -12,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.entities import Changes
 from loramux.common.identity import Principal, TenantId
+from loramux.common.jobs import run_blocking
 from loramux.common.settings.server import BillingSettings
 from loramux.common.units import DAY, SECOND, SECONDS_PER_DAY
 from loramux.data.records.billing import BillingProfileRow, InvoiceRow, PeriodRepository, PeriodRow, ProfileRepository
@@ -202,7 +202,7 @@ class BillingService:
             return cost_page(query, costs, now)
 
         # in a thread: dividing amounts exactly over many groups takes a while
-        return await asyncio.to_thread(compute)
+        return await run_blocking(principal.tenant, compute)
 
     async def margins(self, month: Month, gpu_cost: int | Mapping[str, int]) -> list[Margin]:
         """Return the revenue of every tenant's models in a month next to their share of the GPUs' cost.

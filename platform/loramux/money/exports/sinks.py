@@ -14,6 +14,7 @@ import httpx
 import msgspec
 
 from loramux.accounts.webhooks.messages import read_secret, rfc3339, sign
+from loramux.common.public_http import ReplyRefused, bounded
 from loramux.common.settings.server import SinkSettings
 from loramux.common.units import DAY, HOUR, SECOND
 from loramux.money.billing.reconcile import Checkpoint
@@ -30,7 +31,14 @@ from loramux.money.exports.tables import ExportError
 logger = logging.getLogger(__name__)
 
 FOREVER = 1 << 62
-SENT_AND_LOST = (httpx.ReadError, httpx.ReadTimeout, httpx.RemoteProtocolError, httpx.WriteError, httpx.WriteTimeout)
+SENT_AND_LOST = (
+    httpx.ReadError,
+    httpx.ReadTimeout,
+    httpx.RemoteProtocolError,
+    httpx.WriteError,
+    httpx.WriteTimeout,
+    ReplyRefused,
+)
 """The request may have arrived."""
 
 
@@ -43,7 +51,7 @@ class HttpSink(ABC):
 
     def __init__(self, name: str, client: httpx.AsyncClient, url: str, customers: Mapping[str, str]) -> None:
         self.name = name
-        self._client = client
+        self._client = bounded(client)
         self._url = url.rstrip("/")
         self._customers = customers
 

@@ -28,6 +28,7 @@ from loramux.money.limits.errors import InvalidLimit, LimitNotFound
 
 PERIODS = ("day", "month", "total")
 DEFAULT_THRESHOLDS = (50, 80, 100)
+MAX_THRESHOLDS = 10
 MAX_BUDGET = 2**62
 NOTHING_SPENT = Spent(0, 0)
 
@@ -129,8 +130,8 @@ class Limits:
         if not 0 <= amount <= MAX_BUDGET:
             raise InvalidLimit(f"a budget is 0 to {MAX_BUDGET} nano-units", "amount")
         percents = sorted(set(thresholds))
-        if len(percents) > 10 or not all(1 <= percent <= 100 for percent in percents):
-            raise InvalidLimit("thresholds are at most 10 whole percentages, 1 to 100", "thresholds")
+        if len(percents) > MAX_THRESHOLDS or not all(1 <= percent <= 100 for percent in percents):
+            raise InvalidLimit(f"thresholds are at most {MAX_THRESHOLDS} whole percentages, 1 to 100", "thresholds")
         counted = await self._count(tenant, subject, period)
         async with self._changes.begin() as change:
             # Lock order: the ledger's head first, as in every transaction that locks both.

@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from loramux.common.identity import Principal, TenantId, new_id
+from loramux.common.jobs import run_blocking
 from loramux.common.units import DAY, SECOND
 from loramux.data.entities import AnsweredRequest, IdempotencyClaim
 from loramux.data.records.contents import PINNED, STORED, StorageMeterRepository, UnbilledSpan
@@ -167,7 +168,7 @@ class UsageService:
             totals = await usage.by_bucket(window, query.recorded_groups, MAX_ROWS + 1)
         if len(totals) > MAX_ROWS:
             raise InvalidQuery(f"the page has more than {MAX_ROWS} sums; ask for fewer buckets or groups", "limit")
-        return await asyncio.to_thread(query.answer, totals, now)
+        return await run_blocking(principal.tenant, query.answer, totals, now)
 
     async def answered_by(
         self,

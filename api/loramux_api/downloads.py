@@ -1,0 +1,59 @@
+"""Downloads: files that a caller stored are saved by its browser, never shown as pages of this origin.
+
+A client may ask for a file and not read it. What is read ahead is counted against the tenant's memory, so a client that
+takes nothing for READER_SECONDS is disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, Literal
+from urllib.parse import quote
+
+from litestar.response import Stream
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
+
+from loramux_api.headers import request_id
+
+READER_SECONDS = 60.0
+"""The time in which a client must take the next part of a download."""
+
+logger = logging.getLogger(__name__)
+
+
+def file_headers(filename: str, disposition: Literal["attachment", "inline"]) -> dict[str, str]:
+    """Return the headers of a tenant's file: no browser guesses its type, runs it or keeps it (RFC 6266)."""
+    return {
+        "Content-Disposition": f"{disposition}; filename*=UTF-8''{quote(filename, safe='')}",
+        "X-Content-Type-Options": "nosniff",
+        "Cache-Control": "no-store",
+    }
+
+
+class Download(Stream):
+    """A file of `size` bytes, sent as an attachment at the client's speed."""
+
+    def __init__(self, content: AsyncGenerator[bytes, None], filename: str, size: int) -> None:
+        headers = file_headers(filename, "attachment") | {"Content-Length": str(size)}
+        super().__init__(content, media_type="application/octet-stream", headers=headers)
+        self._content = content
+
+    def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it
+        """Wrap Litestar's own response, which waits for its client without an end."""
+        response = super().to_asgi_response(*args, **kwargs)
+
+        async def timed(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_in_time(message: Message) -> None:
+                async with asyncio.timeout(READER_SECONDS):
+                    await send(message)
+
+            try:
+                await response(scope, receive, send_in_time)
+            except* TimeoutError:  # the length that was announced tells the client that the rest is missing
+                logger.info("request %s: its client took nothing for %g s", request_id(scope), READER_SECONDS)
+            finally:
+                await self._content.aclose()
+
+        return timed
