@@ -213,11 +213,12 @@ def test_response_that_is_not_to_be_stored_is_not(chats: Site) -> None:
             create(chats, input=[{"type": "item_reference", "id": sent.output[0].id}])
 
 
-def test_stream_that_its_client_leaves_is_not_stored(chats: Site) -> None:
-    say(chats, "word " * 400)
+def test_stream_that_its_client_leaves_is_not_stored(chats: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(chats, "word " * 8)
+    monkeypatch.setattr(chats.engine, "pause", 0.05)  # two seconds in all
     with create(chats, stream=True) as stream:
         id = next(iter(stream)).response.id
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 4
     while time.monotonic() < deadline:
         with pytest.raises(openai.NotFoundError):
             chats.openai().responses.retrieve(id)
