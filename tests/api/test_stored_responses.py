@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from chat_site import chat_site, prompts, say
+from scripted_engine import EOS
 from site_fixture import Site
 
 CALL = '<think>hm</think>Look: <tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>'
@@ -335,3 +339,28 @@ def test_line_of_a_batch_has_no_memory(chats: Site) -> None:
     errors = [json.loads(line) for line in client.files.content(batch.error_file_id).text.splitlines()]
     params = [one["response"]["body"]["error"]["param"] for one in errors]
     assert params == ["previous_response_id", "store"]
+
+
+@pytest.mark.slow
+def test_vercels_ai_sdk_takes_its_second_turn_with_references(chats: Site, tmp_path: Path) -> None:
+    """The engine calls the tool, and repeats the tool's result as soon as its prompt has it."""
+    script = Path(__file__).parent / "real_clients" / "use_ai_sdk_responses.mjs"
+    if shutil.which("npm") is None:
+        pytest.skip("npm is not installed")
+    install = ["npm", "install", "--no-fund", "--no-audit", "--prefix", str(tmp_path), "ai", "@ai-sdk/openai", "zod"]
+    installed = subprocess.run(install, capture_output=True, text=True, timeout=300, check=False)
+    if installed.returncode:
+        pytest.skip(f"npm cannot install @ai-sdk/openai: {installed.stderr[-400:]}")
+    shutil.copy(script, tmp_path)
+
+    def answer(prompt: list[int]) -> str:
+        seen = bytes(token for token in prompt if token < EOS)
+        return "<think>hm</think>It is halkodel-4711." if b"halkodel-4711" in seen else CALL
+
+    chats.engine.script = lambda request: [*answer(request.prompt_token_ids).encode(), EOS]
+    environment = os.environ | {"URL": chats.url, "ACME": chats.keys["acme"], "NO_PROXY": "127.0.0.1"}
+    ran = subprocess.run(
+        ["node", str(tmp_path / script.name)],
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]

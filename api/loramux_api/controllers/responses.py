@@ -101,8 +101,7 @@ class ResponseController(ApiController):
             if responses.is_on:
                 if responses.stores(inference.principal, data.store):
                     keep = partial(_keep, responses, inference.principal, data)
-                async with responses.reads.slot(inference.principal.tenant):
-                    asked = to_request(data, await _history(responses, inference, data))
+                asked = to_request(data, await _history(responses, inference, data))
             else:
                 asked = stateless_request(data)
             return await inference.answer(asked, partial(ResponseWriter, data, keep=keep), stream=bool(data.stream))
@@ -166,11 +165,13 @@ async def _history(responses: ResponseStore, inference: Inference, body: Respons
     Raises PreviousResponseNotFound, ItemNotFound, InvalidRequest.
     """
     principal, most_bytes = inference.principal, body_limit(inference.completions)
-    if referred := referred_responses(body):
-        resolve_references(body, (await responses.items(principal, referred, most_bytes)).values())
-    if body.previous_response_id is None:
+    referred, previous = referred_responses(body), body.previous_response_id
+    if not referred and previous is None:
         return []
-    return conversation_of(await responses.history(principal, body.previous_response_id, most_bytes))
+    async with responses.reads.slot(principal.tenant):
+        if referred:
+            resolve_references(body, (await responses.items(principal, referred, most_bytes)).values())
+        return [] if previous is None else conversation_of(await responses.history(principal, previous, most_bytes))
 
 
 async def _keep(responses: ResponseStore, principal: Principal, body: ResponseBody, response: ResponseObject) -> bool:

@@ -18,7 +18,7 @@ from loramux.common.units import SECOND
 from loramux.data.entities import StoredResponse
 from loramux.data.records.base import Viewpoint
 from loramux.data.records.database import Database
-from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.errors import RecordsError
 from loramux.data.records.responses import ResponseRepository, remove_expired_responses
 from loramux.data.records.tenants import TenantRepository, lock_tenant
 from loramux.serving.checks import ensure_storage_allowed
@@ -48,7 +48,7 @@ class ResponseStore:
 
     def __init__(self, database: Database, pepper: bytes, settings: PrivacySettings) -> None:
         self.reads = TenantSlots(READS, READS_PER_TENANT)
-        """Held while a history is read and rendered."""
+        """Held while a history is read and decoded."""
         self._database = database
         self._settings = settings
         self._encryption = Encryption(pepper, b"stored responses")
@@ -69,7 +69,7 @@ class ResponseStore:
     ) -> bool:
         """Store a response, created at `created` Unix seconds; return whether it is stored.
 
-        It is not if it is too large, the tenant got zero retention meanwhile, or the database does not answer: the
+        It is not if it is too large, the tenant got zero retention meanwhile, or the database does not take it: the
         caller has its answer in any case.
         """
         if len(response.items) + len(response.content) > MAX_BYTES:
@@ -95,7 +95,7 @@ class ResponseStore:
                 if await TenantRepository(session).has_zero_retention(principal.tenant):
                     return False
                 await ResponseRepository(session, principal.tenant).add(row, most, most_bytes)
-        except RecordsUnavailable as error:
+        except RecordsError as error:
             logger.warning("the response %s is not stored: %s", id, error)
             return False
         return True

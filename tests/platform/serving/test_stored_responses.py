@@ -165,8 +165,10 @@ async def test_responses_of_other_tenants_and_projects_are_not_there(
     id = await add(store, acme)
     rotated = msgspec.structs.replace(acme, key_id="key_new", models=frozenset({"tiny"}), lineage=(acme.owner,))
     assert (await store.get(rotated, id)).items == b"items"
+    globex = await enrol("globex")
     others = [
-        await enrol("globex"),
+        globex,
+        msgspec.structs.replace(globex, project=acme.project),
         msgspec.structs.replace(acme, project=ProjectId("project_other")),
         msgspec.structs.replace(acme, key_id="key_other", models=frozenset({"tiny"}), lineage=()),
     ]
@@ -178,6 +180,11 @@ async def test_responses_of_other_tenants_and_projects_are_not_there(
             await store.history(other, id, ENOUGH)
         assert await store.items(other, [id], ENOUGH) == {}
     assert (await store.get(acme, id)).items == b"items"
+
+
+async def test_response_that_the_database_refuses_is_not_stored(store: ResponseStore, acme: Principal) -> None:
+    gone = msgspec.structs.replace(acme, project=ProjectId("project_gone"))
+    assert not await store.add(gone, "resp_late", None, ResponseText(b"x", b"y"), created=1)
 
 
 async def test_chain_does_not_lead_into_another_tenant(store: ResponseStore, acme: Principal, enrol: Enrol) -> None:
