@@ -141,13 +141,13 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     store: bool
     """The response is stored: other requests can refer to it."""
     temperature: float | None
-    """As you sent it; null: the model's recommendation, or 1."""
+    """The number as you sent it; null: the model's recommendation, or 1."""
     text: dict[str, Any]
     tool_choice: Any
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float | None
-    """As you sent it; null: the model's recommendation, or 1."""
+    """The number as you sent it; null: the model's recommendation, or 1."""
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None

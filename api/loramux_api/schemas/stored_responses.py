@@ -1,4 +1,4 @@
-"""What is stored of a response, and how a later request refers to it.
+"""Stored responses: their form in the store, and how a later request refers to them.
 
 A response is stored as two texts: its items, those of the request's input and those of the output, and the rest. The
 ids of items lead to their response: `msg_<response><place>` is an item of its output, `msg_<response>i<place>` one of

@@ -69,8 +69,8 @@ class ResponseStore:
     ) -> bool:
         """Store a response, created at `created` Unix seconds; return whether it is stored.
 
-        It is not if it is too large, the tenant got zero retention meanwhile, or the database does not take it: the
-        caller has its answer in any case.
+        It is not if it is too large, if the tenant got zero retention while it was made, or if the database does not
+        take it. The caller has its answer in any case.
         """
         if len(response.items) + len(response.content) > MAX_BYTES:
             return False
