@@ -168,6 +168,10 @@ class Writer(Protocol):
     def whole(self, usage: TokenCounts) -> msgspec.Struct:
         """Return the collected answer in one piece."""
 
+    async def finish(self, usage: TokenCounts) -> None:  # noqa: ARG002 - for those that override it
+        """Do what must be done after the last delta and before the caller sees the end; nothing if not overridden."""
+        return
+
     def failure(self, error: LoramuxError) -> msgspec.Struct:
         """Return the event for an error in the middle of a stream."""
         return error_answer(error)
@@ -193,6 +197,7 @@ async def respond(request: AnyRequest, answer: Answer, writer: Writer, *, stream
     except BaseException:
         answer.abandon()
         raise
+    await writer.finish(answer.usage)
     whole = _encode(writer.whole(answer.usage))
     return Response(whole, media_type=MediaType.JSON, headers=answer_headers(answer))
 
@@ -310,6 +315,7 @@ async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
         async for delta in answer:
             for event in writer.chunk(delta):
                 yield writer.frame(event)
+        await writer.finish(answer.usage)
         for event in writer.closing(answer.usage):
             yield writer.frame(event)
     except LoramuxError as error:

@@ -106,7 +106,7 @@ def _programs_of(request: AnyRequest) -> Programs:
 
 PARTS = (
     *("adapters", "bases", "billing", "completions", "ledger_proof", "lifecycle", "local_folders", "settings"),
-    *("sinks", "started_at", "tenants", "uploads", "usage", "webhooks"),
+    *("responses", "sinks", "started_at", "tenants", "uploads", "usage", "webhooks"),
 )
 """Attributes of `Platform` that a handler may name as parameters."""
 PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", "base_upgrades", "revision_metrics")

@@ -51,7 +51,9 @@ def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
                 pooling.EmbeddingBody, pooling.embedding_request, lambda body, answer, _: EmbeddingWriter(body, answer)
             ),
             "/v1/responses": parser(
-                responses.ResponseBody, responses.to_request, lambda body, answer, _: ResponseWriter(body, answer)
+                responses.ResponseBody,
+                responses.stateless_request,
+                lambda body, answer, _: ResponseWriter(body, answer),
             ),
         },
         error_body=error_answer,

@@ -13,20 +13,27 @@ from scripted_engine import EOS, FACTS, ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
 from tiny_base import byte_tokenizer, make_base
 
+from loramux.common.settings.server import PrivacySettings
 from loramux_api.app import create_app
 
 
 @contextmanager
 def chat_site(
-    folder: Path, chat_template: str = TOOLS_TEMPLATE, *, thinks: bool = False, context: int = 4096
+    folder: Path,
+    chat_template: str = TOOLS_TEMPLATE,
+    *,
+    thinks: bool = False,
+    context: int = 4096,
+    response_seconds: int = 0,
 ) -> Iterator[Site]:
-    """`thinks`: the vocabulary has a token each for the ends of a thought."""
+    """`thinks`: the vocabulary has a token each for the ends of a thought. `response_seconds`: responses are stored."""
     base = make_base(folder / "base", chat_template, context=context)
     if thinks:
         tokenizer = byte_tokenizer(chat_template)
         tokenizer.add_tokens(["<think>", "</think>"])
         tokenizer.save_pretrained(base)
-    settings = make_settings(base, folder)
+    privacy = PrivacySettings(response_seconds=response_seconds)
+    settings = msgspec.structs.replace(make_settings(base, folder), privacy=privacy)
     engine = ScriptedEngine(facts=msgspec.structs.replace(FACTS, max_model_len=context, pages_total=context // 4))
     with running(create_app(settings, engine), "granian") as server:
         yield Site(server, engine, settings, make_keys(settings))

@@ -1,256 +1,79 @@
-"""POST /v1/responses: OpenAI's Responses, without anything kept between requests.
+"""/v1/responses: OpenAI's Responses, which are stored if the operator has them stored.
 
-First the structs of an answer and of its stream's events, field for field as OpenAI's clients expect them; then the
-route; then `ResponseWriter`, which makes these structs of an answer's parts. `schemas.responses` reads requests.
+First the routes; then `ResponseWriter`, which makes the structs of `schemas.response_objects` of an answer's parts.
+`schemas.responses` reads requests, and `schemas.stored_responses` says what is stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
-from litestar import Response, post
+from litestar import MediaType, Response, delete, get, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
-from litestar.params import JSONBody
-from msgspec import UNSET, UnsetType
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from msgspec import UNSET
 
 from loramux.common.errors import LoramuxError
+from loramux.common.identity import Principal
 from loramux.common.sampling import given_numbers
 from loramux.common.units import TokenCounts
+from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
+from loramux.serving.stored_responses import ResponseStore, ResponseText
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
 from loramux_api.auth import requires
-from loramux_api.bodies import InferenceRequest
+from loramux_api.bodies import InferenceRequest, body_limit
 from loramux_api.openapi import ApiController
-from loramux_api.schemas.chat import ChatLogprob, TopLogprob
+from loramux_api.parameters import ShortPageLimit
+from loramux_api.schemas.batches import Cursored, page_of
+from loramux_api.schemas.chat import ChatLogprob
 from loramux_api.schemas.conversation import renamed_fields
-from loramux_api.schemas.responses import FIELDS, LOGPROBS, ResponseBody, ResponseTool, to_request, toolbox
+from loramux_api.schemas.response_objects import (
+    ArgumentsEvent,
+    CustomToolCall,
+    FunctionCall,
+    IncompleteDetails,
+    InputEvent,
+    ItemEvent,
+    ItemStatus,
+    LifecycleEvent,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    PartEvent,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
+    ResponseEvent,
+    ResponseObject,
+    TextEvent,
+    output_logprob,
+    response_usage,
+)
+from loramux_api.schemas.responses import (
+    FIELDS,
+    LOGPROBS,
+    InputItem,
+    ResponseBody,
+    stateless_request,
+    to_request,
+    toolbox,
+)
+from loramux_api.schemas.stored_responses import (
+    ResponseDeleted,
+    WrittenItems,
+    conversation_of,
+    listed_items,
+    referred_responses,
+    resolve_references,
+    whole_response,
+    written_input,
+)
 from loramux_api.schemas.tools import Toolbox
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-
-
-class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
-    """The text of a message."""
-
-    text: str
-    annotations: list[Any] = []
-    logprobs: list[ChatLogprob] = []
-    """One entry a token, where they were asked for."""
-
-
-class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """The text of a thought."""
-
-    text: str
-
-
-class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
-    """The text of the answer."""
-
-    id: str
-    status: ItemStatus
-    role: Literal["assistant"] = "assistant"
-    content: list[OutputText]
-
-
-class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """The thought before the text, where the model thinks."""
-
-    id: str
-    status: ItemStatus
-    summary: list[Any] = []
-    """Thoughts are given whole."""
-    content: list[ReasoningText]
-    encrypted_content: None = None
-
-
-class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the answer makes."""
-
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
-    arguments: str
-    """JSON."""
-    namespace: str | UnsetType = UNSET
-    """The namespace of the function."""
-
-
-class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    """A call of a custom tool."""
-
-    id: str
-    status: ItemStatus
-    call_id: str
-    name: str
-    input: str
-    namespace: str | UnsetType = UNSET
-    """The namespace of the tool."""
-
-
-OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
-
-
-class InputTokensDetails(msgspec.Struct):
-    """Part of the input's tokens."""
-
-    cached_tokens: int
-    """Tokens whose KV was reused."""
-    cache_write_tokens: int = 0
-    """Nothing is charged for keeping KV."""
-
-
-class OutputTokensDetails(msgspec.Struct):
-    """Part of the answer's tokens."""
-
-    reasoning_tokens: int
-    """Tokens of the thought before the answer's text."""
-
-
-class ResponseUsage(msgspec.Struct, kw_only=True):
-    """The charged tokens."""
-
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class IncompleteDetails(msgspec.Struct):
-    """The reason why an answer is not complete."""
-
-    reason: Literal["max_output_tokens"]
-
-
-class ResponseError(msgspec.Struct):
-    """The reason why an answer failed after its first token."""
-
-    code: Literal["server_error", "rate_limit_exceeded"]
-    message: str
-
-
-class ResponseObject(msgspec.Struct, kw_only=True):
-    """An answer, or as much of one as there is."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False] = False
-    error: ResponseError | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    metadata: dict[str, str]
-    model: str
-    """The resolved model: `tenant/adapter@3`, or the base model's name."""
-    output: list[OutputItem]
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    reasoning: dict[str, Any]
-    safety_identifier: None = None
-    service_tier: str
-    store: Literal[False] = False
-    """Answers are not stored."""
-    temperature: float | None
-    """As you sent it; null: the model's recommendation, or 1."""
-    text: dict[str, Any]
-    tool_choice: Any
-    tools: list[ResponseTool]
-    top_logprobs: int
-    top_p: float | None
-    """As you sent it; null: the model's recommendation, or 1."""
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None = None
-    user: str | None
-
-
-class ResponseEvent(msgspec.Struct, kw_only=True):
-    """The base of a stream's events."""
-
-    type: str
-    sequence_number: int = 0
-
-
-class LifecycleEvent(ResponseEvent, kw_only=True):
-    """`response.created`, `in_progress`, `completed`, `incomplete` or `failed`."""
-
-    response: ResponseObject
-
-
-class ItemEvent(ResponseEvent, kw_only=True):
-    """`response.output_item.added` or `done`."""
-
-    output_index: int
-    item: OutputItem
-
-
-class PartEvent(ResponseEvent, kw_only=True):
-    """`response.content_part.added` or `done`."""
-
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    part: OutputText | ReasoningText
-
-
-class TextEvent(ResponseEvent, kw_only=True):
-    """`response.output_text.delta` or `done`, or those of `response.reasoning_text`."""
-
-    item_id: str
-    output_index: int
-    content_index: int = 0
-    delta: str | UnsetType = UNSET
-    text: str | UnsetType = UNSET
-    logprobs: list[ChatLogprob] | UnsetType = UNSET
-
-
-class ArgumentsEvent(ResponseEvent, kw_only=True):
-    """`response.function_call_arguments.delta` or `done`."""
-
-    item_id: str
-    output_index: int
-    delta: str | UnsetType = UNSET
-    name: str | UnsetType = UNSET
-    arguments: str | UnsetType = UNSET
-
-
-class InputEvent(ResponseEvent, kw_only=True):
-    """`response.custom_tool_call_input.delta` or `done`."""
-
-    item_id: str
-    output_index: int
-    delta: str | UnsetType = UNSET
-    input: str | UnsetType = UNSET
-
-
-def response_usage(usage: TokenCounts, thought_tokens: int) -> ResponseUsage:
-    """Write the charged tokens as clients read them."""
-    return ResponseUsage(
-        input_tokens=usage.prompt,
-        input_tokens_details=InputTokensDetails(usage.cached),
-        output_tokens=usage.output,
-        output_tokens_details=OutputTokensDetails(thought_tokens),
-        total_tokens=usage.total,
-    )
-
-
-def output_logprob(one: TokenLogprob) -> ChatLogprob:
-    """Write a generated token with its log probability."""
-    return ChatLogprob(
-        token=one.token.text,
-        logprob=one.logprob,
-        bytes=list(one.token.bytes),
-        top_logprobs=[
-            TopLogprob(token=token.text, logprob=logprob, bytes=list(token.bytes)) for token, logprob in one.top
-        ],
-    )
 
 
 class ResponseController(ApiController):
@@ -266,10 +89,107 @@ class ResponseController(ApiController):
         summary="Create a response",
         responses={200: ResponseSpec(ResponseObject, description="With stream: server-sent response.* events.")},
     )
-    async def create(self, data: JSONBody[ResponseBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Answer a conversation with an adapter of yours, or with the base model. Answers are not stored."""
+    async def create(
+        self,
+        data: JSONBody[ResponseBody],
+        inference: NamedDependency[Inference],
+        responses: NamedDependency[ResponseStore],
+    ) -> Response[Any]:
+        """Answer a conversation with an adapter of yours, or with the base model."""
+        keep: Keep | None = None
         with renamed_fields(FIELDS):
-            return await inference.answer(to_request(data), partial(ResponseWriter, data), stream=bool(data.stream))
+            if responses.is_on:
+                if responses.stores(inference.principal, data.store):
+                    keep = partial(_keep, responses, inference.principal, data)
+                asked = to_request(data, await _history(responses, inference, data))
+            else:
+                asked = stateless_request(data)
+            return await inference.answer(asked, partial(ResponseWriter, data, keep=keep), stream=bool(data.stream))
+
+    @get(
+        "/{response_id:str}",
+        summary="Read a stored response",
+        responses={200: ResponseSpec(ResponseObject, description="The response as it was sent.")},
+    )
+    async def get_response(
+        self,
+        response_id: FromPath[str],
+        principal: NamedDependency[Principal],
+        responses: NamedDependency[ResponseStore],
+        stream: FromQuery[bool] = False,
+    ) -> Response[Any]:
+        """Return a response of your project as it was sent, without log probabilities, which are not stored."""
+        if stream:
+            raise InvalidRequest("A stored response is not streamed again; leave 'stream' out.", field="stream")
+        stored = await responses.get(principal, response_id)
+        return Response(whole_response(stored.items, stored.content), media_type=MediaType.JSON)
+
+    @delete("/{response_id:str}", status_code=200, summary="Delete a stored response")
+    async def delete_response(
+        self,
+        response_id: FromPath[str],
+        principal: NamedDependency[Principal],
+        responses: NamedDependency[ResponseStore],
+    ) -> ResponseDeleted:
+        """Delete a response of your project. Later responses that continue it stay, but cannot be continued."""
+        await responses.delete(principal, response_id)
+        return ResponseDeleted(id=response_id)
+
+    @get("/{response_id:str}/input_items", summary="List the input of a stored response")
+    async def list_input_items(
+        self,
+        response_id: FromPath[str],
+        principal: NamedDependency[Principal],
+        responses: NamedDependency[ResponseStore],
+        limit: ShortPageLimit = 20,
+        order: FromQuery[Literal["asc", "desc"]] = "desc",
+        after: Annotated[str | None, QueryParameter(description="The last id of the previous page.")] = None,
+    ) -> Cursored[dict[str, Any]]:
+        """List the items that the request sent itself; those of the responses that it continues are theirs."""
+        items = listed_items((await responses.get(principal, response_id)).items)
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            place = next((i for i, item in enumerate(items) if item["id"] == after), len(items))
+            items = items[place + 1 :]
+        return page_of(items[: limit + 1], limit, [item["id"] for item in items[: limit + 1]])
+
+
+Keep = Callable[[ResponseObject], Awaitable[bool]]
+"""Stores a response; the result says whether it is stored."""
+
+
+async def _history(responses: ResponseStore, inference: Inference, body: ResponseBody) -> list[InputItem]:
+    """Return the items before the input, and put those that the input refers to into it.
+
+    Raises PreviousResponseNotFound, ItemNotFound, InvalidRequest.
+    """
+    principal, most_bytes = inference.principal, body_limit(inference.completions)
+    referred, previous = referred_responses(body), body.previous_response_id
+    if not referred and previous is None:
+        return []
+    async with responses.reads.slot(principal.tenant):
+        if referred:
+            resolve_references(body, (await responses.items(principal, referred, most_bytes)).values())
+        return [] if previous is None else conversation_of(await responses.history(principal, previous, most_bytes))
+
+
+async def _keep(responses: ResponseStore, principal: Principal, body: ResponseBody, response: ResponseObject) -> bool:
+    """Store a response, without log probabilities: they are many times its text."""
+    output = [_without_logprobs(item) for item in response.output]
+    text = ResponseText(
+        items=msgspec.json.encode(WrittenItems(written_input(body, response.id), output)),
+        content=msgspec.json.encode(msgspec.structs.replace(response, output=[])),
+    )
+    previous = body.previous_response_id
+    return await responses.add(principal, response.id, previous, text, created=response.created_at)
+
+
+def _without_logprobs(item: OutputItem) -> OutputItem:
+    if not isinstance(item, OutputMessage):
+        return item
+    content = [msgspec.structs.replace(text, logprobs=[]) for text in item.content]
+    return msgspec.structs.replace(item, content=content)
 
 
 class ResponseWriter(Writer):
@@ -277,8 +197,10 @@ class ResponseWriter(Writer):
 
     ending = b""
 
-    def __init__(self, body: ResponseBody, answer: Answer) -> None:
+    def __init__(self, body: ResponseBody, answer: Answer, keep: Keep | None = None) -> None:
+        """`keep`: None for a response that is not stored."""
         self._body = body
+        self._keep = keep
         self._answer = answer
         with_logprobs = LOGPROBS in (body.include or [])
         self._items = OutputItems(answer.id.removeprefix("resp_"), toolbox(body), with_logprobs=with_logprobs)
@@ -326,10 +248,18 @@ class ResponseWriter(Writer):
                 response.status, response.error = "failed", ResponseError("server_error", message)
         return response
 
+    async def finish(self, usage: TokenCounts) -> None:
+        """Store the response: as soon as the caller has its id as that of a whole one, it can be referred to.
+
+        The answer of an earlier request under the same idempotency key was stored then, and may be deleted by now.
+        """
+        if self._keep is not None and not self._answer.replayed and not await self._keep(self.whole(usage)):
+            self._keep = None
+
     def failure(self, error: LoramuxError) -> ResponseEvent:
         """Return the event for an error in the middle of a stream."""
         response = self._response()
-        response.status, response.output = "failed", self._items.ended
+        response.status, response.output, response.store = "failed", self._items.ended, False
         message = error.public_message or error.message
         response.error = ResponseError("rate_limit_exceeded" if error.status == 429 else "server_error", message)
         return LifecycleEvent(type="response.failed", response=response)
@@ -356,8 +286,10 @@ class ResponseWriter(Writer):
             model=self._answer.model,
             output=[],
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             service_tier=self._answer.service_tier,
+            store=self._keep is not None,
             temperature=numbers.get("temperature"),
             text={"format": format, "verbosity": "medium"},
             tool_choice="auto" if body.tool_choice is None else _without_null(body.tool_choice),

@@ -111,7 +111,7 @@ _MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_u
 """Types of parts that are no text."""
 
 
-class Part(msgspec.Struct, kw_only=True):
+class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     """A part of a turn. Parts of an answer can be sent back as they are: other fields of theirs are ignored."""
 
     type: Name

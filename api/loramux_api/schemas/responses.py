@@ -1,8 +1,8 @@
-"""POST /v1/responses: the request. Nothing is kept between requests, so each has its whole conversation in `input`."""
+"""POST /v1/responses: the request. What it refers to is looked up before it comes here (`stored_responses`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -84,17 +84,19 @@ _OF_VLLM = (
 )
 """Fields of vLLM's that are refused as in chats."""
 LOGPROBS = "message.output_text.logprobs"
-_STATELESS = "nothing is kept between requests; send the whole conversation as 'input'."
+_WHOLE = "send the whole conversation as 'input'"
 _CALLED = ("function", "custom")
 
 
-class InputItem(msgspec.Struct):
+class InputItem(msgspec.Struct, omit_defaults=True):
     """A turn, a thought, a call or its result. Items of an answer can be sent back as they are: other fields of theirs
     are ignored.
     """
 
     type: Name = "message"
-    """`message`, `reasoning`, `function_call`, `custom_tool_call`, or an output of one of these."""
+    """`message`, `reasoning`, `function_call`, `custom_tool_call`, an output of one of these, or `item_reference`."""
+    id: Name | None = None
+    """An item of a stored response, if this is a reference to it; otherwise it has no effect."""
     role: Name | None = None
     content: Text | Parts | None = None
     call_id: Text | None = None
@@ -212,6 +214,11 @@ class ResponseBody(InferenceBody, kw_only=True):
     """Alternatives to each token; with `include` of `message.output_text.logprobs`."""
     chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
+    previous_response_id: Name | None = None
+    """A stored response: its conversation is put before `input`. Its `instructions` are not."""
+    store: bool | None = None
+    """Store the response, so that later requests can refer to it and read it. Left out: true if the server stores any,
+    and the tenant has no zero retention."""
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Tags | None = None
@@ -242,16 +249,12 @@ class ResponseBody(InferenceBody, kw_only=True):
         "enable_response_messages": Unsupported("ask POST /tokenize for the prompt.", (None, False)),
         "include_reasoning": Unsupported("leave the items of the type 'reasoning' unread.", (None, True)),
         "media_io_kwargs": Unsupported("this server reads and writes text.", (None, {})),
-        "previous_input_messages": Unsupported(_STATELESS, (None, [])),
+        "previous_input_messages": Unsupported(f"{_WHOLE}.", (None, [])),
         "background": Unsupported("send the request to /v1/batches, or wait for its answer.", (None, False)),
         "context_management": Unsupported("prompts are never cut; send a shorter 'input'.", (None, [])),
-        "conversation": Unsupported(_STATELESS),
+        "conversation": Unsupported(f"conversations are not objects here; {_WHOLE}, or 'previous_response_id'."),
         "moderation": Unsupported("answers are not moderated."),
-        "previous_response_id": Unsupported(_STATELESS),
         "prompt": Unsupported("prompts are not stored here; send 'instructions' and 'input'."),
-        "store": Unsupported(
-            "answers are not stored and cannot be retrieved; leave 'store' out, or send false.", (None, False)
-        ),
         "truncation": Unsupported("prompts are never cut; send a shorter 'input'.", (None, "disabled")),
     }
     nested: ClassVar[Mapping[str, type[Body]]] = {"text": TextConfig, "reasoning": ReasoningConfig}
@@ -262,8 +265,21 @@ class ResponseBody(InferenceBody, kw_only=True):
         return left_out_tools(_types(tools, "tools"), (tool.where for tool in _offered(tools, "tools")))
 
 
-def to_request(body: ResponseBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+def stateless_request(body: ResponseBody) -> GenerationRequest:
+    """Return a request for which nothing is stored, and that refers to nothing. Raises InvalidRequest."""
+    for field, value in (("previous_response_id", body.previous_response_id), ("store", body.store)):
+        if value:
+            raise InvalidRequest(
+                f"'{field}' is not supported here: no response is stored, because this server stores none "
+                f"(privacy.response_seconds), or because the request is a line of a batch. Leave it out, and {_WHOLE}.",
+                field=field,
+                code="unsupported_parameter",
+            )
+    return to_request(body)
+
+
+def to_request(body: ResponseBody, history: Sequence[InputItem] = ()) -> GenerationRequest:
+    """Return the request as the gateway takes it; `history` comes before its input. Raises InvalidRequest."""
     with renamed_fields(FIELDS):
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", field="stream_options")
@@ -274,7 +290,7 @@ def to_request(body: ResponseBody) -> GenerationRequest:
             kind="resp_",
             model=body.model,
             is_streamed=bool(body.stream),
-            prompts=(_conversation(body),),
+            prompts=(_conversation(body, history),),
             sampling=sampling_params(shared, (body.top_logprobs or 0) if with_logprobs else None),
             left_out=left_out(shared),
             max_tokens=body.max_output_tokens,
@@ -381,10 +397,19 @@ def _name(tool: ResponseTool, where: str) -> str:
     return checked_name(required(tool, "name", where), f"{where}.name")
 
 
-def _conversation(body: ResponseBody) -> Conversation:
+def is_reference(item: InputItem) -> bool:
+    """Return whether an item stands for one of an earlier response; OpenAI lets the type be left out."""
+    return item.type == "item_reference" or (
+        item.type == "message" and item.id is not None and item.role is None and item.content is None
+    )
+
+
+def _conversation(body: ResponseBody, history: Sequence[InputItem]) -> Conversation:
     turns = ConversationBuilder()
     if body.instructions:
         turns.add_instructions(body.instructions)
+    for i, item in enumerate(history):
+        _add(turns, item, f"previous_response_id[{i}]")
     if isinstance(body.input, str):
         turns.add_turn("user", body.input)
     else:
@@ -397,6 +422,13 @@ def _conversation(body: ResponseBody) -> Conversation:
 
 def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
     """Add an item to the conversation. Raises InvalidRequest."""
+    if is_reference(item):
+        raise InvalidRequest(
+            f"'{where}' refers to an item of an earlier answer, and no answer is stored here: send the item itself "
+            "(clients do so with store=false).",
+            field=where,
+            code="unsupported_parameter",
+        )
     match item.type:
         case "message":
             _add_message(turns, item, where)
@@ -409,13 +441,6 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
             turns.add_call(required(item, "call_id", where), _called(item, where), {INPUT: item.input or ""})
         case "function_call_output" | "custom_tool_call_output":
             turns.add_result(required(item, "call_id", where), read_text(item.output, f"{where}.output"))
-        case "item_reference":
-            raise InvalidRequest(
-                f"'{where}' refers to an item of an earlier answer, and answers are not stored: send the item itself "
-                "(clients do so with store=false).",
-                field=where,
-                code="unsupported_parameter",
-            )
         case other:
             raise InvalidRequest(
                 f"Invalid value for '{where}.type': '{other[:40]}'. This server reads message, reasoning, "

@@ -21,11 +21,11 @@ from loramux.common.jobs import SERVER, TenantSlots, ThreadPool
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import SECOND
 from loramux.data.entities import StoredFile
+from loramux.data.records.base import Viewpoint
 from loramux.data.records.batches import (
     BatchJobs,
     BatchRepository,
     FileRepository,
-    Viewpoint,
     expired_files,
     known_files,
 )
@@ -127,7 +127,7 @@ class Files:
         file = StoredFile(
             id=new_file_id(),
             project_id=principal.project,
-            owner=owner_of(principal),
+            owner=principal.owner,
             purpose=purpose,
             filename=filename,
             size=size,
@@ -157,7 +157,7 @@ class Files:
     async def get(self, principal: Principal, id: str) -> StoredFile:
         """Return a file. Raises FileNotFound."""
         async with self._database.read() as session:
-            file = await FileRepository(session, principal.tenant).get(id, viewpoint(principal))
+            file = await FileRepository(session, principal.tenant).get(id, Viewpoint.of(principal))
         if file is None:
             raise FileNotFound(id)
         return file
@@ -168,7 +168,7 @@ class Files:
         """List at most `limit` files behind the file `after`."""
         async with self._database.read() as session:
             files = FileRepository(session, principal.tenant)
-            return await files.listed(viewpoint(principal), after, limit, purpose, oldest_first=oldest_first)
+            return await files.listed(Viewpoint.of(principal), after, limit, purpose, oldest_first=oldest_first)
 
     async def fetch(self, tenant: TenantId, file: StoredFile, folder: Path) -> Path:
         """Copy a file into `folder`. Raises FileNotFound where it was deleted meanwhile."""
@@ -196,7 +196,7 @@ class Files:
         async with self._database.begin() as session:
             files = FileRepository(session, principal.tenant)
             await files.total_size()  # locks the tenant: a batch that reads the file is created before or after
-            file = await files.get(id, viewpoint(principal))
+            file = await files.get(id, Viewpoint.of(principal))
             if file is None:
                 raise FileNotFound(id)
             user = await BatchRepository(session, principal.tenant).user_of(id)
@@ -252,13 +252,3 @@ def new_file_id() -> str:
 def object_name(file_id: str) -> str:
     """Return the name of a file's object in the store."""
     return f"{FOLDER}/{file_id}"
-
-
-def owner_of(principal: Principal) -> str:
-    """Return the caller as the owner of what it makes: a rotation hands it on."""
-    return principal.lineage[0] if principal.lineage else principal.key_id
-
-
-def viewpoint(principal: Principal) -> Viewpoint:
-    """Return what the caller sees: its project's; a key that is confined to some models sees what it made itself."""
-    return Viewpoint(principal.project, None if principal.models is None else owner_of(principal))

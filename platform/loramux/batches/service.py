@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from loramux.batches.errors import BatchNotFound, FileNotFound, InvalidBatch, TooManyBatches
-from loramux.batches.files import Files, owner_of, viewpoint
+from loramux.batches.files import Files
 from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
 from loramux.common.errors import LoramuxError
@@ -22,6 +22,7 @@ from loramux.common.jobs import SERVER, JobRunner
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import DAY, SECOND
 from loramux.data.entities import Batch, LineError
+from loramux.data.records.base import Viewpoint
 from loramux.data.records.batches import CANCELLING, IN_PROGRESS, VALIDATING, BatchJobs, BatchRepository, FileRepository
 from loramux.data.records.database import Database
 from loramux.money.usage.service import UsageService
@@ -83,7 +84,7 @@ class Batches:
             id=new_id("batch"),
             tenant_id=principal.tenant,
             project_id=principal.project,
-            owner=owner_of(principal),
+            owner=principal.owner,
             endpoint=endpoint,
             input_file_id=input_file_id,
             completion_window=completion_window,
@@ -103,7 +104,7 @@ class Batches:
                     f"You have {unfinished} unfinished batches, the most that is allowed; wait for one to end.",
                     "input_file_id",
                 )
-            file = await FileRepository(session, principal.tenant).get(input_file_id, viewpoint(principal))
+            file = await FileRepository(session, principal.tenant).get(input_file_id, Viewpoint.of(principal))
             if file is None or file.purpose != "batch":
                 raise FileNotFound(input_file_id, "input_file_id")
             await batches.add(batch)
@@ -113,7 +114,7 @@ class Batches:
     async def get(self, principal: Principal, id: str) -> Batch:
         """Return a batch. Raises BatchNotFound."""
         async with self._database.read() as session:
-            batch = await BatchRepository(session, principal.tenant).get(id, viewpoint(principal))
+            batch = await BatchRepository(session, principal.tenant).get(id, Viewpoint.of(principal))
         if batch is None:
             raise BatchNotFound(id)
         return batch
@@ -121,13 +122,13 @@ class Batches:
     async def before(self, principal: Principal, id: str | None, limit: int) -> list[Batch]:
         """List at most `limit` batches older than that one, newest first."""
         async with self._database.read() as session:
-            return await BatchRepository(session, principal.tenant).before(viewpoint(principal), id, limit)
+            return await BatchRepository(session, principal.tenant).before(Viewpoint.of(principal), id, limit)
 
     async def cancel(self, principal: Principal, id: str) -> Batch:
         """Begin no further line; running ones finish. A batch that has ended stays as it is. Raises BatchNotFound."""
         async with self._database.begin() as session:
             batches = BatchRepository(session, principal.tenant)
-            batch = await batches.get(id, viewpoint(principal), lock=True)
+            batch = await batches.get(id, Viewpoint.of(principal), lock=True)
             if batch is None:
                 raise BatchNotFound(id)
             if batch.state in (VALIDATING, IN_PROGRESS):

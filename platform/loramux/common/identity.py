@@ -52,6 +52,11 @@ class Principal(msgspec.Struct, frozen=True):
     """The key and its makers, or the member: limits on any of them count this caller's requests."""
 
     @property
+    def owner(self) -> str:
+        """The caller as the owner of what it makes: a rotation hands it on."""
+        return self.lineage[0] if self.lineage else self.key_id
+
+    @property
     def bound_project(self) -> ProjectId | None:
         """The only project that a key without the scope `projects` sees and manages; None: all of the tenant's."""
         is_bound = self.role is None and self.project and "projects" not in self.scopes

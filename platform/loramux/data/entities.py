@@ -67,6 +67,26 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
 
 
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """A response that is stored for later requests, encrypted. Times in microseconds since the epoch."""
+
+    id: str
+    project_id: ProjectId
+    owner: str
+    previous_id: str | None
+    """The response that it continues, which may be gone."""
+    items: bytes
+    """The items of its input and its output."""
+    items_size: int
+    """Bytes of `items`."""
+    content: bytes
+    """The rest of the response."""
+    size: int
+    """Bytes of both."""
+    created_at: int
+    expires_at: int
+
+
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
     """What is wrong with a line of a batch's input, or with the batch as a whole."""
 

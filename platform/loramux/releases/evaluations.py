@@ -20,7 +20,8 @@ from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, TenantId, new_id
 from loramux.common.jobs import JobRunner, TenantSlots
 from loramux.data.entities import Batch, Evaluation, StoredFile
-from loramux.data.records.batches import UNFINISHED, BatchRepository, FileRepository, Viewpoint
+from loramux.data.records.base import Viewpoint
+from loramux.data.records.batches import UNFINISHED, BatchRepository, FileRepository
 from loramux.data.records.comparisons import RUNNING, EvaluationJobs, EvaluationRepository
 from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsError

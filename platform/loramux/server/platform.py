@@ -50,6 +50,7 @@ from loramux.serving.adapters import AdapterService, LocalFolders
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.lifecycle import RECONCILE_SECONDS, BaseLifecycle
 from loramux.serving.service import CompletionService, ServedBases
+from loramux.serving.stored_responses import ResponseStore
 
 MAINTENANCE_SECONDS = 10.0
 SETTLE_SECONDS = 5.0
@@ -83,6 +84,7 @@ class Platform:
     usage: UsageService
     billing: BillingService
     completions: CompletionService
+    responses: ResponseStore
     webhooks: WebhookService
     local_folders: LocalFolders
     database: Database
@@ -187,6 +189,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
         completions = CompletionService(
             bases=lifecycle.serving, resolver=registry.resolver, usage=usage, renderer=renderer
         )
+        responses = ResponseStore(database, tenants.pepper, settings.privacy)
         lifecycle.drain_with(completions.drain_base)
         stack.push_async_callback(completions.drain, settings.server.drain_seconds)
         chores = (
@@ -195,6 +198,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             (STORAGE_SECONDS, usage.accrue),
             (SUM_SECONDS, usage.sum_days),
             (FORGET_SECONDS, usage.forget_answers),
+            (FORGET_SECONDS, responses.forget_expired),
             (UPLOAD_SECONDS, uploads.worker.tend),
             (UPLOAD_SWEEP_SECONDS, uploads.worker.sweep),
             (CACHE_SECONDS, partial(registry.blob_gc.trim_cache, settings.records.cache_bytes)),
@@ -214,6 +218,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             usage=usage,
             billing=BillingService(database, settings.billing),
             completions=completions,
+            responses=responses,
             webhooks=webhooks,
             local_folders=LocalFolders(adapters, uploads, settings.adapters.local_root),
             database=database,

@@ -2,7 +2,10 @@
 
 GatewayError(message, field, code)
 ├── InvalidRequest       the caller can correct it: `field` names what is wrong: 400
-│   └── PromptTooLong    the prompt and its answer do not fit in the context
+│   ├── PromptTooLong    the prompt and its answer do not fit in the context
+│   └── PreviousResponseNotFound  the response to continue is gone
+├── ResponseNotFound     no such stored response: 404
+├── ItemNotFound         no stored response has such an item: 404
 ├── FolderNotFound       a folder of the server's machine is absent, or not below its root: 404
 ├── NotAllowed           the credential is valid and does not allow this: 403
 ├── Unavailable          not now: try again after `retry_after` seconds: 503
@@ -44,6 +47,39 @@ class PromptTooLong(InvalidRequest):
     def __init__(self, message: str, field: str, *, tokens: int, most: int) -> None:
         super().__init__(message, field)
         self.tokens, self.most = tokens, most
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    """No such response, another tenant's or project's, expired, or deleted: one that it continues perhaps."""
+
+    code = "previous_response_not_found"
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"Previous response with id '{id[:80]}' not found.", "previous_response_id")
+
+
+class ResponseNotFound(GatewayError):
+    """No such response, another tenant's or project's, expired, or deleted."""
+
+    code = "response_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, id: str) -> None:
+        super().__init__(f"Response with id '{id[:80]}' not found.", "response_id")
+
+
+class ItemNotFound(GatewayError):
+    """No such item: its response is gone, or was never stored."""
+
+    code = "item_not_found"
+    status = HTTPStatus.NOT_FOUND
+
+    def __init__(self, id: str, field: str) -> None:
+        super().__init__(
+            f"Item with id '{id[:80]}' not found. Items are not persisted when `store` is set to false. Try again with "
+            "`store` set to true, or remove this item from your input.",
+            field,
+        )
 
 
 class InvalidBase(GatewayError):

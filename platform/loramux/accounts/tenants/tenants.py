@@ -35,6 +35,7 @@ from loramux.data.records.batches import BatchRepository, FileRepository
 from loramux.data.records.credentials import owner_of_key
 from loramux.data.records.database import Database
 from loramux.data.records.requests import ClaimRepository
+from loramux.data.records.responses import ResponseRepository
 from loramux.data.records.tenants import (
     ProjectRepository,
     ProjectRow,
@@ -223,8 +224,8 @@ class Tenants:
     async def set_zero_retention(self, name: str, zero_retention: bool) -> Tenant:
         """Store nothing of what the tenant's requests say or get, from now on, or end this. Raises TenantNotFound.
 
-        What is stored goes: kept answers at once; batches are cancelled without files, and files are deleted within
-        the hour.
+        What is stored goes: kept answers and responses at once; batches are cancelled without files, and files are
+        deleted within the hour.
         """
         async with self._changes.begin() as change:
             row = await _locked(change, name)
@@ -232,6 +233,7 @@ class Tenants:
             row.zero_retention = zero_retention
             if zero_retention:
                 await ClaimRepository(change.session).remove_all(row.id)
+                await ResponseRepository(change.session, row.id).remove_all()
                 await BatchRepository(change.session, row.id).cancel_all(change.now)
                 await FileRepository(change.session, row.id).expire_all(change.now)
             await change.note("tenant.zero_retention", row.id, tenant=row.id, before=before, after=tenant_of(row))

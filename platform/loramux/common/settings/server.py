@@ -225,6 +225,13 @@ class PrivacySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Seconds for which answers to requests with an Idempotency-Key are kept, encrypted; 0 refuses such requests."""
     file_seconds: Annotated[int, Meta(ge=3600)] = 30 * 86_400
     """Seconds after which a file is deleted, inputs and outputs of batches alike."""
+    response_seconds: Annotated[int, Meta(ge=0, le=365 * 86_400)] = 0
+    """Seconds for which responses of /v1/responses are stored, encrypted; 0 stores none. Above 0 they are stored unless
+    a request says `store: false`, as OpenAI does. OpenAI's time is 2592000, 30 days."""
+    responses_per_tenant: Positive = 10_000
+    """The most stored responses of a tenant; beyond it the oldest are deleted."""
+    response_bytes_per_tenant: Annotated[int, Meta(ge=32 << 20)] = 256 << 20
+    """The most bytes of a tenant's stored responses; beyond it the oldest are deleted."""
 
 
 FORM_BYTES = 1 << 20

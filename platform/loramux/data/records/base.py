@@ -39,7 +39,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase
 
-from loramux.common.identity import ProjectId, TenantId
+from loramux.common.identity import Principal, ProjectId, TenantId
 from loramux.data.records.database import is_postgresql
 
 Struct = TypeVar("Struct", bound=msgspec.Struct)
@@ -103,6 +103,23 @@ class TenantScoped(Repository):
     def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
         super().__init__(session)
         self._tenant = tenant
+
+
+class Viewpoint(msgspec.Struct, frozen=True):
+    """The rows of a tenant that a caller sees: its project's; `owner` narrows them to the caller's own."""
+
+    project: ProjectId
+    owner: str | None = None
+
+    @classmethod
+    def of(cls, principal: Principal) -> Viewpoint:
+        """Return what the caller sees: a key that is confined to some models sees what it made itself."""
+        return cls(principal.project, None if principal.models is None else principal.owner)
+
+    def conditions(self, row: Any) -> tuple[ColumnElement[bool], ...]:
+        """Return the conditions on a table with `project_id` and `owner`."""
+        own = () if self.owner is None else (row.owner == self.owner,)
+        return (row.project_id == self.project, *own)
 
 
 def table_of(model: type[DeclarativeBase]) -> Table:

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 from sqlalchemy import (
     CheckConstraint,
-    ColumnElement,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -27,7 +26,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
 from loramux.data.entities import Batch, LineError, StoredFile
-from loramux.data.records.base import Base, Repository, TenantScoped, newest_first, to_struct
+from loramux.data.records.base import Base, Repository, TenantScoped, Viewpoint, newest_first, to_struct
 from loramux.data.records.database import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import lock_tenant
 
@@ -59,13 +58,6 @@ class FileRow(Base):
     expires_at: Mapped[int]
 
 
-class Viewpoint(msgspec.Struct, frozen=True):
-    """What a caller sees of files and batches: its project's; `owner` narrows them to the caller's own."""
-
-    project: ProjectId
-    owner: str | None = None
-
-
 class FileRepository(TenantScoped):
     """One tenant's files."""
 
@@ -75,7 +67,9 @@ class FileRepository(TenantScoped):
 
     async def get(self, id: str, seen: Viewpoint) -> StoredFile | None:
         """Find one of the files that the caller sees."""
-        statement = select(FileRow).where(FileRow.tenant_id == self._tenant, FileRow.id == id, *_seen(FileRow, seen))
+        statement = select(FileRow).where(
+            FileRow.tenant_id == self._tenant, FileRow.id == id, *seen.conditions(FileRow)
+        )
         row = await self._session.scalar(statement)
         return None if row is None else to_struct(StoredFile, row)
 
@@ -83,7 +77,7 @@ class FileRepository(TenantScoped):
         self, seen: Viewpoint, after: str | None, limit: int, purpose: str | None = None, *, oldest_first: bool = False
     ) -> list[StoredFile]:
         """List at most `limit` files behind the file `after`."""
-        statement = select(FileRow).where(FileRow.tenant_id == self._tenant, *_seen(FileRow, seen))
+        statement = select(FileRow).where(FileRow.tenant_id == self._tenant, *seen.conditions(FileRow))
         if purpose is not None:
             statement = statement.where(FileRow.purpose == purpose)
         place = tuple_(FileRow.created_at, FileRow.id)
@@ -122,11 +116,6 @@ async def expired_files(session: AsyncSession, now: int, needed: Collection[str]
 async def known_files(session: AsyncSession, ids: Collection[str]) -> frozenset[str]:
     """Return those of `ids` that have a row."""
     return frozenset(await session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
-
-
-def _seen(row: type[FileRow | BatchRow], viewpoint: Viewpoint) -> tuple[ColumnElement[bool], ...]:
-    own = () if viewpoint.owner is None else (row.owner == viewpoint.owner,)
-    return (row.project_id == viewpoint.project, *own)
 
 
 class BatchRow(LeasedRow, Base):
@@ -197,14 +186,14 @@ class BatchRepository(TenantScoped):
     async def get(self, id: str, seen: Viewpoint, *, lock: bool = False) -> Batch | None:
         """Find one of the batches that the caller sees, and lock it if wanted."""
         statement = select(BatchRow).where(
-            BatchRow.tenant_id == self._tenant, BatchRow.id == id, *_seen(BatchRow, seen)
+            BatchRow.tenant_id == self._tenant, BatchRow.id == id, *seen.conditions(BatchRow)
         )
         row = await self._session.scalar(statement.with_for_update() if lock else statement)
         return None if row is None else _batch(row)
 
     async def before(self, seen: Viewpoint, id: str | None, limit: int) -> list[Batch]:
         """List at most `limit` batches older than that one, newest first."""
-        statement = select(BatchRow).where(*_seen(BatchRow, seen))
+        statement = select(BatchRow).where(*seen.conditions(BatchRow))
         newest = newest_first(statement, BatchRow, self._tenant, id, limit)
         return [_batch(row) for row in await self._session.scalars(newest)]
 

@@ -34,6 +34,7 @@ from loramux.data.records import (  # noqa: F401 - each declares tables
     limits,
     pins,
     requests,
+    responses,
     revision_metrics,
     sinks,
     tenants,

@@ -15,10 +15,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from sqlalchemy.ext.asyncio import AsyncSession
 
+from loramux.common.encryption import Encryption
 from loramux.common.identity import Principal, TenantId, new_id
 from loramux.common.units import DAY
 from loramux.data.entities import IdempotencyClaim
@@ -27,7 +26,6 @@ from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
 
 ENCRYPTED = b"\x01"
 """First byte of an encrypted answer; releases before it wrote plain JSON."""
-NONCE_BYTES = 12
 
 
 class AnswerStorage:
@@ -36,7 +34,7 @@ class AnswerStorage:
     def __init__(self, pepper: bytes, retention: int = DAY) -> None:
         """`retention` in microseconds."""
         self.retention = retention
-        self._cipher = AESGCM(hmac.digest(pepper, b"idempotency answers", "sha256"))
+        self._encryption = Encryption(pepper, b"idempotency answers")
         self._digest_key = hmac.digest(pepper, b"idempotency digests", "sha256")
 
     @classmethod
@@ -50,18 +48,13 @@ class AnswerStorage:
 
     def encrypt(self, answer: bytes, request_id: str) -> bytes:
         """Return the stored form of an answer, which belongs to this request alone."""
-        nonce = os.urandom(NONCE_BYTES)
-        return ENCRYPTED + nonce + self._cipher.encrypt(nonce, answer, request_id.encode())
+        return ENCRYPTED + self._encryption.encrypt(answer, request_id)
 
     def decrypt(self, stored: bytes, request_id: str) -> bytes | None:
         """Return the answer; None where it was stored under another pepper."""
         if not stored.startswith(ENCRYPTED):
             return stored
-        nonce, content = stored[1 : 1 + NONCE_BYTES], stored[1 + NONCE_BYTES :]
-        try:
-            return self._cipher.decrypt(nonce, content, request_id.encode())
-        except InvalidTag:
-            return None
+        return self._encryption.decrypt(stored.removeprefix(ENCRYPTED), request_id)
 
 
 class StoredAnswer(msgspec.Struct, frozen=True):
