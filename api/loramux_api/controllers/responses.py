@@ -26,7 +26,7 @@ from loramux.serving.messages import Answer, Delta, FinishReason, TokenLogprob
 from loramux.serving.stored_responses import ResponseStore, ResponseText
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
 from loramux_api.auth import requires
-from loramux_api.bodies import InferenceRequest, body_limit
+from loramux_api.bodies import InferenceRequest, inference_body_bytes
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
@@ -164,7 +164,7 @@ async def _history(responses: ResponseStore, inference: Inference, body: Respons
 
     Raises PreviousResponseNotFound, ItemNotFound, InvalidRequest.
     """
-    principal, most_bytes = inference.principal, body_limit(inference.completions)
+    principal, most_bytes = inference.principal, inference_body_bytes(inference.completions.context)
     referred, previous = referred_responses(body), body.previous_response_id
     if not referred and previous is None:
         return []
