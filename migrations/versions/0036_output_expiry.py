@@ -1,4 +1,4 @@
-"""batches: when their output files expire"""
+"""batches: the expiry of their output files"""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,8 +1,8 @@
-"""Tenants' files: received, listed, read, deleted; and those that expire.
+"""Tenants' files: received, listed, read, deleted, and removed when they expire.
 
-The bytes are one object in the store, complete before the row that names it. A row goes first when a file is deleted,
-and `sweep` removes objects that no row names. Files count against a storage quota; those that batches write count too,
-and are written whatever it says.
+The bytes are one object in the store, complete before the row that names it. When a file is deleted, its row is deleted
+first; `sweep` removes objects that no row names. All files count against a storage quota. The files that batches write
+are stored even if they exceed it.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from loramux.serving.checks import ensure_storage_allowed, storage_refused
 
 FOLDER = "files"
 PURPOSES = ("batch", "evals")
-"""What a client may send a file for."""
+"""Purposes for which a client may send a file."""
 OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
 TRANSFERS, TRANSFERS_PER_TENANT = 64, 8
 THREADS = 8
 SWEEP = 1000
-"""Files that expire in one transaction."""
+"""The most files that expire in one transaction."""
 MIN_RETENTION = 3600
-"""Seconds that a file stays at least, as OpenAI has it."""
+"""The least time that a file is kept, in seconds, as OpenAI defines it."""
 
 
 class Files:
     """Files of every tenant; each caller sees those of its project."""
 
     def __init__(self, database: Database, blobs: BlobStore, settings: BatchSettings, retention_seconds: int) -> None:
-        """`retention_seconds`: after so long a file is deleted."""
+        """`retention_seconds`: seconds after which a file is deleted."""
         self.retention_seconds = retention_seconds
         self.threads = ThreadPool("files", THREADS)
         self._database = database
@@ -64,7 +64,7 @@ class Files:
     async def receiving(self, principal: Principal, announced: int | None) -> AsyncIterator[Path]:
         """Yield an empty folder to receive a body in. Raises NotAllowed, FileTooLarge, StorageQuotaReached.
 
-        `announced`: the bytes of the body, where its client says them.
+        `announced`: the bytes of the body, if its client says them.
         """
         ensure_storage_allowed(principal, "file")
         if announced is not None and announced > self._settings.max_body_bytes:
@@ -103,7 +103,7 @@ class Files:
         purpose: str,
         expires_after: int | None = None,
     ) -> StoredFile:
-        """Store a file for any purpose. Raises the same."""
+        """Store a file for any purpose. Raises the same errors as `add`."""
         retention = self.retention_seconds
         self.check_expiry(expires_after, "expires_after")
         if size > self._settings.max_file_bytes:
@@ -134,7 +134,7 @@ class Files:
         return file
 
     def check_expiry(self, seconds: int | None, field: str) -> None:
-        """Raise InvalidFile for a time to keep a file that the server does not offer."""
+        """Raise InvalidFile if the server does not keep files for so many seconds."""
         if seconds is not None and not MIN_RETENTION <= seconds <= self.retention_seconds:
             raise InvalidFile(
                 f"'{field}.seconds' is {MIN_RETENTION} to {self.retention_seconds}, for which this server keeps files.",
@@ -152,13 +152,13 @@ class Files:
     async def listed(
         self, principal: Principal, after: str | None, limit: int, purpose: str | None, *, oldest_first: bool
     ) -> list[StoredFile]:
-        """List at most `limit` files behind the file `after`."""
+        """List at most `limit` files that follow the file `after`."""
         async with self._database.read() as session:
             files = FileRepository(session, principal.tenant)
             return await files.listed(viewpoint(principal), after, limit, purpose, oldest_first=oldest_first)
 
     async def fetch(self, file: StoredFile, folder: Path) -> Path:
-        """Copy a file into `folder`. Raises FileNotFound where it was deleted meanwhile."""
+        """Copy a file into `folder`. Raises FileNotFound if it has been deleted."""
         try:
             await self.threads.run(self._blobs.objects.fetch, object_name(file.id), folder / file.id)
         except FileNotFoundError:
@@ -166,7 +166,7 @@ class Files:
         return folder / file.id
 
     async def content(self, file: StoredFile) -> AsyncIterator[bytes]:
-        """Yield the file's bytes. Raises FileNotFound where it was deleted meanwhile."""
+        """Yield the file's bytes. Raises FileNotFound if it has been deleted."""
         chunks = self._blobs.objects.read(object_name(file.id))
         try:
             while (data := await self.threads.run(next, chunks, None)) is not None:
@@ -178,7 +178,7 @@ class Files:
         """Delete a file and its bytes. Raises FileNotFound, FileInUse."""
         async with self._database.begin() as session:
             files = FileRepository(session, principal.tenant)
-            await files.total_size()  # locks the tenant: a batch that reads the file is created before or after
+            await files.total_size()  # locks the tenant, so a batch that reads the file is created before or after this
             file = await files.get(id, viewpoint(principal))
             if file is None:
                 raise FileNotFound(id)
@@ -202,9 +202,10 @@ class Files:
                 return count
 
     async def sweep(self) -> int:
-        """Remove objects that had no row at the last sweep and have none now, left by a crash; return their number.
+        """Remove objects that a crash left: they had no row at the last sweep and have none now. Return their number.
 
-        A file that is being received has its object before its row, for far less than the time between two sweeps.
+        A file that is being received has an object and no row yet. That takes far less time than passes between two
+        sweeps.
         """
         names = await self.threads.run(self._blobs.objects.names, FOLDER)
         stored = [name.rpartition("/")[2] for name in names]
@@ -238,10 +239,10 @@ def object_name(file_id: str) -> str:
 
 
 def owner_of(principal: Principal) -> str:
-    """Return the caller as the owner of what it makes: a rotation hands it on."""
+    """Return the owner of the caller's files and batches. A rotation of the key keeps the owner."""
     return principal.lineage[0] if principal.lineage else principal.key_id
 
 
 def viewpoint(principal: Principal) -> Viewpoint:
-    """Return what the caller sees: its project's; a key that is confined to some models sees what it made itself."""
+    """Return the view of the caller: its project's files, or only its own if its key is limited to some models."""
     return Viewpoint(principal.project, None if principal.models is None else owner_of(principal))

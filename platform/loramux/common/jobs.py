@@ -1,10 +1,10 @@
-"""Work off a request's path: jobs of one server, periodic work, blocking work on threads, and tenants' shares of them.
+"""Work outside of requests: jobs of one server, periodic work, blocking work on threads, and tenants' shares of them.
 
-A `JobRunner` runs each of its jobs once at a time, and all of them end with the server.
+A `JobRunner` never runs a job twice at the same time. All its jobs end with the server.
 
 asyncio's default executor has few threads, which tokenizers and everything else share. Work that may wait long for a
-store or another machine runs in a `ThreadPool` of its own, and takes its turn in `TenantSlots`, so that one tenant's
-slow transfers delay neither other work nor other tenants.
+store or another machine runs in its own `ThreadPool` and waits for its turn in `TenantSlots`. So the slow transfers of
+one tenant delay neither other work nor other tenants.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """Work that a server has taken on; its row in the database says so (`records.database`)."""
+    """Work that a server has taken on. Its row in the database says so (`records.database`)."""
 
     @property
     def id(self) -> str:
@@ -39,22 +39,22 @@ J = TypeVar("J", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One run of a job, as it ended."""
+    """A run of a job that has ended."""
 
     kind: str
     id: str
     began: float
-    """By the monotonic clock, in seconds; `ended` too."""
+    """The begin of the run. `began` and `ended` are in seconds of the monotonic clock."""
     ended: float
 
 
 class JobRunner(Generic[J]):
-    """Runs the jobs that `find` returns, those that do not run already."""
+    """Runs the jobs that `find` returns, except those that run already."""
 
     def __init__(
         self, kind: str, find: Callable[[], Awaitable[Sequence[J]]], run: Callable[[J], Coroutine[None, None, None]]
     ) -> None:
-        """`run` handles its own errors: a job that fails is found and run again, unless its row says otherwise."""
+        """`run` handles its own errors. A job that fails is found and run again, unless its row says otherwise."""
         self.kind = kind
         self._find = find
         self._run = run
@@ -63,7 +63,7 @@ class JobRunner(Generic[J]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_ended(self, observer: Callable[[JobRun], None]) -> None:
-        """Call `observer` at the end of each run, a cancelled one too."""
+        """Call `observer` at the end of each run, also of a cancelled one."""
         self._observers.append(observer)
 
     @property
@@ -76,12 +76,12 @@ class JobRunner(Generic[J]):
         self._start(self._look())
 
     def cancel(self, id: str) -> None:
-        """Stop a job whose row is gone."""
+        """Stop a job whose row is deleted."""
         if running := self._running.get(id):
             running.cancel()
 
     async def stop(self) -> None:
-        """Cancel the running jobs; this server's next life, or another server, starts them again."""
+        """Cancel the running jobs. This server starts them again after a restart, or another server does."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 
 async def run_blocking(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `function` on a thread of the default executor; return only when it has ended, even when cancelled."""
+    """Run `function` on a thread of the default executor. Return only after it has ended, even if cancelled."""
     return await _ended(asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs)))
 
 
@@ -130,7 +130,7 @@ class ThreadPool:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=kind)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function` on a thread of this pool; return only when it has ended, even when cancelled."""
+        """Run `function` on a thread of this pool. Return only after it has ended, even if cancelled."""
         work = partial(function, *args, **kwargs)
         return await _ended(asyncio.get_running_loop().run_in_executor(self._executor, work))
 
@@ -162,7 +162,7 @@ class TenantSlots:
         except asyncio.CancelledError:
             if granted.cancelled() or not granted.done():
                 self._waiting = deque(one for one in self._waiting if one[1] is not granted)
-            else:  # granted at the moment of the cancellation
+            else:  # the slot was granted at the moment of the cancellation
                 self._release(tenant)
             raise
         try:
@@ -226,5 +226,5 @@ async def _ended(running: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait({running})
         if not running.cancelled():
-            running.exception()  # retrieved: the caller was cancelled, and its error has no reader
+            running.exception()  # mark the error as retrieved: the caller was cancelled and will not read it
         raise
