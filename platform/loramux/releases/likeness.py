@@ -44,8 +44,7 @@ MEASURES = tuple(_BOUNDS)
 
 They are: equal answers; the common beginning divided by the longer answer; F1 of shared tokens; the candidate's tokens
 divided by the current revision's; equal finish reasons. The last three are the answers that the request's format
-allows: of the current revision, of the candidate, and the difference.
-"""
+allows: of the current revision, of the candidate, and the difference."""
 
 
 class ChoiceAnswer(msgspec.Struct, frozen=True):

@@ -143,8 +143,7 @@ class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
     answers: tuple[EngineAnswer, ...] = ()
     """The serving engine's answers to the report's `to_answer`, and then the base's own answer to the first prompt.
 
-    If there are answers, only these are compared.
-    """
+    If there are answers, only these are compared."""
 
 
 TOKENS_CHECK = "parity_of_tokens"

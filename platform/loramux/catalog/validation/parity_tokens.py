@@ -374,8 +374,7 @@ def token_fault(figures: dict[str, float], tolerance: float = LOGPROB_TOLERANCE)
 ROUNDING_FACTOR = 16
 """The largest allowed ratio of two distances: engine to PEFT with the adapter, and without it.
 
-The distances are those of log probabilities. Random models and adapters in bfloat16 reached 6.
-"""
+The distances are those of log probabilities. Random models and adapters in bfloat16 reached 6."""
 ROUNDED_TOLERANCE = 0.1
 """The difference in nats that an engine in 16 bits may always have. Another adapter's answers differ by 0.7 or more."""
 TAKES_FROM_THE_BASE = ("pissa", "olora")

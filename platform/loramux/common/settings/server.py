@@ -35,8 +35,7 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The port."""
     tls_certificate: str | None = None
     """A PEM file with the certificate and its chain; TLS 1.2 at least. If the files change, new connections use them
-    within seconds.
-    """
+    within seconds."""
     tls_key: str | None = None
     """The PEM file with the certificate's private key."""
     internal_port: Port | None = None
@@ -45,21 +44,18 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The listen address of internal_port. Unset: `host`."""
     root_path: str = ""
     """A path, such as /llm, below which the API is served too, if a proxy does not remove it. The console is not served
-    there.
-    """
+    there."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the API from a browser, with a key: https://app.example, or * for all."""
     ready_when: Literal["any", "all"] = "any"
     """any: /health/ready answers 200 if at least one base has an engine that serves. A base whose engines cannot be
     started is loaded again after a pause. all: it answers 200 only if every base has such an engine, and the server
-    ends if a base loses its engines, so that its supervisor starts it again.
-    """
+    ends if a base loses its engines, so that its supervisor starts it again."""
     max_upload_bytes: Positive = 2 << 30
     """The largest upload."""
     lame_duck_seconds: Seconds = 1.0
     """Seconds after SIGTERM during which requests are still served and /health/ready already answers 503. Set it to the
-    time that your load balancer needs to notice.
-    """
+    time that your load balancer needs to notice."""
     drain_seconds: Seconds = 30.0
     """Seconds after SIGTERM within which running requests must finish."""
 
@@ -127,8 +123,7 @@ class SignInSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The file with the client's secret. Unset: a public client, which PKCE alone protects."""
     scopes: tuple[Annotated[str, Meta(pattern=r"^[\x21\x23-\x5b\x5d-\x7e]+$")], ...] = ("email", "profile")
     """The scopes to request in addition to `openid`. With them, ID tokens must have `identity_claim` and
-    `operator_claim`.
-    """
+    `operator_claim`."""
     label: Annotated[str, Meta(max_length=60)] = ""
     """The issuer's name on the button. Empty: its host."""
 
@@ -244,8 +239,7 @@ class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The largest number of lines of a batch."""
     bytes_per_tenant: Positive = 20 << 30
     """The largest total size of a tenant's files, in bytes. The limit `file_bytes` of a tier or tenant takes
-    precedence.
-    """
+    precedence."""
     unfinished_per_tenant: Positive = 50
     """The largest number of unfinished batches of a tenant."""
     max_in_flight: Positive = 64

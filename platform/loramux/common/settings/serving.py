@@ -40,24 +40,19 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The base model's name in requests."""
     dtype: Dtype = "auto"
     """Type of the weights and of the computation: auto, bfloat16, float16 or float32. auto: as saved, or float32 on a
-    CPU that would emulate half precision.
-    """
+    CPU that would emulate half precision."""
     quantization: Quantization = "none"
     """The form of the linears' weights in memory. none: as saved; a quantized checkpoint as its codes. int8: integers
-    with one scale for each output. nf4 and nf4-double: as bitsandbytes quantizes for QLoRA; double: the scales too.
-    """
+    with one scale for each output. nf4 and nf4-double: as bitsandbytes quantizes for QLoRA; double: the scales too."""
     generation_config: GenerationConfig = "auto"
     """Source of the sampling parameters that requests leave out. auto: the checkpoint's generation_config.json. none:
-    the API's own defaults (temperature 1, top_p 1, all tokens, no penalty).
-    """
+    the API's own defaults (temperature 1, top_p 1, all tokens, no penalty)."""
     tool_parser: ToolParser | None = None
     """The form in which the base writes calls of tools, if its chat template does not show it. none: `tools` is
-    refused.
-    """
+    refused."""
     json_white_space: WhiteSpace = "bounded"
     """White space that constrained answers may have between two tokens of JSON. bounded: one blank, or a line break and
-    two blanks. free: up to 40 of any.
-    """
+    two blanks. free: up to 40 of any."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -67,16 +62,14 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """auto (a GPU if there is one), cuda, cuda:N or cpu."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of ranks: processes of this machine that each hold a share of every weight and compute a share of every
-    step. For a base that one device cannot hold.
-    """
+    step. For a base that one device cannot hold."""
     max_num_seqs: Positive = 64
     """The largest number of sequences in one step."""
     max_num_batched_tokens: Positive = 1024
     """The largest number of tokens in one step: decoding first, then prefill with the rest."""
     max_mixed_prefill_tokens: Positive | None = None
     """The largest number of prompt tokens in a step in which sequences decode: the next tokens of these sequences wait
-    for the step. Unset: 256 on a CPU; 512 on a GPU.
-    """
+    for the step. Unset: 256 on a CPU; 512 on a GPU."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
     """The largest length of a prompt with its answer, in tokens. Unset: the model's own limit."""
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
@@ -84,12 +77,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """The form of keys and values in memory. auto: the model's dtype. fp8: eight bits (E4M3) with a scale for each
     page, layer and head. With fp8 a page has half the bytes, or a quarter if the model is in float32, and answers
-    differ slightly.
-    """
+    differ slightly."""
     pool_bytes: Annotated[int, Meta(ge=1)] | None = None
     """Bytes of the pool that KV and adapters share; each rank has its own pool. Unset: as gpu_memory_utilization says,
-    or 2 GiB on a CPU.
-    """
+    or 2 GiB on a CPU."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for the weights and the pool."""
     prefix_cache: bool = True
@@ -102,8 +93,7 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The longest draft of a sequence in one step, in tokens."""
     share_base_cache_between_projects: bool = False
     """Let a tenant's projects share the cached KV of the base model, as they share an adapter's. Tenants never share
-    it.
-    """
+    it."""
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory of each rank for KV of preempted requests, used if a copy is faster than computing. 0: none.
     """
@@ -126,12 +116,10 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Seconds of predicted wait for a first token. Above it more engines are started, up to `max`."""
     max_wait_s: Annotated[float, Meta(gt=0)] = 60.0
     """Seconds that a request waits for an engine while none serves. Set it above the time that an engine needs to
-    start.
-    """
+    start."""
     devices: tuple[str, ...] = ()
     """Devices of the engines: each engine gets the next one, and after the last comes the first again. Empty: all
-    engines use `engine.device`.
-    """
+    engines use `engine.device`."""
     addresses: tuple[Address, ...] = ()
     """Engines that run already, on this or other machines, as `loramux engine serve` prints them. The server attaches
     to them, and starts none."""
@@ -262,16 +250,13 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """The largest lead of a tenant over another one that waits, in units of service divided by weight."""
     max_lift: Annotated[float, Meta(ge=0)] = 131_072.0
     """The most service, in units divided by weight, that others get before this engine admits a tenant that other
-    engines of the base have served. 0: engines do not count what others serve.
-    """
+    engines of the base have served. 0: engines do not count what others serve."""
     affinity_window: Annotated[float, Meta(ge=0)] = 512.0
     """Units of service divided by weight by which a tenant may be admitted early, because its adapter is in the batch
-    already.
-    """
+    already."""
     adapter_overhead_target: Annotated[float, Meta(gt=0)] = 0.1
     """Bytes of the batch's adapters divided by the bytes that a step reads anyway. Above this ratio `affinity_window`
-    applies.
-    """
+    applies."""
     reserved_pages: ReservedPages = ReservedPages()
     """Shares of the pool that are reserved for a class while it holds less."""
     tenant_guaranteed_pages: Fraction = 0.0
@@ -295,8 +280,7 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The largest number of adapters of a tenant."""
     host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory for adapters. An adapter that is kept there need not be read from disk to return to the
-    pool.
-    """
+    pool."""
     max_loading: Annotated[int, Meta(ge=1, le=64)] = 4
     """The largest number of adapters that are loaded into the pool at the same time."""
     load_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
@@ -313,8 +297,7 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Seconds without a request after which a pin ends; None: never."""
     undo_seconds: Annotated[int, Meta(ge=0, le=365 * 86_400)] = 7 * 86_400
     """Seconds during which a deletion can be undone and its files are kept. The files are kept at least a minute,
-    because running requests may need them.
-    """
+    because running requests may need them."""
     max_revisions: Positive = 1000
     """The largest number of revisions of an adapter. People read the list, and every look-up reads the rows."""
     max_aliases: Positive = 20
@@ -374,8 +357,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Bytes of memory for the check of one upload, in addition to about 45 MiB of a waiting process."""
     bundle_memory_bytes: Positive = 1 << 30
     """Bytes of memory for the check of the other files (tokenizer, template), in addition to about 250 MiB of a waiting
-    process.
-    """
+    process."""
     conversion_memory_bytes: Positive = 512 << 20
     """Bytes of memory for the conversion of an upload to a LoRA, in addition to about 200 MiB of a waiting process."""
     cpu_seconds: Positive = 60
@@ -392,8 +374,7 @@ class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     parity_engine_bytes: Annotated[int, Meta(ge=0)] = 16 << 30
     """Larger bases up to this size, in float32 bytes, are compared through their engine: it answers the check's
     prompts, as class batch and unbilled. The answers are compared with PEFT's forward, layer by layer. 0: only linears
-    are compared.
-    """
+    are compared."""
     parity_engine_seconds: Annotated[float, Meta(gt=0)] = 60.0
     """Seconds within which the engine must answer. Otherwise the report says that tokens were not compared."""
     parity_memory_bytes: Positive = 2 << 30

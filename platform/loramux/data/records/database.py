@@ -43,8 +43,7 @@ CONNECT_SECONDS = 5
 """Seconds that a connection to PostgreSQL may take, and that a transaction waits for a free one.
 
 The wait ends only if no other transaction gets a connection during this time. So if the database does not answer, every
-transaction ends within about ten seconds.
-"""
+transaction ends within about ten seconds."""
 REACHABLE_SECONDS = 2.0
 POSTGRESQL = {
     "connect_timeout": CONNECT_SECONDS,

@@ -109,8 +109,7 @@ class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The kind of entry: `usage`, `interrupted`, `storage`, `residency` or `correction`.
 
     `interrupted`: a request whose server died; it is recorded and never billed. `storage` and `residency`: a revision
-    during a span of time. `correction`: a change of an earlier entry; only its quantities may be negative.
-    """
+    during a span of time. `correction`: a change of an earlier entry; only its quantities may be negative."""
     tenant_id: TenantId
     key_id: str
     request_id: str

@@ -48,8 +48,7 @@ REVISION_HOURS = Table(
 )
 """Rows of sums. `hour` is the beginning of the hour in microseconds.
 
-`tenant_id` and `project_id` are the caller's; `project_id` is empty if the caller has none.
-"""
+`tenant_id` and `project_id` are the caller's; `project_id` is empty if the caller has none."""
 
 Counts = dict[str, int]
 """Counts by column; the columns are some of COUNTED."""
