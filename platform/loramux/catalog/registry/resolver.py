@@ -76,7 +76,7 @@ class AbsentBase:
 
 
 class BaseModels:
-    """The bases of one server, in the order of its settings. They may change at run time (`gateway.lifecycle`)."""
+    """The bases of one server, in the order of its settings. They may change at run time (`serving.lifecycle`)."""
 
     def __init__(self, bases: Iterable[BaseModel] = ()) -> None:
         self._bases = {base.name: base for base in bases}
