@@ -1,4 +1,4 @@
-"""Alembic's entry: runs on the connection that `records.schema.migrate` lends, or on LORAMUX_RECORDS_URL by hand."""
+"""Alembic's entry: runs on the connection that `records.schema.migrate` passes, or by hand on LORAMUX_RECORDS_URL."""
 
 import os
 
@@ -10,7 +10,7 @@ from loramux.data.records.schema import METADATA
 
 
 def run(connection: Connection) -> None:
-    """All steps in the connection's own transaction, on SQLite too: half a migration is never seen."""
+    """Run all steps in the connection's transaction, also on SQLite, so that no half migration is ever visible."""
     context.configure(
         connection=connection,
         target_metadata=METADATA,

@@ -173,7 +173,8 @@ def forbid_rewriting() -> None:
         op.execute(statement)
 
 
-# INSERT OR REPLACE deletes without asking a DELETE trigger, so the SQLite INSERT trigger refuses a taken event_id too.
+# INSERT OR REPLACE deletes without calling a DELETE trigger, so SQLite's INSERT trigger also refuses an existing
+# event_id.
 SQLITE_TRIGGERS = (
     """CREATE TRIGGER ledger_entries_no_update BEFORE UPDATE ON ledger_entries
        BEGIN SELECT RAISE(ABORT, 'ledger_entries is append-only'); END""",

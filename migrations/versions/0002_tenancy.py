@@ -117,7 +117,7 @@ def extend_keys() -> None:
 
 
 def extend_requests() -> None:
-    """Rebuilt by SQLite, which does not copy what is not a column: index and checks are said again."""
+    """Extend `requests`. SQLite rebuilds the table and copies only columns, so index and checks are repeated."""
     op.drop_index("ix_requests_open", "requests")
     with op.batch_alter_table("requests") as batch:
         batch.add_column(sa.Column("project_id", sa.Text(), nullable=True))
@@ -157,7 +157,7 @@ def create_audit_log() -> None:
         op.execute(statement)
 
 
-# INSERT OR REPLACE deletes without asking a DELETE trigger, so the SQLite INSERT trigger refuses a taken sequence.
+# INSERT OR REPLACE deletes without calling a DELETE trigger, so SQLite's INSERT trigger refuses an existing sequence.
 SQLITE_TRIGGERS = (
     """CREATE TRIGGER audit_entries_no_update BEFORE UPDATE ON audit_entries
        BEGIN SELECT RAISE(ABORT, 'audit_entries is append-only'); END""",

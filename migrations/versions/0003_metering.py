@@ -1,4 +1,4 @@
-"""metering: what requests and ledger entries carry for the bill, and what the engine counted on its own"""
+"""metering: columns of requests and ledger entries for the bill, and the engines' own counts"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 BIG = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 COUNTED_BEFORE = "server_before_0003"
-"""Stands for the engines of the time when nobody kept their counts: what was billed then is taken as it is."""
+"""Server id for the engines before this migration, which stored no counts: the billed tokens serve as their counts."""
 
 QUANTITIES = (
     "waived_input_tokens",
@@ -89,7 +89,7 @@ CHECKS = {
     " AND waived_cached_tokens BETWEEN 0 AND waived_input_tokens)",
 }
 
-# Altering a table makes a new one in SQLite, and its triggers go with the old one.
+# SQLite alters a table by making a new one, and the old table's triggers are lost.
 SQLITE_TRIGGERS = {
     "ledger_entries_no_update": """CREATE TRIGGER ledger_entries_no_update BEFORE UPDATE ON ledger_entries
        BEGIN SELECT RAISE(ABORT, 'ledger_entries is append-only'); END""",
@@ -101,7 +101,7 @@ SQLITE_TRIGGERS = {
        BEGIN SELECT RAISE(ABORT, 'ledger_entries is gap-free and append-only'); END""",
 }
 
-# Asked once a statement instead of once a row: settlements come in statements of hundreds of rows.
+# The check runs once per statement instead of once per row: settlements insert hundreds of rows in a statement.
 POSTGRESQL_GAP_CHECK = (
     "DROP TRIGGER ledger_entries_no_gap ON ledger_entries",
     "DROP FUNCTION loramux_no_gap()",

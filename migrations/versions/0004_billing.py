@@ -1,4 +1,4 @@
-"""billing: plans, prices, subscriptions, periods, invoices, and how far exports have come"""
+"""billing: plans, prices, subscriptions, periods, invoices, and the progress of exports"""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""limits, budgets, what is held of them, alerts, and idempotency keys"""
+"""limits, budgets, their holds, alerts, and idempotency keys"""
 
 import sqlalchemy as sa
 from alembic import op

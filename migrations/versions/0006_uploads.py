@@ -1,4 +1,4 @@
-"""upload sessions, their files and the pieces of these"""
+"""upload sessions, their files and the files' parts"""
 
 import sqlalchemy as sa
 from alembic import op

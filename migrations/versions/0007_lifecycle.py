@@ -40,7 +40,7 @@ def extend_adapters() -> None:
 
 
 def rebuild_aliases() -> None:
-    """Every alias becomes one with a single target."""
+    """Convert every alias to one with a single target."""
     old = op.get_bind().execute(
         sa.text(
             "SELECT aliases.adapter_id, aliases.name, aliases.tenant_id, aliases.revision_id, aliases.updated_at, "

@@ -1,4 +1,4 @@
-"""what happens to adapters, and the webhooks that are told of it"""
+"""events of adapters, and the webhooks that receive them"""
 
 import sqlalchemy as sa
 from alembic import op

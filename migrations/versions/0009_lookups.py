@@ -1,4 +1,4 @@
-"""lookups: a request says whether it took anything of limits or budgets, or has an idempotency key"""
+"""lookups: a request records whether it holds anything of limits or budgets, or has an idempotency key"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -10,7 +10,7 @@ depends_on = None
 
 
 def upgrade() -> None:
-    """Older requests may have taken anything: they are looked up."""
+    """Mark older requests as possibly holding something, so that they are looked up."""
     for name in ("has_holds", "has_claim"):
         op.add_column("requests", sa.Column(name, sa.Boolean(), nullable=False, server_default=sa.true()))
 

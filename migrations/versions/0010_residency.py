@@ -1,4 +1,4 @@
-"""residency: up to when a pin is on the bill"""
+"""residency: the time up to which a pin is billed"""
 
 import sqlalchemy as sa
 from alembic import op

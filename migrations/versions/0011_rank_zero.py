@@ -1,4 +1,4 @@
-"""a revision may have no pair of matrices at all: its largest rank is 0"""
+"""rank zero: a revision without any pair of matrices has the largest rank 0"""
 
 from alembic import op
 
@@ -9,7 +9,7 @@ depends_on = None
 
 NAME = "ck_revisions_quantities"
 
-# Altering a table makes a new one in SQLite, and its trigger goes with the old one.
+# SQLite alters a table by making a new one, and the old table's trigger is lost.
 SQLITE_TRIGGER = """CREATE TRIGGER revisions_immutable
     BEFORE UPDATE OF id, tenant_id, adapter_id, number, digest, rank, size_bytes ON revisions
     BEGIN SELECT RAISE(ABORT, 'revisions are immutable'); END"""

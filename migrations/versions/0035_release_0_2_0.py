@@ -1,7 +1,7 @@
 """release 0.2.0: everything since 0.1.0
 
-Servers of 0.1.0 go on while the database is migrated: what is added has a default or may be null, and nothing that they
-use changes (docs/operations/deploy.md).
+Servers of 0.1.0 continue to run while the database is migrated. New columns have a default or may be null, and the
+tables and columns that 0.1.0 uses do not change (docs/operations/deploy.md).
 """
 
 import sqlalchemy as sa
@@ -27,7 +27,7 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Take everything back, with what was written into it. Raises RuntimeError if 0.1.0 could not hold what is left."""
+    """Remove all additions and their data. Raises RuntimeError if 0.1.0 could not store the remaining data."""
     if _exists("SELECT 1 FROM ledger_entries WHERE user_id IS NOT NULL"):
         raise RuntimeError("ledger entries have users, which their hashes cover; restore the backup before the upgrade")
     if _exists("SELECT 1 FROM revisions GROUP BY adapter_id, digest HAVING count(*) > 1"):
@@ -52,16 +52,16 @@ TABLES = (
     ),
     *("batch_chunks", "batches", "files", "console_sessions", "billing_profiles", "pepper_check"),
 )
-"""In the order in which foreign keys let them be dropped."""
+"""Tables in the order in which foreign keys allow them to be dropped."""
 OLD_UNIQUE, NEW_UNIQUE = "uq_revisions_adapter_id_digest", "uq_revisions_adapter_id_digest_base_model"
-# Altering a table makes a new one in SQLite, and its trigger goes with the old one.
+# SQLite alters a table by making a new one, and the old table's trigger is lost.
 REVISIONS_IMMUTABLE = """CREATE TRIGGER revisions_immutable
     BEFORE UPDATE OF id, tenant_id, adapter_id, number, digest, rank, size_bytes ON revisions
     BEGIN SELECT RAISE(ABORT, 'revisions are immutable'); END"""
 
 
 def added_columns() -> list[tuple[str, sa.Column]]:
-    """Return new columns each time: one belongs to one table."""
+    """Return new column objects at each call, because a column object belongs to one table."""
     return [
         ("tiers", sa.Column("service_tiers", sa.Text(), nullable=False, server_default="batch flex")),
         ("tenants", sa.Column("zero_retention", sa.Boolean(), nullable=False, server_default=sa.false())),
@@ -76,7 +76,7 @@ def added_columns() -> list[tuple[str, sa.Column]]:
 
 
 def add_columns() -> None:
-    """A revision, an upload, and what a request holds of a budget belong to a base, by its name."""
+    """Add the name of the base to revisions, uploads and the budget holds of requests."""
     for table, column in added_columns():
         op.add_column(table, column)
     with op.batch_alter_table("revisions") as revisions:
@@ -121,7 +121,7 @@ AUDIT_APPEND_ONLY = """CREATE TRIGGER audit_entries_no_update BEFORE UPDATE ON a
 
 
 def rename_actor(old: str, new: str) -> None:
-    """Ids of keys and members have a prefix and an underscore, so neither word is anybody else's."""
+    """Rename an actor. Ids of keys and members have a prefix and an underscore, so neither word is such an id."""
     is_sqlite = _is_sqlite()
     if is_sqlite:
         op.execute("DROP TRIGGER audit_entries_no_update")
@@ -144,8 +144,8 @@ def rename_actor(old: str, new: str) -> None:
         op.execute("ALTER TABLE audit_entries ENABLE TRIGGER audit_entries_append_only")
 
 
-# A server of 0.1.0 knows no lineage, so each key that it makes begins its own.
-# Version 0.3 may drop the trigger and the default.
+# A server of 0.1.0 has no lineages, so each key that it makes begins one. Version 0.3 may drop the trigger and the
+# default.
 OWN_LINEAGE_SQLITE = (
     "CREATE TRIGGER keys_own_lineage AFTER INSERT ON keys WHEN NEW.lineage = ''"
     " BEGIN UPDATE keys SET lineage = NEW.id WHERE id = NEW.id; END",
@@ -159,7 +159,7 @@ OWN_LINEAGE_POSTGRESQL = (
 
 
 def begin_own_lineages() -> None:
-    """Keys know the chain of rotations that they are in; those of 0.1.0 begin a chain each."""
+    """Add to each key its chain of rotations. Each key of 0.1.0 begins a chain."""
     with op.batch_alter_table("keys") as keys:
         keys.add_column(sa.Column("lineage", sa.Text(), nullable=False, server_default=sa.text("''")))
     op.execute("UPDATE keys SET lineage = id")
@@ -172,7 +172,7 @@ MONTH_CLOSED = "subscriptions is append-only: the month is closed"
 
 
 def refuse_changes_of_closed_months() -> None:
-    """The plan of a month that is not closed can be taken back."""
+    """Allow subscriptions to be deleted while their month is not closed."""
     if _is_sqlite():
         op.execute("DROP TRIGGER subscriptions_no_delete")
         op.execute(
@@ -214,7 +214,7 @@ def allow_changes_of_closed_months() -> None:
 
 
 def create_accounts() -> None:
-    """The check value of the pepper, billing addresses, and browsers that are signed in."""
+    """Create the tables for the pepper's check value, billing addresses and signed-in browsers."""
     op.create_table(
         "pepper_check",
         sa.Column("id", BIG, autoincrement=False, nullable=False),
@@ -254,7 +254,7 @@ def create_accounts() -> None:
 
 
 def create_batches() -> None:
-    """Files, and batches of requests."""
+    """Create the tables for files and batches of requests."""
     op.create_table(
         "files",
         *map(_text, ("id", "tenant_id", "project_id", "owner", "purpose", "filename")),
@@ -315,7 +315,7 @@ POLICY = ("adapter_id", "alias", "tenant_id", "policy", "changed_by")
 
 
 def create_releases() -> None:
-    """Metrics and feedback, evaluations, guards of canaries, policies, and shadows."""
+    """Create the tables for metrics, feedback, evaluations, canary guards, policies and shadows."""
     op.create_table(
         "revision_hours",
         *map(_text, ("tenant_id", "project_id", "model")),
@@ -409,7 +409,7 @@ def create_releases() -> None:
 
 
 def create_bases() -> None:
-    """Bases that operators added or retired, and moves of adapters between bases."""
+    """Create the tables for added or retired bases, and for moves of adapters between bases."""
     op.create_table(
         "bases",
         sa.Column("name", sa.Text(), nullable=False),
@@ -465,7 +465,7 @@ QUANTITIES = (
 
 
 def create_sums() -> None:
-    """Sums of the ledger by day; servers fill them in pieces."""
+    """Create the tables for daily sums of the ledger, which servers fill step by step."""
     op.create_table(
         "usage_segments",
         *(sa.Column(name, BIG, nullable=False) for name in SEGMENT),

@@ -1,1 +1,1 @@
-"""Who calls: tenants, members, keys and sign-in, and the webhooks that tell them."""
+"""Callers: tenants, members, keys and sign-in, and the webhooks that notify them."""

@@ -23,13 +23,13 @@ class BatchesError(LoramuxError):
 
 
 class InvalidFile(BatchesError):
-    """The message says what to change."""
+    """An upload cannot be a file; the message names the change to make."""
 
     code = "invalid_file"
 
 
 class FileTooLarge(BatchesError):
-    """The message says the limit."""
+    """The file is larger than the limit, which the message says."""
 
     code = "file_too_large"
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
@@ -39,7 +39,7 @@ class FileTooLarge(BatchesError):
 
 
 class StorageQuotaReached(BatchesError):
-    """The message says the limit and what is used."""
+    """The tenant's files take all their storage; the message says the limit and the use."""
 
     code = "storage_quota_reached"
     status = HTTPStatus.FORBIDDEN
@@ -63,7 +63,7 @@ class FileInUse(BatchesError):
 
 
 class InvalidBatch(BatchesError):
-    """The message says what to change."""
+    """The request for a batch is not valid; the message names the change to make."""
 
     code = "invalid_batch"
 

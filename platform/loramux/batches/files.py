@@ -1,8 +1,8 @@
-"""Tenants' files: received, listed, read, deleted; and those that expire.
+"""Tenants' files: received, listed, read, deleted, and removed when they expire.
 
-The bytes are one object in the store, complete before the row that names it. A row goes first when a file is deleted,
-and `sweep` removes objects that no row names. Files count against a storage quota; those that batches write count too,
-and are written whatever it says.
+The bytes are one object in the store, complete before the row that names it. When a file is deleted, its row is deleted
+first; `sweep` removes objects that no row names. All files count against a storage quota. The files that batches write
+are stored even if they exceed it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from loramux.serving.checks import ensure_storage_allowed, storage_refused
 
 FOLDER = "files"
 PURPOSES = ("batch", "evals")
-"""What a client may send a file for."""
+"""Purposes for which a client may send a file."""
 OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
 TRANSFERS, TRANSFERS_PER_TENANT = 64, 8
 THREADS, THREADS_PER_TENANT = 8, 2
@@ -46,9 +46,9 @@ READ_BYTES = 256 << 10
 UNREAD_BYTES = 4 * READ_BYTES
 """The most bytes of a download that are in memory: one part is read, and some wait to be sent."""
 SWEEP = 1000
-"""Files that expire in one transaction."""
+"""The most files that expire in one transaction."""
 MIN_RETENTION = 3600
-"""Seconds that a file stays at least, as OpenAI has it."""
+"""The least time that a file is kept, in seconds, as OpenAI defines it."""
 
 
 class Files:
@@ -77,7 +77,7 @@ class Files:
     async def receiving(self, principal: Principal, announced: int | None) -> AsyncIterator[Path]:
         """Yield an empty folder to receive a body in. Raises NotAllowed, FileTooLarge, StorageQuotaReached.
 
-        `announced`: the bytes of the body, where its client says them.
+        `announced`: the bytes of the body, if its client says them.
         """
         ensure_storage_allowed(principal, "file")
         if announced is not None and announced > self._settings.max_body_bytes:
@@ -116,7 +116,7 @@ class Files:
         purpose: str,
         expires_after: int | None = None,
     ) -> StoredFile:
-        """Store a file for any purpose. Raises the same."""
+        """Store a file for any purpose. Raises the same errors as `add`."""
         retention = self.retention_seconds
         self.check_expiry(expires_after, "expires_after")
         if size > self._settings.max_file_bytes:
@@ -147,7 +147,7 @@ class Files:
         return file
 
     def check_expiry(self, seconds: int | None, field: str) -> None:
-        """Raise InvalidFile for a time to keep a file that the server does not offer."""
+        """Raise InvalidFile if the server does not keep files for so many seconds."""
         if seconds is not None and not MIN_RETENTION <= seconds <= self.retention_seconds:
             raise InvalidFile(
                 f"'{field}.seconds' is {MIN_RETENTION} to {self.retention_seconds}, for which this server keeps files.",
@@ -165,7 +165,7 @@ class Files:
     async def listed(
         self, principal: Principal, after: str | None, limit: int, purpose: str | None, *, oldest_first: bool
     ) -> list[StoredFile]:
-        """List at most `limit` files behind the file `after`."""
+        """List at most `limit` files that follow the file `after`."""
         async with self._database.read() as session:
             files = FileRepository(session, principal.tenant)
             return await files.listed(Viewpoint.of(principal), after, limit, purpose, oldest_first=oldest_first)
@@ -219,9 +219,10 @@ class Files:
                 return count
 
     async def sweep(self) -> int:
-        """Remove objects that had no row at the last sweep and have none now, left by a crash; return their number.
+        """Remove objects that a crash left: they had no row at the last sweep and have none now. Return their number.
 
-        A file that is being received has its object before its row, for far less than the time between two sweeps.
+        A file that is being received has an object and no row yet. That takes far less time than passes between two
+        sweeps.
         """
         names = await self.threads.run(SERVER, self._blobs.objects.names, FOLDER)
         stored = [name.rpartition("/")[2] for name in names]

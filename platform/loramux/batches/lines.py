@@ -1,12 +1,13 @@
-"""A batch's input: JSONL, found line by line, checked before anything runs, and the endpoints that lines may go to.
+"""A batch's input: JSONL, checked line by line before anything runs, and the endpoints that lines may name.
 
-A batch reads and writes the same JSON as its endpoint does, so the API brings both ends along (`BatchEndpoints`: bodies
-in, answers out) and this package knows no wire format.
+A batch reads and writes the same JSON as its endpoint does, so the API provides both directions (`BatchEndpoints`:
+bodies in, answers out) and this package knows no wire format.
 
-A line that cannot run ends in the error file, and the others run. A file of which no line can run fails the batch.
+A line that cannot run is written to the error file, and the others run. The batch fails if no line can run.
 
-The file is on this machine while a batch is checked or runs; memory holds where its lines begin, and the lines that are
-looked at. Checking is pure Python over untrusted text, so it runs on a thread and gives way every few milliseconds.
+The file is on this machine while a batch is checked or runs. Memory holds the offsets of the lines, and the lines that
+are being read. Checking is pure Python over untrusted text, so it runs on a thread, which pauses every few
+milliseconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_MODELS = 1000
 """Models that one input may name."""
 MAX_CUSTOM_ID = 512
 WORK_SECONDS, PAUSE_SECONDS = 0.002, 0.002
-"""How long the checks hold the interpreter, and how long they leave it to requests."""
+"""Seconds that the checks hold the interpreter, and seconds that they leave it to requests."""
 BLOCK = 1 << 20
 
 
@@ -49,7 +50,7 @@ class AnswerWriter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ParsedBody:
-    """A body that its endpoint would take."""
+    """A body that its endpoint accepts."""
 
     request: GenerationRequest
     writer: Callable[[Answer], AnswerWriter]
@@ -57,14 +58,14 @@ class ParsedBody:
 
 @dataclass(frozen=True, slots=True)
 class BatchEndpoints:
-    """What lines may ask for."""
+    """The endpoints that lines may name."""
 
     parsers: Mapping[str, Callable[[bytes], ParsedBody]]
-    """By path. A parser runs on a thread, and raises InvalidRequest."""
+    """Parsers of bodies, by the endpoint's path. They run on a thread and raise InvalidRequest."""
     error_body: Callable[[LoramuxError], msgspec.Struct]
     """Writes an error as the endpoints do."""
     max_line_bytes: int
-    """The largest line."""
+    """The largest line, in bytes."""
 
 
 class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,25 +78,25 @@ class BatchLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class BadLine(Exception):
-    """What is wrong with a line."""
+    """The error of a line that cannot run."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.code, self.param = code, param
         self.custom_id: str | None = None
-        """The line's own, if it has one that can be read."""
+        """The line's `custom_id`, if it has one that can be read."""
         self.refusal: LoramuxError | None = None
-        """Why the endpoint refuses the body; None: the line cannot be sent to it."""
+        """The endpoint's refusal of the body; None: the line cannot be sent to an endpoint."""
 
 
 class Input:
-    """An input file on this machine, by line. Lines of blanks do not count, nor does a byte order mark."""
+    """An input file on this machine, by line. Blank lines and a byte order mark do not count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._starts, self._ends, self._places = array("Q"), array("Q"), array("Q")
         self.is_cut = False
-        """The file has more lines than were looked at."""
+        """True: the file has more lines than were read."""
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -122,7 +123,7 @@ class Input:
 
 
 def open_input(path: Path, max_lines: int) -> Input:
-    """Find the lines of a file, and stop after `max_lines`, or as many lines of blanks. Runs on a thread."""
+    """Find the lines of a file. Stop after `max_lines` lines, or as many blank lines. Runs on a thread."""
     source, pauses = Input(path), Pauses()
     place = position = 0
     with path.open("rb") as file:
@@ -166,7 +167,7 @@ def _decoded(data: bytes) -> BatchLine:
 
 
 def _custom_id(data: bytes) -> str | None:
-    """Return the `custom_id` of a line that is JSON and no line of a batch."""
+    """Return the `custom_id` of a line that is JSON but not a valid line of a batch."""
     try:
         found = msgspec.json.decode(data, type=_Named).custom_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -218,7 +219,7 @@ def repeated_lines(source: Input, endpoint: str, endpoints: BatchEndpoints) -> d
 
 
 def repeated_id(source: Input, first: int, custom_id: str) -> BadLine:
-    """Return what is wrong with a line whose `custom_id` the line `first` has."""
+    """Return the error of a line whose `custom_id` is also that of the line `first`."""
     message = f"Line {source.place(first)} has the same 'custom_id'."
     bad = BadLine("duplicate_custom_id", message, "custom_id")
     bad.custom_id = custom_id
@@ -226,10 +227,10 @@ def repeated_id(source: Input, first: int, custom_id: str) -> BadLine:
 
 
 class Findings(msgspec.Struct, kw_only=True):
-    """What the check of an input has found."""
+    """The findings of the check of an input."""
 
     errors: list[LineError] = []
-    """Why no line can run; empty if one can."""
+    """The reasons why no line can run; empty if at least one can."""
     models: dict[str, int] = {}
     """The models that lines name, each with the place of the first line that does."""
 
@@ -267,19 +268,19 @@ def _too_many(max_lines: int) -> LineError:
 
 
 class Pauses:
-    """Pauses of a thread between two spells of work."""
+    """Pauses of a thread between two periods of work."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since = clock()
 
     def take(self) -> None:
-        """Sleep where the spell has been long."""
+        """Sleep if the thread has worked for WORK_SECONDS."""
         if self._clock() - self._since > WORK_SECONDS:
             time.sleep(PAUSE_SECONDS)
             self._since = self._clock()
 
 
 def model_error(error: LoramuxError, line: int) -> LineError:
-    """Return what is wrong with the model that a line names."""
+    """Return the error about the model that a line names."""
     return LineError(code=error.code, message=error.message, param="body.model", line=line)

@@ -2,24 +2,24 @@
 
     lines ── at most `max_in_flight` at a time ──> CompletionService.begin ──> outcomes ── in order ──> chunks ──> files
 
-A line runs under an idempotency key of its own, whose holder is the batch. So its answer is stored by the transaction
-that bills it, and a line that is run again after a crash gets that answer instead of another bill. Nothing else is
-needed to resume: a run begins with the first line that is in no chunk, and repeats what was under way.
+Each line has its own idempotency key, whose holder is the batch. So the transaction that bills a line also stores its
+answer. If the line runs again after a crash, it gets that answer and is not billed again. So a run can resume: it
+begins with the first line that is in no chunk, and repeats the lines that were running.
 
-Chunks are objects; a chunk's row, the counts and the removal of its lines' keys are one transaction, which checks that
-this server still holds the batch. So every line's outcome is in exactly one chunk, and every `custom_id` in one of the
-two files once.
+Chunks are objects. One transaction writes a chunk's row and the counts, and removes the idempotency keys of the chunk's
+lines. It also checks that this server still holds the batch. So every line's outcome is in exactly one chunk, and every
+`custom_id` is in one of the two files exactly once.
 
-How many lines are in the engine at a time (`Window`). A line costs the requests beside it twice: its first step is a
-prefill that they wait for, and then its row lengthens every step. So what may begin depends on the others:
+`Window` limits how many lines are in the engine at a time. A line slows the other requests twice: they wait for its
+prefill, and then its row makes every step longer. So the number of lines depends on the other requests:
 
-    one waits for its first token    one line at a time, so that a batch moves however busy the engine is
-    some run, or ran just now        `max_in_flight_beside_others`
-    none for QUIET_SECONDS           `max_in_flight`
+    one waits for its first token        one line at a time, so that a batch progresses on a busy engine too
+    some run, or have just ended         `max_in_flight_beside_others`
+    none for QUIET_SECONDS               `max_in_flight`
 
-"Just now" is what sparse traffic needs: between two questions of a conversation nothing runs, and a window that opened
-at once would meet the next question with dozens of prefills. For the same reason few lines may wait for *their* first
-token at a time, also on an idle engine: the next request waits behind those prefills alone.
+The pause of QUIET_SECONDS is for sparse traffic. Between two questions of a conversation no request runs. If the window
+opened at once, the next question would wait for dozens of prefills. For the same reason, only a few lines may wait for
+*their* first token at a time, even on an idle engine. The next request then waits only for those prefills.
 """
 
 from __future__ import annotations
@@ -84,23 +84,23 @@ from loramux.serving.messages import Answer, Timing
 from loramux.serving.service import CompletionService
 
 CHUNK_LINES, CHUNK_BYTES = 256, 4 << 20
-"""A chunk is written when it has so much."""
+"""A chunk is written when it has so many lines or bytes."""
 CHUNK_SECONDS = 2.0
-"""Outcomes are in a chunk, and counted, after so long at the latest."""
+"""The longest time in seconds until an outcome is in a chunk and counted."""
 MAX_AHEAD = 2048
-"""Lines that are begun behind one that still runs."""
+"""The most lines that are begun after a line that still runs."""
 MAX_BUFFERED = 64 << 20
 """Bytes of a tenant's outcomes, of all its batches, that wait for a line that still runs."""
 DECODED = 8
 """Bytes in memory for each byte of a line that is read, decoded and tokenized."""
 LOOK_SECONDS = 1.0
-"""How often a run looks whether it was cancelled, has expired, or has lost its rights."""
+"""Seconds between two checks whether a run was cancelled, has expired, or has lost its rights."""
 WINDOW_LOOK_SECONDS = 0.2
-"""How soon lines that wait notice that the other requests have ended."""
+"""Seconds within which waiting lines notice that the other requests have ended."""
 FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0
-"""Seconds between two attempts at a line that cannot run now."""
+"""The shortest and the longest pause, in seconds, between two attempts at a line that cannot run now."""
 MAX_FAILURES = 3
-"""Attempts at a line that the server fails to answer."""
+"""The most attempts at a line that the server fails to answer."""
 NO_MORE_RIGHTS = "authority_ended"
 REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -108,7 +108,7 @@ REASONS = {
     NO_MORE_RIGHTS: "This request was not executed because the key that made the batch was revoked, has expired, or "
     "lost the scope 'inference'.",
 }
-"""Why lines are not run."""
+"""Reasons why lines are not run."""
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
@@ -130,7 +130,7 @@ class OutputLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     id: str
     custom_id: str | None
-    """Null for a line that has none, or is no JSON."""
+    """The line's `custom_id`; null if it has none or is not JSON."""
     response: OutputResponse | None
     error: OutputError | None
     timing: Timing | None = None
@@ -145,7 +145,7 @@ class OutputResponse(msgspec.Struct, kw_only=True):
 
 
 class OutputError(msgspec.Struct):
-    """Why the line was not run."""
+    """The reason why the line was not run."""
 
     code: str
     message: str
@@ -159,7 +159,7 @@ class Place:
         self._tenant = tenant
 
     def note_started(self) -> None:
-        """The line has its first token, or its end: another one may begin its prefill."""
+        """Record that the line has its first token, or has ended. Another line may then begin its prefill."""
         if self._starting is not None:
             self._starting.release(self._tenant)
             self._starting = None
@@ -171,7 +171,10 @@ class Window:
     def __init__(
         self, settings: BatchSettings, others_waiting: Callable[[], bool], quiet_seconds: Callable[[], float]
     ) -> None:
-        """Of requests that are no lines of batches: do any wait for a first token, and since when has none run?"""
+        """`others_waiting`: whether another request waits for its first token. `quiet_seconds`: since none has run.
+
+        Both are about requests that are not lines of batches.
+        """
         self._slots = TenantSlots(settings.max_in_flight, settings.max_in_flight_per_tenant)
         self._settings = settings
         self._starting = TenantSlots(settings.max_in_flight_beside_others, settings.max_in_flight_beside_others)
@@ -182,7 +185,7 @@ class Window:
 
     @asynccontextmanager
     async def place(self, tenant: str) -> AsyncIterator[Place]:
-        """Hold a place while the block runs; wait for it first."""
+        """Wait for a place, and hold it while the block runs."""
         async with self._slots.slot(tenant):
             await self._starting.acquire(tenant)
             place = Place(self._starting, tenant)
@@ -224,14 +227,14 @@ class BatchServer:
 
 
 class BatchRun:
-    """One batch, from where its rows say it is to its end."""
+    """The run of one batch, from the state that its rows have to its end."""
 
     def __init__(self, batch: Batch, server: BatchServer) -> None:
         self._batch = batch
         self._server = server
         self._database = server.database
         self._stopped: str | None = None
-        """Why no further line is begun: one of REASONS."""
+        """The reason why no further line is begun, one of REASONS."""
         self._wake = asyncio.Event()
         """Set when `_stopped` is: lines that wait for another attempt give up."""
         self._queued: set[asyncio.Task[LineOutcome]] = set()
@@ -240,10 +243,10 @@ class BatchRun:
         self._principal: Principal | None = None
         self._threads = server.files.threads.of(batch.tenant_id)
         self._repeated: dict[int, int] = {}
-        """Lines whose `custom_id` an earlier line has, each with that line."""
+        """Lines whose `custom_id` an earlier line has, mapped to that earlier line."""
 
     async def run(self) -> None:
-        """Bring the batch to its end. Raises LeaseLost, and whatever may pass: then it is run again."""
+        """Bring the batch to its end. Raises LeaseLost, or a temporary error, after which the batch is run again."""
         with self._server.blobs.staging() as folder:
             source = await self._fetch(folder)
             if source is None:
@@ -404,7 +407,7 @@ class BatchRun:
         return line.custom_id, parse_body(line, self._server.endpoints)
 
     def _unsent(self, source: Input, number: int, bad: BadLine) -> LineOutcome:
-        """Return the outcome of a line that no endpoint gets, or whose body it refuses."""
+        """Return the outcome of a line that is sent to no endpoint, or whose body the endpoint refuses."""
         if bad.refusal is not None:
             return self._refused(number, bad.custom_id, bad.refusal)
         error = OutputError(bad.code, f"Line {source.place(number)}: {bad}")
@@ -423,7 +426,7 @@ class BatchRun:
             async for delta in answer:
                 writer.collect(delta)
         except asyncio.CancelledError:
-            answer.abandon()  # it runs on to its end, and its answer is stored
+            answer.abandon()  # the request continues to its end, and its answer is stored
             raise
         body = writer.whole(answer.usage)
         response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
@@ -502,7 +505,7 @@ class BatchRun:
         await self._end(state, files=files)
 
     def _join(self, chunks: Sequence[str], output: Path, errors: Path) -> tuple[int, int]:
-        """Divide the chunks' lines between the two files; return the sizes of these."""
+        """Divide the chunks' lines between the two files; return the files' sizes."""
         with output.open("wb") as answered, errors.open("wb") as failed:
             for name in chunks:
                 for line in b"".join(self._server.blobs.objects.read(name)).splitlines(keepends=True):
@@ -529,7 +532,7 @@ class BatchRun:
     async def _end(
         self, state: str, *, errors: tuple[LineError, ...] = (), files: Sequence[StoredFile | None] = (None, None)
     ) -> None:
-        """Write the end, its files and its event, and remove what is no longer needed."""
+        """Write the end, its files and its event, and remove the rows and objects that are no longer needed."""
         now = self._database.now()
         output, error = files
         async with self._database.begin() as session:
@@ -559,7 +562,7 @@ class BatchRun:
             self._next_look = time.monotonic() + LOOK_SECONDS
 
     async def _look(self) -> None:
-        """Learn whether to go on, and with which rights. A suspended tenant's lines wait."""
+        """Read from the database whether to go on, and with which rights. A suspended tenant's lines wait."""
         async with self._database.read() as session:
             batch = await BatchJobs(session).held(self._batch.id, self._server.server_id, lock=False)
         if batch is None:

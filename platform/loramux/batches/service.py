@@ -1,7 +1,7 @@
 """Batches: created, looked at and cancelled by callers, and run in the background by this server's worker.
 
 `Batches` writes a row and wakes `BatchWorker`, which runs the batches that this server holds (`run`), adopts those of
-dead servers, and tidies up behind them.
+dead servers, and removes their remains.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from loramux.serving.service import service_class_of
 
 MAX_HOURS = 168
 MAX_ATTEMPTS = 10
-"""Servers that may die under a batch, one after the other, without one more chunk of it written."""
+"""Servers that may die in succession while they run a batch, without writing another chunk of it."""
 OVERDUE = DAY
-"""Microseconds after its window in which a batch must end, whatever fails."""
+"""Microseconds after its window within which a batch must end, whatever fails."""
 
 _window = re.compile(r"([1-9]\d{0,2})h")
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class Batches:
             return await BatchRepository(session, principal.tenant).before(Viewpoint.of(principal), id, limit)
 
     async def cancel(self, principal: Principal, id: str) -> Batch:
-        """Begin no further line; running ones finish. A batch that has ended stays as it is. Raises BatchNotFound."""
+        """Begin no further line; running lines finish. A batch that has ended does not change. Raises BatchNotFound."""
         async with self._database.begin() as session:
             batches = BatchRepository(session, principal.tenant)
             batch = await batches.get(id, Viewpoint.of(principal), lock=True)
@@ -153,14 +153,14 @@ class BatchWorker:
         return self._server.server_id
 
     async def tend(self) -> None:
-        """Adopt batches of dead servers, whose open requests are closed first, and start those that failed again."""
+        """Adopt batches of dead servers, whose open requests are closed first, and start again those that failed."""
         await self._usage.sweep()
         async with self._database.begin() as session:
             await BatchJobs(session).adopt_abandoned(self.server_id)
         self.jobs.look()
 
     async def sweep(self) -> None:
-        """Delete expired files, and what finished batches and crashes have left."""
+        """Delete expired files, and the objects and rows that finished batches and crashes have left."""
         files, objects = self._server.files, self._server.blobs.objects
         await files.expire()
         await files.sweep()

@@ -1,1 +1,1 @@
-"""What every area may use: settings, errors, units, logs, jobs, sandboxes."""
+"""Code that every area may use: settings, errors, units, logs, jobs, sandboxes."""

@@ -1,8 +1,8 @@
-"""The bundle of a revision: what an adapter brings beside its weights.
+"""The bundle of a revision: the files that an adapter brings in addition to its weights, as one file.
 
-Trainers save a chat template, a tokenizer and generation defaults beside an adapter, and its owner may add a
-`loramux.toml`. At upload these files become one: `bundle.json`, which holds what is served and nothing else. It is
-stored and digested with the weights, so that a revision always gets the prompt format that it was trained with.
+Trainers save a chat template, a tokenizer and generation defaults next to an adapter's weights, and its owner may add a
+`loramux.toml`. At upload these files become one, `bundle.json`, which holds only the settings that are served. It is
+stored and digested with the weights. So a revision always gets the prompt format that it was trained with.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POOLING_FILE = "1_Pooling/config.json"
 MODULES_FILE = "modules.json"
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
-"""The last four are sentence-transformers'."""
+"""The last four files are sentence-transformers'."""
 
 SOURCES: Mapping[str, int] = {
     TEMPLATE_FILE: 1 << 20,
@@ -46,13 +46,13 @@ SOURCES: Mapping[str, int] = {
     OLD_TOKENS_FILE: 1 << 20,
     GENERATION_FILE: 256 << 10,
     SETTINGS_FILE: 256 << 10,
-    POOLING_FILE: 64 << 10,  # before the other config.json: a form may name it by its field alone
+    POOLING_FILE: 64 << 10,  # before the other config.json: a form may name it only by its field
     MODEL_FILE: 1 << 20,
     MODULES_FILE: 64 << 10,
     PROMPTS_FILE: 256 << 10,
     LENGTH_FILE: 64 << 10,
 }
-"""Files of which the bundle is made, and the most bytes of each."""
+"""Files of which the bundle is made, and the largest size of each in bytes."""
 
 _IGNORED = re.compile(
     r"""
@@ -74,11 +74,11 @@ _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|ckpt)")
 
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""transformers' names: probabilities by softmax, by sigmoid each, or none."""
+"""The problem types, by transformers' names: probabilities by one softmax, by a sigmoid for each class, or none."""
 
 
 class AddedToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A token that the revision's tokenizer has beside the base's, or has otherwise; the tokenizers library's names."""
+    """A token that the base's tokenizer lacks or has in another form, with the tokenizers library's field names."""
 
     id: Annotated[int, Meta(ge=0, lt=1 << 31)]
     content: Annotated[str, Meta(min_length=1, max_length=512)]
@@ -95,7 +95,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     @classmethod
     def valid(cls, saved: Mapping[str, object]) -> SamplingDefaults:
-        """Take the values that a request could have, and leave out the others."""
+        """Keep the values that a request could have, and leave out the others."""
         found = {}
         for name in cls.__struct_fields__:
             value = saved.get(name)
@@ -107,36 +107,36 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a revision is served with; the field names are stored data."""
+    """The settings that a revision is served with. The field names are stored data."""
 
     chat_template: Annotated[str, Meta(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None
-    """Jinja; None: the base's."""
+    """The chat template, in Jinja; None: the base's template."""
     special_tokens: dict[str, str] = {}
-    """Variables of `chat_template`: `bos_token`, `eos_token`, `pad_token`, ..."""
+    """Values of the variables of `chat_template`: `bos_token`, `eos_token`, `pad_token`, ..."""
     added_tokens: Annotated[tuple[AddedToken, ...], Meta(max_length=MAX_ADDED_TOKENS)] = ()
     eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
     """Tokens that end an answer, in place of the base's; empty: the base's."""
     sampling: SamplingDefaults = SamplingDefaults()
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
-    """Of an answer, for requests that leave it out."""
+    """The longest answer in tokens, if the request sets no limit."""
     stop: Annotated[tuple[Annotated[str, Meta(min_length=1, max_length=512)], ...], Meta(max_length=MAX_STOPS)] = ()
-    """Stop strings for requests without any."""
+    """Stop strings, if the request has none."""
     system_prompt: Annotated[str, Meta(max_length=64 << 10)] | None = None
     """The first message of conversations that begin without a system message."""
     tool_parser: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")] | None = None
     """The name of the parser of its tool calls; None: the base's."""
     task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None = None
-    """PEFT's name of what it was trained for; None: generating text."""
+    """PEFT's name of the task that it was trained for; None: generating text."""
     num_labels: Annotated[int, Meta(ge=0, le=MAX_LABELS)] = 0
     """Rows of a classifier's head."""
     labels: Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=MAX_LABELS)] = ()
     """A classifier's classes, in the order of its head's rows."""
     problem_type: ProblemType | None = None
-    """How a classifier's numbers are read; None: each input has one class."""
+    """The reading of a classifier's numbers (softmax, sigmoid, none); None: each input has one class."""
     pooling: Literal["last", "mean"] | None = None
-    """How a text's hidden states become its vector; None: the last one is it."""
+    """The reduction of a text's hidden states to its vector; None: the vector is the last hidden state."""
     matryoshka_dimensions: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=64)] = ()
-    """Lengths at which its vectors may be cut."""
+    """Lengths to which its vectors may be shortened."""
     description: Annotated[str, Meta(max_length=4096)] | None = None
     license: Annotated[str, Meta(max_length=256)] | None = None
 
@@ -150,12 +150,12 @@ def is_ignored(name: str) -> bool:
 
 
 def is_pickled(name: str) -> bool:
-    """Return whether a file would have to be unpickled to be read, which is never done."""
+    """Return whether a file would have to be unpickled to be read. Such files are never read."""
     return _PICKLED.fullmatch(name) is not None
 
 
 def misplaced(names: Iterable[str]) -> str | None:
-    """Return why these files are not those of one adapter, and the way out, if they are in a form that is known."""
+    """Return why these files are not one adapter's and how to correct that; None if the form is not a known one."""
     for name in names:
         shown = f"'{name[:80]}'"
         if _SHARD.fullmatch(name) is not None:
@@ -197,9 +197,9 @@ def read_bundle(folder: Path) -> Bundle:
 def extend_tokenizer(backend: Any, added: Sequence[AddedToken]) -> Any:
     """Return a tokenizer of the tokenizers library like `backend`, with the `added` tokens; both share one model.
 
-    Raises ValueError where the library would give a token another id.
+    Raises ValueError if the library would give a token another id.
     """
-    import tokenizers  # a library that commands without a model do not load
+    import tokenizers  # imported here: commands without a model do not need it
 
     extended = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):

@@ -1,7 +1,7 @@
 """The one tree of errors that a caller may see.
 
     LoramuxError(message, field)      code, status
-    ├── gateway.GatewayError          requests for completions
+    ├── serving.GatewayError          requests for completions
     ├── registry.RegistryError        adapters, revisions, aliases, pins and grants
     ├── uploads.*                     (below RegistryError)
     ├── tenants.TenantsError          keys, members, projects, tenants and tiers
@@ -32,9 +32,9 @@ class LoramuxError(Exception):
     code: str = "invalid_value"
     status: int = HTTPStatus.BAD_REQUEST
     retry_after: int | None = None
-    """Seconds after which the same request may succeed; None where waiting does not help."""
+    """Seconds after which the same request may succeed; None if waiting does not help."""
     public_message: str | None = None
-    """The sentence for callers where `message` is for the operator's log only."""
+    """The sentence for callers, if `message` is only for the operator's log."""
 
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
@@ -43,10 +43,10 @@ class LoramuxError(Exception):
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why an upload became no revision: written into the upload and its report."""
+    """The reason why an upload did not become a revision. It is stored in the upload and its report."""
 
     code: str
-    """Stable, read by clients."""
+    """The error code, stable because clients read it."""
     field: str | None
     """The field, file or tensor at fault."""
     message: str

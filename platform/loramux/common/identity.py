@@ -1,4 +1,4 @@
-"""Verified identities as types, and the grammar of names; tenant-scoped repositories take them."""
+"""Verified identities as types, and the grammar of names. Repositories of one tenant take these types."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import NewType
 import msgspec
 
 TenantId = NewType("TenantId", str)
-"""A *verified* tenant. Only `loramux.accounts.tenants` makes one from a key; a row's own tenant_id is already one."""
+"""A *verified* tenant. Only `loramux.accounts.tenants` makes one from a key. A row's `tenant_id` is one too."""
 
 ProjectId = NewType("ProjectId", str)
-"""One of a verified tenant's projects, made in the same places."""
+"""A project of a verified tenant. It is made in the same places as `TenantId`."""
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """The network address and the request id of a caller, for the audit log."""
+    """The network address and the request id of a caller, as the audit log has them."""
 
     source: str = "local"
     """A network address, or `local` for commands on the server's own machine."""
@@ -29,22 +29,22 @@ class Principal(msgspec.Struct, frozen=True):
     tenant: TenantId
     tenant_name: str
     key_id: str
-    """The API key, or the member behind a token of an identity provider."""
+    """The id of the API key, or of the member that a token of an identity provider names."""
     scopes: frozenset[str]
-    """Some of `loramux.accounts.tenants.SCOPES`, with all that they imply."""
+    """The caller's scopes, from `loramux.accounts.tenants.SCOPES`, with all that they imply."""
     project: ProjectId
     role: str | None = None
-    """A member's, some `loramux.accounts.tenants.Role`; None for a key."""
+    """A member's `loramux.accounts.tenants.Role`; None for a key."""
     tier: str = "standard"
     service_class: str = "standard"
     weight: int = 1
     """The tenant's share within its class."""
     service_tiers: frozenset[str] = frozenset()
-    """The service tiers beside `default` that its requests may ask for."""
+    """The service tiers that its requests may name, in addition to `default`."""
     zero_retention: bool = False
-    """Nothing that its requests say or get is stored."""
+    """True: no prompt and no answer of its requests is stored."""
     models: frozenset[str] | None = None
-    """The only models that may be named: `tenant/adapter`, or the base's name. None: all of the tenant's."""
+    """The only models that its requests may name, as `tenant/adapter` or the base's name. None: all of the tenant's."""
     origin: Origin = Origin()
     expires_at: int | None = None
     """The key's expiry in microseconds since the epoch; None: never, or a member."""
@@ -63,7 +63,7 @@ class Principal(msgspec.Struct, frozen=True):
         return self.project if is_bound else None
 
     def may_use(self, model: str) -> bool:
-        """Return whether the key's allow-list has `model`, given as `tenant/adapter` or as the base's name."""
+        """Return whether the key's allow-list has `model`, which is `tenant/adapter` or the base's name."""
         return self.models is None or model in self.models
 
     def own_adapters(self) -> list[str] | None:

@@ -1,6 +1,6 @@
-"""Work off a request's path: jobs of one server, periodic work, blocking work on threads, and tenants' shares of them.
+"""Work outside of requests: jobs of one server, periodic work, blocking work on threads, and tenants' shares of them.
 
-A `JobRunner` runs each of its jobs once at a time, and all of them end with the server.
+A `JobRunner` never runs a job twice at the same time. All its jobs end with the server.
 
 asyncio's default executor has few threads, which everything shares. Work that may wait long for a store or another
 machine runs in a `ThreadPool` of its own. Every pool that a request can occupy gives each tenant a share (`ThreadPool`,
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 class Job(Protocol):
-    """Work that a server has taken on; its row in the database says so (`records.database`)."""
+    """Work that a server has taken on. Its row in the database says so (`records.database`)."""
 
     @property
     def id(self) -> str:
@@ -53,22 +53,22 @@ J = TypeVar("J", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class JobRun:
-    """One run of a job, as it ended."""
+    """A run of a job that has ended."""
 
     kind: str
     id: str
     began: float
-    """By the monotonic clock, in seconds; `ended` too."""
+    """The begin of the run. `began` and `ended` are in seconds of the monotonic clock."""
     ended: float
 
 
 class JobRunner(Generic[J]):
-    """Runs the jobs that `find` returns, those that do not run already."""
+    """Runs the jobs that `find` returns, except those that run already."""
 
     def __init__(
         self, kind: str, find: Callable[[], Awaitable[Sequence[J]]], run: Callable[[J], Coroutine[None, None, None]]
     ) -> None:
-        """`run` handles its own errors: a job that fails is found and run again, unless its row says otherwise."""
+        """`run` handles its own errors. A job that fails is found and run again, unless its row says otherwise."""
         self.kind = kind
         self._find = find
         self._run = run
@@ -77,7 +77,7 @@ class JobRunner(Generic[J]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_ended(self, observer: Callable[[JobRun], None]) -> None:
-        """Call `observer` at the end of each run, a cancelled one too."""
+        """Call `observer` at the end of each run, also of a cancelled one."""
         self._observers.append(observer)
 
     @property
@@ -90,12 +90,12 @@ class JobRunner(Generic[J]):
         self._start(self._look())
 
     def cancel(self, id: str) -> None:
-        """Stop a job whose row is gone."""
+        """Stop a job whose row is deleted."""
         if running := self._running.get(id):
             running.cancel()
 
     async def stop(self) -> None:
-        """Cancel the running jobs; this server's next life, or another server, starts them again."""
+        """Cancel the running jobs. This server starts them again after a restart, or another server does."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -345,5 +345,5 @@ async def _ended(running: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait({running})
         if not running.cancelled():
-            running.exception()  # retrieved: the caller was cancelled, and its error has no reader
+            running.exception()  # mark the error as retrieved: the caller was cancelled and will not read it
         raise

@@ -1,8 +1,8 @@
-"""Logs of every process: one line an event, as JSON or as text, with the ids of the request that it belongs to.
+"""Logs of every process: one line for each event, as JSON or as text, with the ids of its request.
 
 Modules log with the standard library's `logging`; structlog gives the lines their form. A line has the fields of
-`structlog.contextvars` (the request's id and trace id), which tasks of a request inherit. No line holds anything that a
-tenant wrote: no prompt, no answer, no name of an adapter.
+`structlog.contextvars` (the request's id and trace id), which tasks of a request inherit. No line holds a tenant's
+text: no prompt, no answer, no name of an adapter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 def configure(form: Format, level: Level) -> None:
-    """Send this process's logs to stderr. `auto` is text on a terminal and JSON elsewhere."""
+    """Send this process's logs to stderr. `auto`: text on a terminal, JSON elsewhere."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -44,12 +44,12 @@ def configure(form: Format, level: Level) -> None:
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
-    """Leave out tasks that were cancelled: SQLAlchemy's pool reports one that it met as an error, with a traceback."""
+    """Return False for a cancelled task, which SQLAlchemy's pool logs as an error with a traceback."""
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
 def set_level(level: Level) -> None:
-    """Log this level and those above it from now on. Libraries' lines appear from `warning` on."""
+    """Log this level and those above it from now on. Lines of libraries are logged only from `warning` on."""
     logging.getLogger().setLevel(max(LEVELS[level], logging.WARNING))
     for package in ("loramux", "loramux_api", "loramux_adapters", "loramux_kernels"):
         logging.getLogger(package).setLevel(LEVELS[level])

@@ -26,13 +26,13 @@ from loramux.common.jobs import TenantSlots
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Lookup = Callable[[str], Sequence[str]]
-"""Blocking: the addresses of a name, as texts. Raises OSError or UnicodeError."""
+"""A blocking function that returns the addresses of a name as texts. Raises OSError or UnicodeError."""
 
 TENANT = "loramux_tenant"
-"""The request extension that names the tenant whose lookup it is."""
+"""The request extension that names the tenant on whose behalf the name is looked up."""
 
-# The IANA special-purpose registries, RFC 6890 and its successors. The lists are written out: `is_global` differs
-# between releases of Python.
+# Networks of the IANA special-purpose registries (RFC 6890 and its successors). The lists are written out because
+# `is_global` differs between releases of Python.
 PRIVATE_V4 = tuple(
     ipaddress.IPv4Network(network)
     for network in (
@@ -68,7 +68,7 @@ WRAPPED_V4 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:
 """IPv4-mapped, and NAT64 by its well-known prefix: as public as the IPv4 address in the last 32 bits."""
 
 ANYWHERE: tuple[Network, ...] = (ipaddress.IPv4Network("0.0.0.0/0"), ipaddress.IPv6Network("::/0"))
-"""Networks of callers that may call private addresses too: names are still resolved in threads of their own."""
+"""Every network: callers with these networks may call private addresses too. Names are still resolved in threads."""
 
 _numeric_label = re.compile(r"(?:[0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
 
@@ -139,7 +139,7 @@ class _BoundedStream(httpx.AsyncByteStream):
 
 
 class NotPublic(Exception):
-    """The name leads to an address that is not public, or nowhere; the message says which."""
+    """The name resolves to no address, or to one that is not public. The message says which."""
 
 
 def is_public(address: Address) -> bool:
@@ -156,11 +156,11 @@ def _look_up(host: str) -> list[str]:
 
 
 class Resolver:
-    """Resolves names for one kind of work: in at most `threads` threads, of which one tenant has `per_tenant`.
+    """Resolves names for one kind of work: in at most `threads` threads, at most `per_tenant` of them for one tenant.
 
-    The system's resolver cannot be interrupted. A lookup that is not answered in time is given up, but keeps its
-    thread, and its tenant's place, until the system gives it up as well: names that never answer delay their own
-    tenant alone.
+    The system's resolver cannot be interrupted. A lookup that is not answered in time is given up, but it keeps its
+    thread and its tenant's place until the system gives it up too. So names that never answer delay only their own
+    tenant.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Resolver:
             found: Sequence[str] | Exception
             try:
                 found = self._lookup(host)
-            except Exception as error:  # goes to the waiting task
+            except Exception as error:  # it is passed to the waiting task
                 found = error
             if not loop.is_closed():
                 loop.call_soon_threadsafe(finish, found)
@@ -224,10 +224,10 @@ class Resolver:
 
 
 def _is_literal(host: str) -> bool:
-    """Return whether the host is an address; raises NotPublic for one that is written in an unusual way.
+    """Return whether the host is an address. Raises NotPublic if the address is written in an unusual form.
 
-    `0x7f.1`, `2130706433` and `0177.0.0.1` are 127.0.0.1 to the system's resolver, and a zone (`fe80::1%eth0`) names
-    an interface of this machine.
+    The system's resolver reads `0x7f.1`, `2130706433` and `0177.0.0.1` as 127.0.0.1. A zone (`fe80::1%eth0`) names an
+    interface of this machine.
     """
     try:
         ipaddress.ip_address(host)
@@ -247,9 +247,9 @@ def _literal(host: str) -> Address:
 
 
 class PublicTransport(httpx.AsyncBaseTransport):
-    """Connects to the address that was checked, under the name that was asked for. Raises NotPublic.
+    """Connects to the address that was checked, under the name in the URL. Raises NotPublic.
 
-    Connections are not kept: one to an address could otherwise be used under another name that leads there too.
+    Connections are not kept. Otherwise a connection could be used under another name of the same address.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class PublicTransport(httpx.AsyncBaseTransport):
         self._inner = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None, max_keepalive_connections=0))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Return the answer of the first of the addresses that can be connected to."""
+        """Return the answer of the first address to which a connection succeeds."""
         host = request.url.host
         port = request.url.port or (443 if request.url.scheme == "https" else 80)
         if self._ports and port not in self._ports:

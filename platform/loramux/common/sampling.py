@@ -1,13 +1,13 @@
 """Sampling parameters: one table, from which requests, defaults, checks and the samplers take their names and bounds.
 
-`TokenSelection` is the table. A field is a parameter that decides which token is chosen; its default is the neutral
-value, and its `Parameter` says what else the code needs to know. From it derive:
+`TokenSelection` is the table. A field is a parameter of the choice of a token. Its default is the neutral value, and
+its `Parameter` has the other facts that the code needs. The following parts derive from it:
 
     fields and refusals of request bodies     `loramux_api.schemas.sampling`
     fields that an endpoint must not ignore   `loramux_api.unknown_fields`
     defaults of checkpoints and of bundles    `loramux.common.bundle`, `loramux.catalog.validation.bundle`
     the engine's own check of a request       `loramux.engine.worker`
-    which rows a sampler has to steer         `loramux.engine.execution.sampler`
+    rows that a sampler must steer             `loramux.engine.execution.sampler`
     the columns of a step on a GPU            `loramux.engine.execution.device_sampler`
     the warm-up                               `loramux.engine.execution.gpu_runner`
     the table in docs/models.md               `tools/reference.py`
@@ -35,8 +35,8 @@ class Parameter:
     example: Any
     """A value that is not neutral: the warm-up and the tests use it."""
     range: Meta | None = None
-    """Values of a request; if the parameter has a value for each token, of those. None: token ids, which depend on the
-    model."""
+    """Range of a request's values; if the parameter has a value for each token, of each of them. None: the values are
+    token ids, whose range depends on the model."""
     recommended: Meta | None = None
     """Values that a checkpoint or an adapter may recommend to requests that leave it out; None: it cannot."""
     other_neutrals: tuple[float, ...] = ()
@@ -48,20 +48,20 @@ _TEMPERATURE, _SHARE = Meta(ge=0, le=2), Meta(ge=0, le=1)
 
 
 class TokenSelection(msgspec.Struct, frozen=True, kw_only=True):
-    """The table. The order is the usual one: logits first, then the draw, from top to bottom."""
+    """The table. Its rows are in the usual order of application: first the logits, then the draw."""
 
     repetition_penalty: Annotated[float, Parameter("logits", 1.1, _FACTOR, recommended=_FACTOR)] = 1.0
     presence_penalty: Annotated[float, Parameter("logits", 0.1, _PENALTY)] = 0.0
     frequency_penalty: Annotated[float, Parameter("logits", 0.1, _PENALTY)] = 0.0
     logit_bias: Annotated[dict[int, float], Parameter("logits", {0: 1.0}, Meta(ge=-100, le=100))] = {}
     allowed_token_ids: Annotated[tuple[int, ...], Parameter("logits", (0, 1))] = ()
-    """The only tokens to choose from; empty: all. Not with a constraint."""
+    """The only tokens to choose from; empty: all. It cannot be used together with a constraint."""
     temperature: Annotated[float, Parameter("draw", 0.7, _TEMPERATURE, recommended=_TEMPERATURE)] = 1.0
-    """0 chooses the most likely token (greedy)."""
+    """The temperature; 0 chooses the most likely token (greedy)."""
     top_k: Annotated[
         int, Parameter("draw", 3, Meta(ge=-1, le=2**31 - 1), recommended=Meta(ge=0, lt=1 << 31), other_neutrals=(-1,))
     ] = 0
-    """0 keeps every token."""
+    """The number of most likely tokens that are kept; 0 keeps every token."""
     top_p: Annotated[float, Parameter("draw", 0.9, _SHARE, recommended=Meta(gt=0, le=1))] = 1.0
     min_p: Annotated[float, Parameter("draw", 0.01, _SHARE, recommended=_SHARE)] = 0.0
 
@@ -104,7 +104,7 @@ def with_numbers(names: Iterable[str], bound: Callable[[Parameter], Meta | None]
 
 
 def given_numbers(struct: msgspec.Struct) -> dict[str, Any]:
-    """Return the numbers that a struct `with_numbers` holds, as the engine takes them; without those left out."""
+    """Return the numbers of a struct `with_numbers` in the engine's form, without those that are left out."""
     found = {name: value for name in KINDS if (value := getattr(struct, name, None)) is not None}
     return {
         name: getattr(NEUTRAL, name) if value in PARAMETERS[name].other_neutrals else value
@@ -113,7 +113,7 @@ def given_numbers(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def range_fault(params: TokenSelection) -> str | None:
-    """Return which value is outside its range or not a finite number; None: all are well."""
+    """Return a sentence about the first value that is not a finite number in its range; None: all are valid."""
     for name, parameter in PARAMETERS.items():
         value, limits = getattr(params, name), parameter.range
         if limits is None:

@@ -1,9 +1,9 @@
-"""A base's tokenizer, as its tokenizer.json has it.
+"""Load a base's tokenizer exactly as its tokenizer.json has it.
 
 transformers builds the tokenizers of some classes and model types anew from their vocabulary, with that class's own
-normalizer, pre-tokenizer and decoder: a folder whose tokenizer.json was made otherwise then gets other token ids,
-without an error. The `tokenizers` library reads the file as it is. `load_tokenizer` compares the two on a fixed text
-of many scripts and on the vocabulary itself, and puts the file's tokenizer into transformers' where they differ.
+normalizer, pre-tokenizer and decoder. If the tokenizer.json of a folder was made differently, the token ids differ
+without an error. The `tokenizers` library reads the file as it is. `load_tokenizer` compares the two on a fixed text of
+many scripts and on the vocabulary itself. If they differ, it puts the file's tokenizer into transformers'.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ SAMPLES = (
     "🙂👍🏽👩‍👩‍👧‍👦🇪🇺 ❤️ ∑∫√∞≠≤ α→β ←↑ “quotes” ‘single’ — dash… •",
     "no-break\u00a0space, thin\u2009space, zero\u200bwidth, joiner\u200d, mark\ufeff, soft\u00adhyphen, line\u2028end",
 )
-"""A fixed text of many scripts, whose parts the usual pre-tokenizers and normalizers treat differently."""
+"""A fixed text of many scripts. The usual pre-tokenizers and normalizers treat its parts differently."""
 MAX_PIECES = 4096
-"""Tokens of the vocabulary whose own texts are compared too: a small vocabulary may merge nothing of the samples."""
+"""Number of the vocabulary's tokens whose texts are compared too: a small vocabulary may merge no part of the samples.
+"""
 SHOWN_TOKENS = 12
 
 
@@ -50,7 +51,8 @@ class LoadedTokenizer(NamedTuple):
     tokenizer: Any
     """transformers' PreTrainedTokenizerBase, whose token ids are those of tokenizer.json, if the base has that file."""
     rebuilt: Any
-    """The `tokenizers` library's tokenizer that transformers had made, if it differed from the file; or None."""
+    """The tokenizer (of the `tokenizers` library) that transformers had made, if it differed from the file; else None.
+    """
 
 
 def load_tokenizer(model_dir: Path) -> LoadedTokenizer:
@@ -58,7 +60,7 @@ def load_tokenizer(model_dir: Path) -> LoadedTokenizer:
 
     Raises OSError or ValueError, as transformers does, if there is none; TokenizerDiffers.
     """
-    from transformers import AutoTokenizer  # takes seconds: only where a model is served
+    from transformers import AutoTokenizer  # imported here: it takes seconds, and only serving a model needs it
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     file = model_dir / TOKENIZER_FILE
@@ -85,11 +87,11 @@ def load_tokenizer(model_dir: Path) -> LoadedTokenizer:
 
 
 def read_tokenizer(text: str) -> Any:
-    """Read a tokenizer.json as the `tokenizers` library does, without what is for training (truncation, padding).
+    """Read a tokenizer.json as the `tokenizers` library does, without the settings of training (truncation, padding).
 
     Raises ValueError.
     """
-    import tokenizers  # a library that commands without a model do not load
+    import tokenizers  # imported here: commands without a model do not need it
 
     try:
         tokenizer = tokenizers.Tokenizer.from_str(text)
@@ -101,7 +103,7 @@ def read_tokenizer(text: str) -> Any:
 
 
 def _add_tokens(saved: Any, rebuilt: Any) -> None:
-    """Add to `saved` the tokens that only tokenizer_config.json names. Raises TokenizerDiffers for another id."""
+    """Add to `saved` the tokens that only tokenizer_config.json names. Raises TokenizerDiffers if an id differs."""
     known = {token.content for token in saved.get_added_tokens_decoder().values()}
     for id, token in sorted(rebuilt.get_added_tokens_decoder().items()):
         if token.content not in known:
@@ -128,7 +130,7 @@ def _loaded_difference(loaded: Any, saved: Any) -> str | None:
 def tokenizer_difference(tokenizer: Any, saved: Any) -> str | None:
     """Compare two tokenizers of the `tokenizers` library; `saved` is read from a file.
 
-    Return a sentence about the first text for which they differ, or None.
+    Return a sentence about the first text on which they differ, or None.
     """
 
     def encode(text: str) -> list[int]:
@@ -144,7 +146,7 @@ def tokenizer_difference(tokenizer: Any, saved: Any) -> str | None:
 def _difference(
     encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], added: set[str], saved: Any
 ) -> str | None:
-    # Tokens that tokenizer_config.json alone adds are cut out of a text by the loaded tokenizer and not by the file's.
+    # The loaded tokenizer recognises tokens in a text that only tokenizer_config.json adds; the file's does not.
     beside = added - {token.content for token in saved.get_added_tokens_decoder().values()}
     for text in (*SAMPLES, "".join(SAMPLES), *_pieces(saved)):
         if any(token in text for token in beside):
@@ -168,7 +170,7 @@ def _difference(
 
 
 def _pieces(saved: Any) -> Iterator[str]:
-    """Yield the texts of up to MAX_PIECES tokens, spread over the vocabulary, alone and between others."""
+    """Yield the texts of up to MAX_PIECES tokens, spread over the vocabulary, each alone and between other texts."""
     ids = sorted(saved.get_vocab(with_added_tokens=True).values())
     for id in ids[:: max(1, len(ids) // MAX_PIECES + 1)]:
         text = saved.decode([id], skip_special_tokens=False)

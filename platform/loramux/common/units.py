@@ -1,7 +1,7 @@
 """Units of time, and the three token counts that engine, ledger and wire share.
 
-Instants in records are whole microseconds since the epoch, durations whole microseconds; the wire has whole seconds.
-The conversion happens once, at the edge that needs seconds.
+Instants in records are whole microseconds since the epoch, durations whole microseconds; the API has whole seconds. The
+conversion happens once, in the code that needs seconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 SECOND = 1_000_000
-"""Microseconds."""
+"""One second, in microseconds."""
 MINUTE = 60 * SECOND
 HOUR = 60 * MINUTE
 DAY = 24 * HOUR
@@ -17,14 +17,14 @@ DAY = 24 * HOUR
 SECONDS_PER_DAY = 86_400
 
 QUIET_SECONDS = 10.0
-"""Without a request whose caller waits for so long, a server has no others: background work need not give way."""
+"""Seconds without a request whose caller waits. After them background work need not give way to requests."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request, one bucket or one total: read, of those found in the KV cache, and generated."""
+    """Token counts of one request, one bucket or one total: read, found in the KV cache, and generated."""
 
     prompt: int = 0
-    """Tokens of the prompt, each counted once however often it was computed; `cached` included."""
+    """Tokens of the prompt, including `cached`; each counts once, even if it was computed several times."""
     cached: int = 0
     """Tokens of the prompt whose KV was found in the cache."""
     output: int = 0
@@ -46,5 +46,5 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def drift(self, other: TokenCounts) -> int:
-        """Tokens by which two counts of the same work differ; 0 where they agree."""
+        """Return the tokens by which two counts of the same work differ; 0 if they agree."""
         return abs(self.prompt - other.prompt) + abs(self.cached - other.cached) + abs(self.output - other.output)

@@ -1,1 +1,1 @@
-"""What is kept: rows in SQL, files in a folder or an object store."""
+"""Stored data: rows in SQL, files in a folder or an object store."""

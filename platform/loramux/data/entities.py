@@ -1,6 +1,6 @@
-"""Plain structs of records that leave this area: what repositories return and callers pass on. No SQL.
+"""Plain structs of records that leave this area: repositories return them and callers pass them on. No SQL.
 
-Structs that only repositories and their services exchange are in the module of their aggregate (`records`).
+Structs that only repositories and their services exchange are in their aggregate's module in `records`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from loramux.common.identity import Origin, ProjectId, TenantId
 
 
 class BaseUpgrade(msgspec.Struct, frozen=True, kw_only=True):
-    """A migration. Times in microseconds since the epoch."""
+    """A migration of adapters from base to base. Times in microseconds since the epoch."""
 
     id: str
     source: str
@@ -88,13 +88,13 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LineError(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong with a line of a batch's input, or with the batch as a whole."""
+    """An error of a line of a batch's input, or of the batch as a whole."""
 
     code: str
     message: str
     param: str | None = None
     line: int | None = None
-    """Counted from 1."""
+    """The line's number, counted from 1; None: the error is about the whole batch."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelling_at: int | None = None
     finished_at: int | None = None
     output_seconds: int | None = None
-    """Seconds for which the output and error files are kept; None: as the server keeps files."""
+    """Seconds for which the output and error files are kept; None: the server's retention of files."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,23 +164,23 @@ class AnsweredRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IdempotencyClaim(msgspec.Struct, frozen=True):
-    """The caller's name for one request, and a digest of the body that came with it."""
+    """The caller's idempotency key for one request, and a digest of the request's body."""
 
     name: str
     fingerprint: str
     holder: str = ""
-    """Whose name it is, where that is not the caller: a batch that names its lines."""
+    """The owner of the key if it is not the caller, such as a batch that makes keys for its lines."""
     expires_at: int | None = None
-    """Microseconds since the epoch; None: after the time for which answers are kept."""
+    """The expiry in microseconds since the epoch; None: after the time for which answers are kept."""
 
 
 ServiceTier = Literal["default", "flex", "priority", "batch", "shadow"]
 CHOSEN: tuple[ServiceTier, ...] = ("flex", "priority", "batch")
 """Service tiers that a tenant's tier may allow; `default` needs no permission."""
 ALLOWED_AT_FIRST = ("batch", "flex")
-"""Those that a new tier allows: they are never before anything else."""
+"""Service tiers that a new tier allows: they never take precedence over other requests."""
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
-"""Seconds; a first token is counted by the first bound that it does not exceed, the last count is of those above."""
+"""Upper bounds of the counters of first tokens, in seconds. The last counter is for times above all bounds."""
 
 
 class ParkedEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,10 +203,10 @@ class UploadFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submitter(msgspec.Struct, frozen=True):
-    """The caller that handed an upload over to the checks: the author of its revision in the audit log."""
+    """The caller that submitted an upload to the checks. The audit log names it as the author of the revision."""
 
     actor: str
-    """A key or a member."""
+    """The id of a key or a member."""
     origin: Origin = Origin()
 
 
@@ -217,7 +217,7 @@ class UploadOutcome(msgspec.Struct, frozen=True, kw_only=True):
     digest: str | None = None
     error: Refusal | None = None
     report: str | None = None
-    """JSON."""
+    """The validation report as JSON."""
 
 
 class Upload(msgspec.Struct, frozen=True, kw_only=True):
@@ -233,7 +233,7 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[UploadFile, ...]
     submitter: Submitter | None = None
     ignored: tuple[str, ...] = ()
-    """Files that were announced and are not taken, because they mean nothing for serving."""
+    """Files that were announced but are not stored, because serving does not need them."""
     outcome: UploadOutcome
     created_at: int
     expires_at: int
@@ -248,7 +248,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class CanaryNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a canary was taken back: good outcomes and all of them, of the canary and of the revisions before."""
+    """Numbers of a removed canary: good outcomes and all outcomes, of the canary and of the revisions before."""
 
     measure: str
     candidate: tuple[float, int]
@@ -256,11 +256,11 @@ class CanaryNumbers(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShadowNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a shadow has shown when it ended."""
+    """The results of a shadow, when it begins and when it ends."""
 
     id: str
     ended_because: str | None = None
-    """`stopped` by a caller, or `promoted`, `revision_deleted` or `adapter_deleted`; None: it has begun."""
+    """The reason of the end: `stopped`, `promoted`, `revision_deleted` or `adapter_deleted`; None: it has begun."""
     compared: int = 0
     """Requests whose two answers were compared."""
     exact: tuple[float, float, float] | None = None
@@ -272,12 +272,12 @@ class AliasMove(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     before: dict[int, int]
-    """Empty for an alias that is new."""
+    """Targets before the change; empty for a new alias."""
     after: dict[int, int]
 
 
 class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The details of an event beside its kind, adapter and time."""
+    """The details of an event, in addition to its kind, adapter and time."""
 
     revision: int | None = None
     digest: str | None = None

@@ -1,1 +1,1 @@
-"""Releases that are measured: how each revision of an adapter serves, and which of two is better on a set."""
+"""Measured releases: how each revision of an adapter serves, and which of two revisions is better."""

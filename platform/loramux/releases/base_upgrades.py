@@ -1,14 +1,14 @@
 """Base upgrades, moves of adapters from base to base: every revision of an alias is checked on the other base.
 
-    begin     row in `base_migrations`, one item a revision; held by this server (a lease)
+    begin     one row in `base_migrations`, one item for each revision; this server holds it by a lease
     check     the stored files against the target: shapes, limits, parity ──> a further revision of the same files,
               registered without moving any alias, in the transaction that writes the item
-    evaluate  where its owner has evaluated the adapter before: the same questions to both revisions, as a batch
+    evaluate  if the owner has evaluated the adapter before: the same questions to both revisions, as a batch
     decide    fits, needs retraining, or refused, each with the reason
-    shift     an operator moves aliases of what fits, by weight, adapter by adapter, and back (`BaseUpgrades.shift`)
+    shift     an operator moves aliases to revisions that fit, by weight, and back (`BaseUpgrades.shift`)
 
-A server that dies leaves its upgrade to another one, which goes on after the last decided item. Nothing that is
-served changes before `shift`, which moves aliases as their owners do: release policies and canary guards hold.
+If a server dies, another server adopts its upgrade and goes on after the last decided item. No served revision changes
+before `shift`. It moves aliases as their owners do, so release policies and canary guards apply.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.lifecycle import BaseLifecycle
 
 MAX_ATTEMPTS = 5
-"""Servers that may die under an upgrade."""
+"""Servers that may die while they run an upgrade."""
 PAGE = 500
-"""Adapters that one call shifts at most."""
+"""The most adapters that one call shifts."""
 MAY_BE_RETRAINED = frozenset(
     {
         *("shape_mismatch", "tensors_missing", "tensors_unexpected", "target_unsupported", "no_module_matched"),
         *("base_differs", "outputs_not_finite"),
     }
 )
-"""Codes of refusals that the other base is the reason of: training for it is the way out."""
+"""Codes of refusals that the other base causes. The solution is to train the adapter for that base."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Upgrade(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BaseUpgrades:
-    """Migrations of every tenant's adapters. A tenant reads what they found about its own."""
+    """Migrations of every tenant's adapters. A tenant reads the results for its own adapters."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class BaseUpgrades:
         adapter: str | None = None,
         evaluates: bool = True,
     ) -> Upgrade:
-        """Check the revisions for `source` on `target` in the background: of a tenant, of a `tenant/adapter`, or all.
+        """Check revisions for `source` on `target` in the background: of a tenant, a `tenant/adapter`, or all.
 
         A repeated call while such an upgrade runs returns that one. Raises UnknownBase, InvalidBase, BaseConflict,
         TenantNotFound.
@@ -194,7 +194,7 @@ class BaseUpgrades:
             return await BaseUpgradeRepository(session).items(id, outcomes=outcomes, after=after, limit=limit)
 
     async def cancel(self, changes: Changes, id: str) -> Upgrade:
-        """End an upgrade under way; what was registered stays. Raises UpgradeNotFound."""
+        """End an upgrade under way. Revisions that it has registered stay. Raises UpgradeNotFound."""
         await self.get(id)
         async with changes.begin() as change:
             if await BaseUpgradeRepository(change.session).end(id, CANCELLED, change.now):
@@ -214,8 +214,8 @@ class BaseUpgrades:
     ) -> list[Shifted]:
         """Give new revisions that fit `weight` percent of their old ones' share of every alias; 0 rolls back.
 
-        At most PAGE revisions, those behind `after`. One that cannot be moved does not hold up the others. Raises
-        UpgradeNotFound, InvalidChange, TenantNotFound.
+        One call moves at most PAGE revisions, those after `after`. A revision that cannot be moved does not stop the
+        others. Raises UpgradeNotFound, InvalidChange, TenantNotFound.
         """
         await self.get(id)
         if not 0 <= weight <= 100:
@@ -252,7 +252,7 @@ class BaseUpgrades:
     # tenants
 
     async def reports(self, principal: Principal, limit: int) -> list[tuple[BaseUpgrade, UpgradeItem]]:
-        """List what upgrades found about the caller's adapters, at most `limit` revisions, newest upgrade first."""
+        """List the results of upgrades for at most `limit` revisions of the caller's adapters, newest upgrade first."""
         async with self._database.read() as session:
             found = await UpgradeReports(session, principal.tenant).newest(limit)
         return [(upgrade, item) for upgrade, item in found if principal.may_use(item.name)]
@@ -266,7 +266,7 @@ class BaseUpgrades:
         self._jobs.look()
 
     async def stop(self) -> None:
-        """Stop; this server's next life, or another server, goes on."""
+        """Stop. This server goes on after a restart, or another server does."""
         await self._jobs.stop()
 
     async def _held(self) -> Sequence[BaseUpgrade]:
@@ -274,11 +274,11 @@ class BaseUpgrades:
             return await BaseUpgradeRepository(session).held(self._server_id)
 
     async def _run(self, upgrade: BaseUpgrade) -> None:
-        """Decide what is not decided. What may pass leaves the rest as it is: it is found again."""
+        """Decide the undecided items. A temporary error leaves the rest as it is: a later run continues."""
         try:
             problem = self._problem(upgrade)
             if problem is None and self._lifecycle.models.named(upgrade.target) is None:
-                return  # it is being loaded
+                return  # the target is being loaded
             if problem is None:
                 while items := await self._open_items(upgrade, PENDING):
                     await self._check(upgrade, items[0])
@@ -298,7 +298,7 @@ class BaseUpgrades:
             logger.info("%s", ended)
 
     def _problem(self, upgrade: BaseUpgrade) -> str | None:
-        """Return why an upgrade cannot go on, ever."""
+        """Return the reason why an upgrade can never go on, if there is one."""
         if upgrade.attempts > MAX_ATTEMPTS:
             return f"{MAX_ATTEMPTS} servers have died under it"
         known = {base.base_model: base for base in self._lifecycle.statuses()}
@@ -313,7 +313,7 @@ class BaseUpgrades:
             return await repository.items(upgrade.id, outcomes=(outcome,), after=after)
 
     async def _check(self, upgrade: BaseUpgrade, item: UpgradeItem) -> None:
-        """Check one revision on the target and register it there, or write why not."""
+        """Check one revision on the target and register it there, or write the reason why not."""
         try:
             decided = await self._registered(upgrade, item)
         except (BlobMissing, BlobCorrupt) as error:
@@ -329,7 +329,7 @@ class BaseUpgrades:
             await self._decide(decided)
 
     async def _registered(self, upgrade: BaseUpgrade, item: UpgradeItem) -> UpgradeItem | None:
-        """Register the revision for the target; return the refusal where it does not fit, else the item is written."""
+        """Register the revision for the target and write the item. Return the refusal if the revision does not fit."""
         async with self._database.read() as session:
             is_callable = await BaseUpgradeRepository(session).is_callable(item.revision_id)
         if not is_callable:
@@ -348,7 +348,7 @@ class BaseUpgrades:
         return None
 
     async def _accept(self, item: UpgradeItem, session: AsyncSession, revision: RevisionRow) -> None:
-        """Write the item in the transaction that registers its revision; roll both back where they come too late."""
+        """Write the item in the transaction that registers its revision; roll both back if they come too late."""
         repository = BaseUpgradeRepository(session)
         if not await repository.is_callable(item.revision_id):
             raise UploadSuperseded(f"{item.name}@{item.number} was deleted while it was migrated")
@@ -365,7 +365,7 @@ class BaseUpgrades:
     # evaluations
 
     async def _template(self, item: UpgradeItem) -> Evaluation | None:
-        """Return the tenant's evaluation whose questions are asked: those of the release policy, or the newest."""
+        """Return the evaluation of the tenant whose questions are used: the release policy's set, or the newest one."""
         policy = await self._policy(item)
         rule = None if policy is None else policy.evaluation
         async with self._database.read() as session:
@@ -379,7 +379,7 @@ class BaseUpgrades:
         return None if row is None else msgspec.json.decode(row.policy, type=ReleasePolicy)
 
     async def _judge_all(self, upgrade: BaseUpgrade) -> bool:
-        """Begin the evaluations that are missing, and judge those that have ended; return whether all are judged."""
+        """Begin missing evaluations, and judge those that have ended; return whether all are judged."""
         is_done, after = True, -1
         while items := await self._open_items(upgrade, EVALUATING, after):
             after = items[0].position
@@ -411,7 +411,7 @@ class BaseUpgrades:
         return True
 
     async def _evaluate(self, item: UpgradeItem, number: int) -> Evaluation:
-        """Ask the owner's questions of both revisions, in the owner's name. Raises LoramuxError."""
+        """Put the owner's questions to both revisions, in the owner's name. Raises LoramuxError."""
         template = await self._template(item)
         if template is None:
             raise InvalidChange("the evaluation that was to be repeated is gone")
@@ -433,7 +433,7 @@ class BaseUpgrades:
     # scopes
 
     def _names(self, source: str, target: str) -> tuple[str, ...]:
-        """Return the names that the source has and had. Raises UnknownBase, InvalidBase, BaseConflict."""
+        """Return the present and the former names of the source. Raises UnknownBase, InvalidBase, BaseConflict."""
         lifecycle = self._lifecycle
         status = lifecycle.status(target)
         known = lifecycle.models.named(target)
@@ -464,7 +464,7 @@ class BaseUpgrades:
 
 
 def _copy(blobs: BlobStore, digest: str, folder: Path) -> None:
-    """Copy a stored content into a staging folder: a check may replace its files."""
+    """Copy a stored content into a staging folder, because a check may replace its files."""
     source = blobs.directory(digest)
     for name in files_of(source):
         shutil.copyfile(source / name, folder / name)
@@ -480,7 +480,7 @@ def _unevaluated(item: UpgradeItem, reason: str) -> UpgradeItem:
 
 
 def _judged(item: UpgradeItem, result: EvaluationResult, rule: EvaluationRule | None) -> UpgradeItem:
-    """Decide by the owner's rule; without one a revision needs retraining where it is certainly worse."""
+    """Decide by the owner's rule. Without a rule, a revision needs retraining if it is certainly worse."""
     assert item.new_number is not None, "it was evaluated"
     if rule is not None:
         check = evaluated(rule, result, item.new_number, item.number)
@@ -499,17 +499,17 @@ def _judged(item: UpgradeItem, result: EvaluationResult, rule: EvaluationRule | 
 
 
 TRIES = 3
-"""Times that a change of an adapter is tried that others change at the same time."""
+"""Attempts to change an adapter that others change at the same time."""
 
 
 class Shifted(msgspec.Struct, frozen=True, kw_only=True):
-    """What a shift did with one revision."""
+    """The result of a shift for one revision."""
 
     item: UpgradeItem
     aliases: tuple[str, ...] = ()
-    """Those that were moved."""
+    """The aliases that were moved."""
     error: LoramuxError | None = None
-    """The reason why none, or not all, were moved."""
+    """The reason why no alias, or not every alias, was moved."""
 
 
 async def _move(adapters: AdapterService, principal: Principal, item: UpgradeItem, weight: int) -> tuple[str, ...]:
@@ -531,7 +531,7 @@ async def _move(adapters: AdapterService, principal: Principal, item: UpgradeIte
 async def _roll_back(
     adapters: AdapterService, principal: Principal, item: UpgradeItem, alias: AliasInfo, same: Preconditions
 ) -> AdapterInfo:
-    """Point an alias at its last targets without the new revision."""
+    """Point an alias at the last targets that it had without the new revision."""
     for version in await adapters.queries.history(principal, item.name, alias.name):
         numbers = {target.revision for target in version.targets}
         if version.version < alias.version and numbers and item.new_number not in numbers:
@@ -542,7 +542,7 @@ async def _roll_back(
 def _shares(alias: AliasInfo, item: UpgradeItem, weight: int) -> tuple[WeightedRevision, ...]:
     """Return an alias's targets after the new revision has got `weight` percent of the share of the two.
 
-    All others keep theirs. Raises InvalidChange where no whole numbers up to MAX_WEIGHT say so.
+    All other targets keep their shares. Raises InvalidChange if whole numbers up to MAX_WEIGHT cannot express them.
     """
     assert item.new_number is not None, "it fits"
     pair = (item.number, item.new_number)
@@ -567,7 +567,7 @@ def _present(alias: AliasInfo, pair: Collection[int]) -> list[tuple[int, int]]:
 
 
 def _reduced(shares: dict[int, int]) -> dict[int, int]:
-    """Return the least whole numbers in the same proportion; a single target has the weight of a whole alias."""
+    """Return the smallest whole numbers in the same proportion. A single target gets the weight of a whole alias."""
     present = {number: share for number, share in shares.items() if share}
     divisor = math.gcd(*present.values())
     return {number: 100 if len(present) == 1 else share // divisor for number, share in present.items()}

@@ -1,8 +1,7 @@
 """The data of an evaluation: its questions, both revisions' answers, and the result.
 
-A set of questions is read from a file and written as a batch's input, two lines a question; the answers are read from
-the batch's output. `compare` makes the result of them: scores in pairs, and what the answers took in tokens, time and
-money.
+A set of questions is read from a file and written as a batch's input, two lines for each question. The answers are read
+from the batch's output. `compare` computes the result: scores in pairs, and the tokens, time and money of the answers.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One line of a set: a conversation or a text, and what a good answer is."""
+    """One line of a set: a conversation or a text, and the expected answer."""
 
     messages: list[dict[str, Any]] | UnsetType = UNSET
     prompt: str | UnsetType = UNSET
@@ -67,7 +66,7 @@ def read_questions(path: Path) -> Iterator[Question]:
 
 
 def write_input(questions: Path, target: Path, models: Sequence[str]) -> tuple[str, int]:
-    """Write the batch's input; return its endpoint and size. Raises InvalidGrader."""
+    """Write the batch's input; return its endpoint and its size in bytes. Raises InvalidGrader."""
     endpoint = ""
     with target.open("xb") as file:
         for number, question in enumerate(read_questions(questions)):
@@ -108,7 +107,7 @@ class _Line(msgspec.Struct):
 
 
 def read_answers(output: Path, questions: int) -> list[list[Answered | None]]:
-    """Read a batch's output: the answers of each side in the order of the questions; None where there is none."""
+    """Read a batch's output: the answers of each side in the order of the questions; None if there is no answer."""
     decoder = msgspec.json.Decoder(_Line)
     sides: list[list[Answered | None]] = [[None] * questions, [None] * questions]
     with output.open("rb") as file:
@@ -128,21 +127,21 @@ Answers = Sequence[Answered | None]
 
 
 class Latency(msgspec.Struct, frozen=True, kw_only=True):
-    """How fast the answers came, without the time in the queue."""
+    """The speed of the answers, without the time in the queue."""
 
     answers: int
-    """Those whose time is known."""
+    """Answers whose time is known."""
     first_token_seconds: dict[str, float]
-    """p50, p90, p99."""
+    """Seconds until the first token: p50, p90, p99."""
     tokens_per_second: float | None
-    """Of one answer, after its first token."""
+    """Output tokens per second of one answer, measured from its first token."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """What the answers are charged: the ledger's quantities at the prices of batches."""
+    """The price of the answers: the ledger's quantities at the prices of batches."""
 
     amount: str
-    """A decimal number."""
+    """The amount as a decimal number."""
     currency: str
 
 
@@ -152,41 +151,41 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     score: Interval
     errors: int
-    """Questions that it did not answer; their score is 0."""
+    """Questions that the revision did not answer; their score is 0."""
     prompt_tokens: int
     output_tokens: int
     f1: dict[str, float] | None = None
-    """Of the grader label."""
+    """F1 of the grader `label`: macro and micro."""
     latency: Latency | None = None
     cost: Cost | None = None
-    """null: the tenant has no price plan."""
+    """The price of the answers; null: the tenant has no price plan."""
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result: scores of 0 to 1, and by how much the candidate is above the other revision."""
+    """The result: scores from 0 to 1, and the candidate's score minus that of the other revision."""
 
     questions: int
     candidate: Side
     against: Side
     difference: Interval
-    """Of the paired scores, with its 95% confidence interval."""
+    """The mean difference of the paired scores, with its 95% confidence interval."""
     better: int
     """Questions on which the candidate scores higher."""
     worse: int
 
 
 class EvaluationBill(msgspec.Struct, frozen=True, kw_only=True):
-    """What an evaluation's requests are charged by."""
+    """The ledger entries and prices by which an evaluation's requests are charged."""
 
     tenant: TenantId
     entries: Mapping[str, LedgerEntry]
-    """By request."""
+    """The ledger entries, by request."""
     tariff: PlanTariff
     currency: str | None
-    """None: the tenant has no price plan."""
+    """The plan's currency; None: the tenant has no price plan."""
 
     def cost(self, entries: Sequence[LedgerEntry]) -> Cost | None:
-        """Return the cost of these entries; of volume steps the dearest, as for budgets."""
+        """Return the cost of these entries. If prices have volume steps, the highest price counts, as for budgets."""
         if self.currency is None:
             return None
         used: dict[tuple[str, str], ChargedUsage] = {}

@@ -1,7 +1,7 @@
 """Evaluations: two revisions answer the same questions, as one batch, and a grader scores the answers in pairs.
 
-The set of questions is a file; an evaluation writes a batch's input of it, two lines a question, and grades the batch's
-output when it has ended. So it costs what a batch costs, waits as a batch waits, and survives what a batch survives.
+The set of questions is a file. An evaluation writes a batch's input from it, two lines for each question, and grades
+the batch's output when the batch has ended. So it has the price, the waiting time and the fault tolerance of a batch.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class Evaluations:
     ) -> Evaluation:
         """Evaluate a revision against another one.
 
-        Raises InvalidGrader, NotAllowed for a judge without the operator's leave, AdapterNotFound, and as a batch does.
+        Raises InvalidGrader, NotAllowed for a judge that the operator has not allowed, AdapterNotFound, and the errors
+        of creating a batch.
         """
         await self._check_grader(principal, grader, judge_api_key)
         info = await self._queries.get(principal, adapter)
@@ -156,7 +157,7 @@ class Evaluations:
     async def before(
         self, principal: Principal, adapter: str | None, id: str | None, limit: int, revision: int | None = None
     ) -> list[Evaluation]:
-        """List at most `limit` evaluations older than that one, newest first; of one adapter or candidate, or all."""
+        """List at most `limit` evaluations older than `id`, newest first; of one adapter or candidate, or of all."""
         if adapter is None and revision is not None:
             raise InvalidGrader("'revision' is one of an 'adapter'; name it.", "adapter")
         if adapter is not None and "/" not in adapter:
@@ -174,7 +175,7 @@ class Evaluations:
         self._jobs.look()
 
     async def stop(self) -> None:
-        """Stop grading; this server's next life, or another server, begins again."""
+        """Stop grading. This server begins again after a restart, or another server does."""
         await self._jobs.stop()
 
     async def _check_grader(self, principal: Principal, grader: Grader, key: str | None) -> None:
@@ -201,7 +202,7 @@ class Evaluations:
             return await EvaluationJobs(session).ready(self._server_id, UNFINISHED)
 
     async def _finish(self, evaluation: Evaluation) -> None:
-        """Grade an evaluation and write its end. What may pass leaves it as it is: it is found again."""
+        """Grade an evaluation and write its end. A temporary error leaves it as it is: it is found again later."""
         result, reason = None, None
         try:
             result = _encode(await self._graded(evaluation)).decode()

@@ -1,10 +1,11 @@
-"""Graders: a score of 0 to 1 for an answer, from what was expected. Pure functions over untrusted text, on a thread.
+"""Graders compare an answer with the expected one and score it from 0 to 1: pure functions over untrusted text.
 
-No grader runs for long. A pattern has a time limit for each answer, and validation by a JSON Schema has bounded work:
-references that lead to references take exponential time, `uniqueItems` quadratic time, and every error of a branch that
-does not apply quotes the value it is about. So `BoundedSchema` charges each application of a keyword by what it may
-look at, and ends with `TooMuchWork` when an answer's share, or that of all answers, is used up. Schemas neither fetch
-anything nor hold patterns, whose matching has no bound of its own.
+They run on a thread, and none runs for long. A pattern has a time limit for each answer, and validation by a JSON
+Schema has a work limit. Without the limit, references to references take exponential time and `uniqueItems` takes
+quadratic time. Every error of a branch that does not apply quotes its value. So `BoundedSchema` charges each
+application of a keyword by the number of values that it may read. It raises `TooMuchWork` when the share of an answer,
+or that of all answers, is used up. Schemas may not fetch anything, and may not have patterns, because pattern matching
+has no bound.
 """
 
 from __future__ import annotations
@@ -31,67 +32,67 @@ Expected = str | float | int | None
 Grade = Callable[[str, Expected], float]
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_PARTS = 2000
-"""Objects and lists of a schema: checking that it is one takes a quarter of a millisecond for each."""
+"""The most objects and lists of a schema. Checking the schema takes a quarter of a millisecond for each."""
 MAX_WORK_PER_ANSWER = 200_000
-"""Units of one to seven microseconds."""
+"""The most units of work for one answer; a unit takes one to seven microseconds."""
 MAX_WORK = 20_000_000
-"""For all answers that one schema validates."""
+"""The most units of work for all answers that one schema validates."""
 _NESTED = frozenset({"const", "dependentRequired", "enum"})
-"""Keywords that look at everything in their value, not only at its members."""
+"""Keywords that read everything in their value, not only its direct members."""
 _QUOTED_PER_UNIT = 16
-"""Values that an error quotes in the time of a unit."""
+"""Values that an error quotes in the time of one unit of work."""
 
 _number = regex.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,3})?")
 
 
 class InvalidGrader(LoramuxError):
-    """The message says what is wrong with the grader or the set."""
+    """The grader or the set is not valid; the message says why."""
 
 
 class Exact(msgspec.Struct, frozen=True, tag="exact", tag_field="type", forbid_unknown_fields=True):
-    """1 where the answer is the expected text; spaces around both do not count."""
+    """1 if the answer is the expected text; spaces around both do not count."""
 
     ignore_case: bool = False
 
 
 class Contains(msgspec.Struct, frozen=True, tag="contains", tag_field="type", forbid_unknown_fields=True):
-    """1 where the answer contains the expected text."""
+    """1 if the answer contains the expected text."""
 
     ignore_case: bool = False
 
 
 class Pattern(msgspec.Struct, frozen=True, tag="regex", tag_field="type", forbid_unknown_fields=True):
-    """1 where the pattern is found in the answer; without one, the expected text is the pattern."""
+    """1 if the pattern is found in the answer. Without a pattern, the expected text is the pattern."""
 
     pattern: Annotated[str, Meta(max_length=MAX_PATTERN)] | None = None
 
 
 class Schema(msgspec.Struct, frozen=True, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
-    """1 where the answer is JSON that the schema allows."""
+    """1 if the answer is JSON that the schema allows."""
 
     schema: Annotated[dict[Annotated[str, Meta(max_length=MAX_NAME)], Any], Meta(max_length=MAX_SCHEMA_PARTS)]
 
 
 class Number(msgspec.Struct, frozen=True, tag="number", tag_field="type", forbid_unknown_fields=True):
-    """1 where the last number in the answer is the expected one, within a tolerance."""
+    """1 if the last number in the answer is the expected one, within a tolerance."""
 
     tolerance: Annotated[float, Meta(ge=0)] = 0.0
     relative: bool = False
-    """The tolerance is a part of the expected number."""
+    """True: the tolerance is a fraction of the expected number."""
 
 
 class Label(msgspec.Struct, frozen=True, tag="label", tag_field="type", forbid_unknown_fields=True):
-    """1 where the answer is the expected label, whatever its case; the result has F1 too."""
+    """1 if the answer is the expected label, whatever its case. The result has F1 too."""
 
 
 class Judge(msgspec.Struct, frozen=True, tag="judge", tag_field="type", forbid_unknown_fields=True, kw_only=True):
-    """The score of another model, from 0 to 1, asked at an OpenAI-shaped URL (`judges`)."""
+    """The score from 0 to 1 that another model gives, called at an OpenAI-compatible URL (`judges`)."""
 
     url: Annotated[str, Meta(max_length=2048)]
-    """Such as https://api.example.com/v1."""
+    """The base URL, such as https://api.example.com/v1."""
     model: Annotated[str, Meta(min_length=1, max_length=200)]
     instructions: Annotated[str, Meta(min_length=1, max_length=8000)] | None = None
-    """How to grade; None: right and complete is 1."""
+    """Instructions for grading; None: a right and complete answer scores 1."""
 
 
 LocalGrader = Exact | Contains | Pattern | Schema | Number | Label
@@ -99,9 +100,9 @@ Grader = LocalGrader | Judge
 
 
 def grade_with(grader: LocalGrader) -> Grade:
-    """Return the grader's function. Raises InvalidGrader, as the function does where a schema takes too long.
+    """Return the grader's function. Raises InvalidGrader; the function raises it too, if a schema takes too long.
 
-    Takes up to half a second: not for the event loop.
+    Takes up to half a second: do not call it on the event loop.
     """
     match grader:
         case Exact(ignore_case):
@@ -188,15 +189,15 @@ def _number_grade(answer: str, expected: Expected, tolerance: float, relative: b
 
 
 class InvalidSchema(ValueError):
-    """The message says what is wrong with the schema."""
+    """The schema is not valid; the message says why."""
 
 
 class TooMuchWork(Exception):
-    """An answer takes longer to validate than it may."""
+    """The validation of an answer takes more work than it may."""
 
 
 class BoundedSchema:
-    """A schema that says of an answer's text whether it allows it."""
+    """A schema that validates answers' texts with a limit on the work."""
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         """Raises InvalidSchema. Takes up to half a second."""
@@ -209,7 +210,7 @@ class BoundedSchema:
             raise InvalidSchema(f"The schema is no JSON Schema: {str(error)[:200]}.") from None
         self._left, self._left_of_all = 0, MAX_WORK
         self._sizes: dict[int, int] = {}
-        """Values in the schema's and the answer's containers, by id; those of an answer only while it is validated."""
+        """Number of values in each container of schema and answer, by id; an answer's only while it is validated."""
         counted = {name: self._counted(name, run) for name, run in _keywords()}
         self._validator = validators.extend(jsonschema.Draft202012Validator, counted)(self._schema, registry=Registry())
 
@@ -240,7 +241,7 @@ class BoundedSchema:
         return apply
 
     def _size(self, value: Any) -> int:
-        """Return the number of values in `value`, a long text counting as several."""
+        """Return the number of values in `value`. A long text counts as several values."""
         if isinstance(value, str):
             return 1 + len(value) // 64
         if not isinstance(value, dict | list):
@@ -257,7 +258,7 @@ def _keywords() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def _unique_items(_: Any, unique: Any, instance: Any, __: Any) -> Iterator[jsonschema.ValidationError]:
-    """Say in linear time whether an array holds a value twice; the library compares objects pair by pair."""
+    """Report in linear time an array that holds a value twice. The library compares objects pair by pair."""
     if unique and isinstance(instance, list) and len({_canonical(one) for one in instance}) < len(instance):
         yield jsonschema.ValidationError("an item is there twice")
 
@@ -267,7 +268,7 @@ def _canonical(value: Any) -> str:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """Return a value with 1 for 1.0: to JSON Schema both are the same number."""
+    """Return a value with 1 in place of 1.0: in JSON Schema both are the same number."""
     if isinstance(value, dict):
         return {name: _with_whole_numbers(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -276,9 +277,9 @@ def _with_whole_numbers(value: Any) -> Any:
 
 
 def _checked_schema(part: Any, parts_left: list[int]) -> Any:
-    """Return a copy without `$schema`, which would choose another validator for its part.
+    """Return a copy without `$schema`, which would select another validator for a part of the schema.
 
-    Raises InvalidSchema for patterns, and for references out of the schema.
+    Raises InvalidSchema for patterns, and for references that leave the schema.
     """
     if not isinstance(part, dict | list):
         return part

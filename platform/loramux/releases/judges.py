@@ -1,8 +1,9 @@
-"""Judges: another model, behind any OpenAI-shaped URL, scores answers.
+"""Judges: another model, at any OpenAI-compatible URL, scores answers.
 
-A judge reads what a tenant's models are asked and say, so a tenant must be allowed to use one. It is untrusted in turn:
-it may hang, send bytes one by one, answer errors, or something that is no score. Every call has an end in time and in
-bytes and is tried again a few times; then the evaluation ends with the question and the reason.
+A judge reads prompts and answers of a tenant, so the operator must allow the tenant to use judges. The server does not
+trust a judge: it may hang, send bytes one by one, answer with errors, or with no score. Every call has a time limit and
+a size limit, and is tried again a few times. If all attempts fail, the evaluation ends with the question and the
+reason.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ ATTEMPTS = 3
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt; doubles with each."""
 CALLS, CALLS_PER_TENANT = 32, 8
-"""Calls at a time of one server, and of one tenant: a judge that hangs holds up its own tenant's evaluations."""
+"""Calls at a time of one server, and of one tenant. So a judge that hangs delays only its own tenant's evaluations."""
 MAX_SECONDS = 4 * 3600.0
 """The longest time that an evaluation's answers are judged for."""
 INSTRUCTIONS = (
@@ -52,7 +53,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class JudgeFailed(LoramuxError):
-    """The judge gave no usable score; the message says for which question, and why."""
+    """The judge gave no usable score; the message names the question and the reason."""
 
     code = "judge_failed"
     status = HTTPStatus.BAD_GATEWAY
@@ -125,7 +126,7 @@ class Judges:
     async def scores(
         self, judge: Judge, key: str | None, tenant: TenantId, questions: Sequence[Question], answers: Answers
     ) -> list[float]:
-        """Return a score for each answer; one that is missing scores 0. Raises JudgeFailed."""
+        """Return a score for each answer; a missing answer scores 0. Raises JudgeFailed."""
         scores = [0.0] * len(questions)
         todo = ((number, one) for number, one in enumerate(answers) if one is not None)
 
@@ -186,7 +187,7 @@ class Judges:
 
 @asynccontextmanager
 async def open_judges(settings: BatchSettings) -> AsyncIterator[Judges]:
-    """Open the client that judges are called with; public addresses only, unless the operator allows others."""
+    """Open the client for calls to judges: public addresses only, unless the operator allows others."""
     resolver = Resolver("judges")
     transport = PublicTransport(resolver, ANYWHERE if settings.allow_private_judges else ())
     async with outside_client(settings.judge_seconds, transport) as client:
@@ -206,7 +207,7 @@ def _asked(judge: Judge, question: Question, answer: str) -> dict[str, Any]:
 
 
 def _score_in(body: bytes) -> float:
-    """Read the score of a judge's answer, which may have text around its JSON. Raises _Unusable."""
+    """Read the score from a judge's answer, which may have text around its JSON. Raises _Unusable."""
     try:
         said = msgspec.json.decode(body, type=_Reply).choices[0].message.content
         return msgspec.json.decode(said[said.index("{") : said.rindex("}") + 1], type=_Verdict).score

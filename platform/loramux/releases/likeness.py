@@ -1,7 +1,8 @@
-"""How alike two answers to one request are: the one that its caller got, and the one of another revision.
+"""Likeness of two answers to one request: the answer that its caller got, and another revision's answer.
 
-One observation of each measure for a request, the mean over its choices: choices of one request are not independent.
-Sums of observations and of their squares are all that is kept of the answers, and intervals are made of them.
+A request gives one observation of each measure: the mean over its choices, because choices of one request are not
+independent. Only sums of observations and of their squares are kept of the answers. Intervals are computed from these
+sums.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from loramux.serving.messages import Delta, FinishReason
 
 MILLION = 1_000_000
 LARGEST_RATIO = 100.0
-"""Ratios of lengths beyond it, or below its reciprocal, count as it."""
+"""The largest ratio of lengths: ratios above it, or below its reciprocal, are cut to it."""
 MAX_CHECKED = 10_000_000
-"""Bytes of a schema times bytes of an answer: beyond it an answer is only read as JSON."""
+"""The largest product of a schema's bytes and an answer's bytes. Above it an answer is only parsed as JSON."""
 LOG_RATIO = "length_ratio"
 
 _BOUNDS: Mapping[str, tuple[float, float]] = {
@@ -39,8 +40,11 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "valid_difference": (-1.0, 1.0),
 }
 MEASURES = tuple(_BOUNDS)
-"""Equal answers; the common beginning of both over the longer; shared tokens over all, as F1; the candidate's tokens
-over the current one's; equal finish reasons; answers that the request's format allows, and the difference."""
+"""Names of the measures, in the order of `_BOUNDS`.
+
+They are: equal answers; the common beginning divided by the longer answer; F1 of shared tokens; the candidate's tokens
+divided by the current revision's; equal finish reasons. The last three are the answers that the request's format
+allows: of the current revision, of the candidate, and the difference."""
 
 
 class ChoiceAnswer(msgspec.Struct, frozen=True):
@@ -49,7 +53,7 @@ class ChoiceAnswer(msgspec.Struct, frozen=True):
     text: str
     thought: str
     calls: tuple[tuple[str, str], ...]
-    """Names and arguments."""
+    """Names and arguments of the tool calls."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
 
@@ -95,9 +99,9 @@ def compare_answers(
     *,
     same_tokens: bool,
 ) -> dict[str, float]:
-    """Return one observation of each measure. `same_tokens`: token ids of both mean the same; else words are compared.
+    """Return one observation of each measure. `same_tokens`: ids mean the same in both; otherwise compare words.
 
-    Reads untrusted text: call it on a thread.
+    It reads untrusted text: call it on a thread.
     """
     check = None if format is None else FormatCheck.of(format)
     of_choices = [
@@ -138,10 +142,10 @@ def _said(answer: ChoiceAnswer) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 
 
 class FormatCheck:
-    """Says whether an answer is JSON that the request's schema allows, and has come to its end.
+    """Checks whether an answer is complete JSON that the request's schema allows.
 
-    A schema whose validation may take long (patterns, references) is not validated again: the grammar has enforced it,
-    so an answer that is complete is valid.
+    A schema whose validation may take long (patterns, references) is not validated again. The grammar has enforced it,
+    so a complete answer is valid.
     """
 
     def __init__(self, schema: dict[str, object] | None, size: int) -> None:
@@ -155,7 +159,7 @@ class FormatCheck:
 
     @classmethod
     def of(cls, format: AnswerFormat) -> FormatCheck | None:
-        """Return the check of a format; None where it is not JSON."""
+        """Return the check of a format; None if the format is not JSON."""
         if isinstance(format, JsonObject):
             return cls({"type": "object"}, 0)
         if not isinstance(format, JsonSchema):
@@ -164,11 +168,11 @@ class FormatCheck:
         return cls(schema if isinstance(schema, dict) else None, len(json.dumps(schema)))
 
     def allows(self, answer: ChoiceAnswer) -> bool:
-        """Return whether the answer is what the format says."""
+        """Return whether the format allows the answer."""
         if answer.finish_reason != "stop":
             return False
         if self._grade is not None and self._size * len(answer.text) <= MAX_CHECKED:
-            with suppress(InvalidGrader):  # it takes too long
+            with suppress(InvalidGrader):  # the validation takes too long
                 return bool(self._grade(answer.text, None))
         try:
             msgspec.json.decode(answer.text)
@@ -178,7 +182,7 @@ class FormatCheck:
 
 
 def sums_of(observations: Mapping[str, float]) -> dict[str, int]:
-    """Return what an observation adds to the sums, in millionths; each measure has a number, a total and squares."""
+    """Return the additions of an observation to the sums, in millionths: count, total and squares of each measure."""
     added: dict[str, int] = {}
     for name, value in observations.items():
         added[f"{name}.number"] = 1
@@ -188,7 +192,7 @@ def sums_of(observations: Mapping[str, float]) -> dict[str, int]:
 
 
 def measures_of(sums: Mapping[str, int]) -> dict[str, Measure]:
-    """Return the measures that were observed. Ratios of lengths are a geometric mean."""
+    """Return the measures that were observed. The mean of ratios of lengths is geometric."""
     found = {}
     for name, bounds in _BOUNDS.items():
         of = _Sums(

@@ -1,8 +1,8 @@
-"""Metrics of revisions: counted in memory, added to rows by the hour every few seconds, summed over windows.
+"""Metrics of revisions: counted in memory, added every few seconds to one row for each hour, summed over windows.
 
-A tenant sees its own requests, to its own adapters and to those that are granted to it; a key of a project those of
-its project. Rows are bounded: one for each
-revision that was really asked for, an hour. A server that dies loses what it counted since the last writing.
+A tenant sees its own requests, to its own adapters and to adapters that are granted to it. A key of a project sees the
+project's requests. The number of rows is bounded: one per hour for each revision that got requests. A server that dies
+loses the counts since the last write.
 """
 
 from __future__ import annotations
@@ -77,69 +77,69 @@ class FeedbackSummary(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     mean_score: float | None
     labels: dict[str, int]
-    """The most frequent ones."""
+    """Number of opinions by label, of the most frequent labels."""
 
 
 class RevisionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How a revision has served in a window."""
+    """Metrics of a revision in a window of time."""
 
     model: str
-    """`tenant/adapter@3`."""
+    """The revision, as `tenant/adapter@3`."""
     requests: int
-    """Refused ones too."""
+    """All requests, including refused ones."""
     completed: int
     cancelled: int
-    """By their callers."""
+    """Requests that their callers cancelled."""
     failed: int
     refused: int
-    """By limits, before they began."""
+    """Requests that limits refused before they began."""
     finish_reasons: dict[str, int]
-    """Of choices."""
+    """Number of choices by finish reason."""
     prompt_tokens: int
     output_tokens: int
     first_token_seconds: dict[str, float | None]
-    """Quantiles p50, p90, p99 within the bounds of their counters; batches are left out."""
+    """Seconds until the first token: quantiles p50, p90, p99, as exact as the counters' bounds; without batches."""
     tokens_per_second: float | None
-    """Of one answer, after its first token."""
+    """Output tokens per second of one answer, measured from its first token."""
     feedback: FeedbackSummary
 
 
 class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a model has served a tenant in a window."""
+    """Service levels that a model has reached for a tenant in a window of time."""
 
     model: str
-    """`tenant/adapter@3`, or the base model's name."""
+    """The model: `tenant/adapter@3`, or the base model's name."""
     requests: int
-    """Those that were accepted and have ended."""
+    """Requests that were accepted and have ended."""
     availability: float | None
-    """The share of them that the server did not fail, 0 to 1; null without any."""
+    """The share of these requests that the server did not fail, 0 to 1; null without requests."""
     first_tokens: int
     """Answers that began; lines of batches are left out."""
     first_tokens_in_time: float | None
-    """The share of them whose first token came in time, 0 to 1; null without any."""
+    """The share of these answers whose first token came in time, 0 to 1; null without answers."""
 
 
 class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How the targets of an alias have served while it had them. Times in Unix seconds."""
+    """Metrics of an alias's targets while it had them. Times in Unix seconds."""
 
     version: int
-    """Of the alias's history."""
+    """The number of the version in the alias's history."""
     since: int
     until: int
-    """The next change, or now. Counts are by the hour: those of the first and the last one are whole."""
+    """The time of the next change, or now. Counts are by the hour, and the first and the last hour count whole."""
     revisions: list[RevisionReport]
-    """Its targets that got requests, newest first."""
+    """The version's targets that got requests, newest first."""
 
 
 class RevisionMetrics:
-    """Counts what every revision does on this server, and reports over all servers."""
+    """Counts requests by revision on this server, and reports the counts of all servers."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._counts: defaultdict[RevisionHour, Counter[str]] = defaultdict(Counter)
 
     def note_ended(self, generation: Generation) -> None:
-        """Count a request that has ended; shadows had no caller."""
+        """Count a request that has ended. Shadows do not count, because they have no caller."""
         opened = generation.opened
         if is_shadow(opened.tier):
             return
@@ -161,7 +161,7 @@ class RevisionMetrics:
         self._counts_of(opened)["refused"] += 1
 
     async def flush(self) -> None:
-        """Write what was counted; it is kept where the database does not take it."""
+        """Write the counts; keep them if the database does not accept them."""
         counts, self._counts = self._counts, defaultdict(Counter)
         if not counts:
             return
@@ -174,12 +174,12 @@ class RevisionMetrics:
                 self._counts[key] += one
 
     async def forget(self) -> None:
-        """Delete hours that no window reaches."""
+        """Delete hours that are older than the longest window."""
         async with self._database.begin() as session:
             await RevisionMetricsRepository(session).forget(self._database.now() - KEPT)
 
     async def of(self, principal: Principal, adapter: str, window: str) -> list[RevisionReport]:
-        """Report on the revisions of `owner/adapter` that the caller has asked in a window, newest first."""
+        """Report on the revisions of `owner/adapter` that the caller has used in a window, newest first."""
         now = self._database.now()
         async with self._database.read() as session:
             return await _reports(session, _caller(principal), adapter, now - WINDOWS[window], now)
@@ -205,9 +205,9 @@ class RevisionMetrics:
         return reports
 
     async def service_levels(self, principal: Principal, window: str, first_token_s: float) -> list[ServiceLevel]:
-        """Report how well each model has served the caller in a window, of those that the caller may use.
+        """Report the service levels of each model that the caller may use, over the caller's requests in a window.
 
-        `first_token_s` is one of FIRST_TOKEN_BOUNDS: between two of them nothing is counted.
+        `first_token_s` is one of FIRST_TOKEN_BOUNDS, because there are no counters between two bounds.
         """
         within = FIRST_TOKENS[: FIRST_TOKEN_BOUNDS.index(first_token_s) + 1]
         since = self._database.now() - WINDOWS[window]
@@ -300,7 +300,7 @@ def _summary(opinions: list[Feedback]) -> FeedbackSummary:
 
 
 def quantile(counts: list[int], share: float) -> float | None:
-    """Return the seconds that `share` of the first tokens do not exceed, between two bounds in proportion."""
+    """Return the seconds that `share` of the first tokens do not exceed; interpolate linearly between two bounds."""
     wanted = share * sum(counts)
     if not wanted:
         return None
@@ -315,7 +315,7 @@ def quantile(counts: list[int], share: float) -> float | None:
 
 @asynccontextmanager
 async def open_revision_metrics(database: Database, completions: CompletionService) -> AsyncIterator[RevisionMetrics]:
-    """Count while the block runs; at its end, write what is left."""
+    """Count while the block runs; at its end, write the remaining counts."""
     metrics = RevisionMetrics(database)
     completions.on_ended(metrics.note_ended)
     completions.on_refused(metrics.note_refused)

@@ -1,14 +1,14 @@
-"""Safeguards of an alias: a policy that a revision must pass before a release, and a guard that takes a canary back.
+"""Safeguards of an alias: a policy that a revision must pass before a release, and a guard that removes a bad canary.
 
-*Release policies.* A revision takes most of an alias's requests only where it has shown what its owner demands. A
-policy is checked in the transaction that moves the alias, so nothing moves between the check and the change. It is
-about one event: a revision gets as much of the alias as its main revision has, or more. A smaller share is a canary,
-which is how the figures come about. Going back to targets that an alias had before is never refused.
+*Release policies.* A revision gets most of an alias's requests only if it meets the owner's demands. A policy is
+checked in the transaction that moves the alias, so nothing changes between the check and the move. A policy applies if
+a revision gets at least as large a share of the alias as its main revision has. A smaller share is a canary, and
+canaries provide the numbers for the check. Going back to targets that an alias had before is never refused.
 
-*Canary guards.* A revision that is found worse than the one before leaves its alias by itself. The newest target of an
-alias is its canary, the others are what it is compared with. Their requests since the hour of the alias's last change
-are compared by a sequential test (`statistics.drop_found`), which may be looked at as often as one likes: of a hundred
-canaries that are as good, at most five are ever taken back.
+*Canary guards.* A guard removes a revision that is worse than the one before from the alias. The newest target of an
+alias is its canary; it is compared with the other targets. Their requests since the hour of the alias's last change are
+compared by a sequential test (`statistics.drop_found`), which may be repeated as often as one likes. Of a hundred
+canaries that are as good as the others, at most five are ever removed.
 """
 
 from __future__ import annotations
@@ -50,38 +50,38 @@ from loramux.releases.statistics import drop_found
 from loramux.serving.adapters import AdapterService
 
 OBSERVED = 30 * DAY
-"""The requests of a revision that count: those of the last 30 days, of all tenants."""
+"""The period whose requests to a revision count: the last 30 days, of all tenants."""
 Share = Annotated[float, Meta(ge=0, le=1)]
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 ERRORS, FEEDBACK, LATENCY = "errors", "feedback", "latency"
 MEASURES = (ERRORS, FEEDBACK, LATENCY)
 ALPHA = 0.05
-"""Of canaries that are as good as the revision before, the share that is ever taken back by one measure."""
+"""The share of canaries as good as the revision before that one measure ever removes by mistake, at most."""
 WATCH_SECONDS = 10.0
 Rate = tuple[float, int]
-"""Good outcomes, and all of them."""
+"""The number of good outcomes, and of all outcomes."""
 
 logger = logging.getLogger(__name__)
 
 
 class EvaluationRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """The newest evaluation of the revision against the present one must not find it worse."""
+    """Demand that the newest evaluation against the present revision does not find the new one worse."""
 
     margin: Share = 0.0
-    """By so much the lower end of the difference's confidence interval may lie below 0."""
+    """The amount by which the lower end of the difference's confidence interval may be below 0."""
     min_questions: Count = 30
     file_id: Annotated[str, Meta(max_length=100)] | None = None
-    """The set that must have been asked; None: any."""
+    """The set of questions that the evaluation must have used; None: any set."""
 
 
 class ReleasePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Demands on a revision; those that are left out do not exist."""
+    """Demands on a revision. A field that is left out demands nothing."""
 
     evaluation: EvaluationRule | None = None
     min_requests: Count | None = None
-    """Answered requests to the revision, without lines of batches."""
+    """The least number of answered requests to the revision, without lines of batches."""
     max_error_rate: Share | None = None
-    """The share of its requests that the server failed, or in which a choice was aborted."""
+    """The largest share of its requests that the server failed, or in which a choice was aborted."""
     max_first_token_p99_seconds: Annotated[float, Meta(gt=0)] | None = None
     min_tokens_per_second: Annotated[float, Meta(gt=0)] | None = None
 
@@ -90,18 +90,18 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
     """One demand of a policy on one revision."""
 
     rule: str
-    """The field of the policy."""
+    """The name of the policy's field."""
     passed: bool
     message: str
-    """The number that was found, and the one that is demanded."""
+    """A sentence with the number that was found and the number that is demanded."""
 
 
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy as it stands, and its checks of one revision."""
+    """The present policy, and its checks of one revision."""
 
     policy: ReleasePolicy | None
     current: int | None
-    """The revision that most requests of the alias go to."""
+    """The revision that gets most of the alias's requests."""
     checks: tuple[PolicyCheck, ...] = ()
 
     @property
@@ -111,7 +111,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InvalidPolicy(LoramuxError):
-    """The message says what is wrong."""
+    """The policy is not valid; the message says why."""
 
 
 class ReleaseRefused(LoramuxError):
@@ -122,7 +122,7 @@ class ReleaseRefused(LoramuxError):
 
 
 class ReleasePolicies:
-    """Policies of every tenant's aliases. Once made, they are asked before an alias moves."""
+    """Policies of every tenant's aliases. A policy is checked before its alias moves."""
 
     def __init__(self, database: Database, adapters: AdapterService) -> None:
         self._database = database
@@ -170,7 +170,7 @@ class ReleasePolicies:
         await self._changes.change(principal, adapter, preconditions, act, bool)
 
     async def report(self, principal: Principal, adapter: str, alias: str, revision: int | None) -> PolicyReport:
-        """Return the policy of an alias and, of a revision, what it would say now. Raises AdapterNotFound."""
+        """Return the policy of an alias and its present checks of a revision. Raises AdapterNotFound."""
         info = await self._queries.get(principal, adapter)
         if info.name.partition("/")[0] != principal.tenant_name:
             raise PartNotFound("alias", adapter, "is another tenant's adapter: its policies are its owner's.")
@@ -187,7 +187,7 @@ class ReleasePolicies:
     async def ensure_allowed(
         self, principal: Principal, change: AdapterChange, before: AliasInfo, targets: Sequence[WeightedRevision]
     ) -> None:
-        """Raise ReleaseRefused where the targets give a revision that does not pass most of the alias's requests."""
+        """Raise ReleaseRefused if the targets give most of the alias's requests to a revision that does not pass."""
         weights = {target.revision: target.weight for target in targets}
         current = before.main
         rising = [number for number, weight in weights.items() if weight >= weights.get(current, 0)]
@@ -241,7 +241,7 @@ def evaluated(rule: EvaluationRule, result: EvaluationResult | None, number: int
 
 
 def observed(policy: ReleasePolicy, counts: Counts | None) -> list[PolicyCheck]:
-    """Check what a revision has shown in service. A revision that was not asked has shown nothing."""
+    """Check the numbers of a revision in service. A revision without requests has no numbers."""
     seen = counts or {}
     first_tokens = [seen.get(name, 0) for name in FIRST_TOKENS]
     answered = sum(first_tokens)
@@ -275,15 +275,15 @@ def _policy_of(row: ReleasePolicyRow | None) -> ReleasePolicy | None:
 
 
 class InvalidGuard(LoramuxError):
-    """The message says what is wrong."""
+    """The guard is not valid; the message says why."""
 
 
 class Guard(msgspec.Struct, frozen=True, kw_only=True):
-    """What the guard of an alias compares."""
+    """The measures that the guard of an alias compares."""
 
     measures: tuple[str, ...]
     first_token_seconds: float | None = None
-    """For `latency`: a first token within it is a good one."""
+    """The bound in seconds for `latency`: a first token within it is good."""
 
 
 NO_GUARD = Guard(measures=())
@@ -331,7 +331,7 @@ class CanaryGuards:
         return Guard(measures=chosen, first_token_seconds=first_token_seconds)
 
     async def get(self, principal: Principal, adapter: str, alias: str) -> Guard:
-        """Return what the guard of an alias compares; nothing without one. Raises AdapterNotFound, PartNotFound."""
+        """Return the measures of an alias's guard; empty without one. Raises AdapterNotFound, PartNotFound."""
         adapter_id = await self._own(principal, adapter, alias)
         async with self._database.read() as session:
             row = await CanaryGuardRepository(session).get(adapter_id, alias)
@@ -348,7 +348,7 @@ class CanaryGuards:
                 await guards.remove(row)
 
     async def watch(self) -> None:
-        """Look at every guarded canary, and take back those that are worse."""
+        """Compare every guarded canary, and remove those that are worse."""
         async with self._database.read() as session:
             canaries = await CanaryGuardRepository(session).canaries()
         for canary in canaries:
@@ -364,7 +364,7 @@ class CanaryGuards:
                     break
 
     async def _take_back(self, canary: GuardedCanary, numbers: CanaryNumbers) -> None:
-        """Point the alias at its other targets, unless the adapter has changed since it was looked at."""
+        """Point the alias at its other targets, unless the adapter has changed since the comparison."""
         principal = system_principal(canary.tenant, canary.tenant_name)
         name = f"{canary.tenant_name}/{canary.adapter}"
         try:
@@ -386,7 +386,7 @@ class CanaryGuards:
             await events.add(CANARY_ROLLED_BACK, canary.adapter, detail, self._database.now())
 
     async def _own(self, principal: Principal, adapter: str, alias: str) -> str:
-        """Return the id of the caller's own adapter, which has the alias."""
+        """Return the id of the caller's own adapter that has the alias."""
         info = await self._adapters.queries.get(principal, adapter)
         is_own = info.name.partition("/")[0] == principal.tenant_name
         if not is_own or alias not in [one.name for one in info.aliases]:
@@ -401,7 +401,7 @@ def compared(
     feedback: Mapping[str, FeedbackSums],
     first_token_seconds: float | None = None,
 ) -> CanaryNumbers:
-    """Return the good and all outcomes of the canary, the last of `models`, and of the others together."""
+    """Return the good and all outcomes of the canary (the last of `models`), and those of the others together."""
 
     def rate(of: list[str]) -> Rate:
         if measure == FEEDBACK:

@@ -1,14 +1,15 @@
-"""Comparing two revisions: paired scores with confidence intervals, and a test that may look at every request.
+"""Statistics that compare two revisions: paired scores with confidence intervals, and a sequential test.
 
 *Paired scores.* Both revisions answer the same questions, so the difference of each question's scores is one
-observation; its mean has a Student t interval. Scores lie in 0..1, so an interval is cut to what is possible.
+observation. The mean difference has a Student t interval. Scores are between 0 and 1, so an interval is cut to the
+possible values.
 
-*Sequential test* (`drop_found`). A canary is looked at after every few requests, for as long as it runs, so a test for
-one look would raise a false alarm sooner or later. The mixture sequential probability ratio test is valid at every
-look: with the difference d of two means of n and m outcomes, variance v of d and a prior N(0, tau^2) on the true
-difference, the ratio sqrt(v / (v + tau^2)) * exp(d^2 tau^2 / (2 v (v + tau^2))) is a martingale where there is no
-difference, so it exceeds 1 / alpha ever with probability at most alpha (Robbins 1970; Johari et al., "Always valid
-inference", Operations Research 2022).
+*Sequential test* (`drop_found`). A canary is compared after every few requests while it runs, so a test for one
+comparison would raise a false alarm sooner or later. The mixture sequential probability ratio test is valid at every
+comparison. Let d be the difference of two means of n and m outcomes, v its variance, and N(0, tau^2) the prior of the
+true difference. If there is no difference, the ratio sqrt(v / (v + tau^2)) * exp(d^2 tau^2 / (2 v (v + tau^2))) is a
+martingale. So the probability that it ever exceeds 1 / alpha is at most alpha (Robbins 1970; Johari et al., "Always
+valid inference", Operations Research 2022).
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ CONFIDENCE = 0.95
 MAX_FREEDOM = 1000
 """Degrees of freedom beyond which Student's t changes by less than a thousandth."""
 MIXTURE = 0.1
-"""tau: the differences that the sequential test is quickest to find; a tenth, as in "ten points worse"."""
+"""tau: the size of difference that the sequential test finds fastest; a tenth, as in "ten points worse"."""
 MIN_LOOK = 20
-"""Outcomes of each side before the first look: below, the normal approximation does not hold."""
+"""Outcomes of each side before the first comparison: with fewer, the normal approximation does not hold."""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class Interval(msgspec.Struct, frozen=True):
 def mean_interval(values: Sequence[float], lowest: float = 0.0, highest: float = 1.0) -> Interval:
     """Return the mean of independent values with its interval, cut to `lowest` and `highest`.
 
-    One value says nothing of its spread: its interval is everything that is possible.
+    One value does not show the spread, so its interval has all possible values.
     """
     n = len(values)
     mean = math.fsum(values) / n
@@ -50,7 +51,7 @@ def mean_interval(values: Sequence[float], lowest: float = 0.0, highest: float =
 
 
 def interval_of_sums(n: int, total: float, squares: float, lowest: float = 0.0, highest: float = 1.0) -> Interval:
-    """Return the same from the number of values, at least one, their sum, and the sum of their squares."""
+    """Return the same as `mean_interval`, from the number of values (at least 1), their sum and sum of squares."""
     mean = total / n
     if n == 1:
         return Interval(mean, lowest, highest)
@@ -60,18 +61,18 @@ def interval_of_sums(n: int, total: float, squares: float, lowest: float = 0.0, 
 
 def _interval(mean: float, deviation: float, n: int, lowest: float, highest: float) -> Interval:
     half = student_t(CONFIDENCE, min(n - 1, MAX_FREEDOM)) * deviation / math.sqrt(n)
-    if not deviation:  # equal values: the rule of three bounds what was not seen
+    if not deviation:  # equal values: the rule of three bounds the share of unseen other values
         half = (highest - lowest) * min(1.0, 3.0 / n)
     return Interval(mean, max(lowest, mean - half), min(highest, mean + half))
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float]) -> Interval:
-    """Return by how much `first` scores above `second` on the same questions."""
+    """Return the mean difference of `first` minus `second` on the same questions."""
     return mean_interval([one - other for one, other in zip(first, second, strict=True)], -1.0, 1.0)
 
 
 def drop_found(good: float, total: int, good_before: float, total_before: int, alpha: float) -> bool:
-    """Return whether the rate `good / total` is below the other, with false alarms at most `alpha` over all looks."""
+    """Return whether the rate `good / total` is below the other. All comparisons give at most `alpha` false alarms."""
     if min(total, total_before) < MIN_LOOK:
         return False
     rate, before = good / total, good_before / total_before
@@ -95,7 +96,7 @@ def student_t(confidence: float, freedom: int) -> float:
 
 
 def _t_distribution(t: float, freedom: int) -> float:
-    """Return the share below t >= 0, by the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Return the probability below t >= 0, by the finite series of Abramowitz and Stegun 26.7.3 and 26.7.4."""
     theta = math.atan(t / math.sqrt(freedom))
     cosine = math.cos(theta)
     if freedom % 2:

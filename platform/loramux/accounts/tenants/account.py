@@ -1,7 +1,7 @@
 """One tenant's account: its keys, projects and members, as one actor may change them.
 
-Each change is one transaction with its audit entry, within the actor's authority. Where a key or a member ends, so do
-the keys that it made.
+Each change is one transaction with its audit entry, within the actor's authority. If a key or a member ends, the keys
+that it made end too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from loramux.data.records.credentials import CredentialRepository, KeyRepository
 from loramux.data.records.tenants import MemberRepository, MemberRow, ProjectRepository, ProjectRow
 
 MAX_LIVE_KEYS = 10_000
-"""The most of a tenant: lists show all of them, and every check of limits names them."""
+"""The most live keys of a tenant: lists show all of them, and every check of limits names them."""
 MAX_MODELS = 1000
 MAX_MODEL_LENGTH = 200
 MAX_OVERLAP_SECONDS = 30 * SECONDS_PER_DAY
@@ -55,11 +55,11 @@ class KeyRequest(msgspec.Struct, frozen=True, kw_only=True):
     name: str = "default"
     scopes: frozenset[str] = CUSTOMER_SCOPES
     project: str | None = None
-    """Its name; None: the maker's own where the maker is bound to one, else `default`."""
+    """The project's name; None: the maker's project if the maker is bound to one, else `default`."""
     models: frozenset[str] | None = None
-    """The only models that it may name, as they stand in a request's `model`; None: all of the tenant's."""
+    """The only models that the key may name, as in a request's `model`; None: all of the tenant's."""
     expires_in: int | None = None
-    """Seconds; None: as long as its maker lives."""
+    """Seconds until the key expires; None: when its maker ends."""
 
 
 class Keys:
@@ -73,7 +73,7 @@ class Keys:
     async def create(self, wanted: KeyRequest) -> tuple[Key, str]:
         """Make a key and return it with its secret, which is shown this once and stored nowhere.
 
-        Raises InvalidTenant, ProjectNotFound, and NotPermitted for more than the maker may pass on.
+        Raises InvalidTenant, ProjectNotFound, and NotPermitted if the key could do more than its maker may pass on.
         """
         scopes = check_scopes(wanted.scopes)
         authority = self._changes.actor.authority.over(scopes)
@@ -98,7 +98,7 @@ class Keys:
             return await self._insert(change, row, authority, authority.lineage_of(row.id))
 
     async def all(self) -> list[Key]:
-        """Return the tenant's keys that the actor may manage, revoked ones too, oldest first."""
+        """Return the tenant's keys that the actor may manage, including revoked ones, oldest first."""
         async with self._changes.database.read() as session:
             keys = [key_of(row) for row in await KeyRepository(session, self._tenant).all()]
         return [key for key in keys if self._changes.actor.authority.may_manage(_grant_of(key))]
@@ -116,10 +116,10 @@ class Keys:
         return found
 
     async def rotate(self, key_id: str, overlap: int) -> tuple[Key, str]:
-        """Make a key in the old one's place and return it with its secret; the old one ends after `overlap` seconds.
+        """Replace a key and return the new one with its secret; the old key ends after `overlap` seconds.
 
-        Limits and budgets of the old key count the new one. Raises KeyNotFound, InvalidTenant for a key that has ended
-        or an overlap of more than 30 days, NotPermitted for a key that the actor could not make.
+        Limits and budgets of the old key count the new one too. Raises KeyNotFound; InvalidTenant if the key has ended
+        or the overlap is more than 30 days; NotPermitted if the actor could not make such a key.
         """
         if not 0 <= overlap <= MAX_OVERLAP_SECONDS:
             raise InvalidTenant(f"overlap is 0 to {MAX_OVERLAP_SECONDS} seconds", "overlap_seconds")
@@ -147,7 +147,7 @@ class Keys:
     async def revoke(self, key_id: str) -> Key:
         """End a key, and the keys that it made unless a rotation has put another one in its place.
 
-        At once and for good; a second time changes nothing. Raises KeyNotFound.
+        The key ends at once and for good. A second call changes nothing. Raises KeyNotFound.
         """
         async with self._changes.begin() as change:
             row = await self._named(change, key_id)
@@ -173,7 +173,7 @@ class Keys:
     async def _insert(
         self, change: Change, row: KeyRow, authority: Authority, lineage: tuple[str, ...]
     ) -> tuple[Key, str]:
-        """Insert the row while its maker is locked: a key that is revoked meanwhile makes none. Raises InvalidKey."""
+        """Insert the row while its maker is locked, so that a revoked key cannot make one. Raises InvalidKey."""
         maker = self._changes.actor.name
         if authority.lineage and not await CredentialRepository(change.session).lock_maker(maker, change.now):
             raise InvalidKey("the API key was revoked or has expired", "authorization")
@@ -205,7 +205,7 @@ async def revoke_row(change: Change, row: KeyRow) -> None:
 
 
 async def revoke_made_by(change: Change, maker: str, *, unless: Callable[[Key], bool] = lambda _: False) -> None:
-    """End every live key that `maker` (the head of a key's lineage, or a member) made, or that one of those made."""
+    """End every live key that `maker` (the head of a key's lineage, or a member) made, directly or through its keys."""
     for row in await keys_made_by(change.session, maker):
         if not unless(key_of(row)):
             await revoke_row(change, row)
@@ -270,12 +270,12 @@ class Projects:
         return project_of(row)
 
     async def all(self) -> list[Project]:
-        """Return every project, archived ones too, by name."""
+        """Return every project by name, including archived ones."""
         async with self._changes.database.read() as session:
             return [project_of(row) for row in await ProjectRepository(session, self._tenant).all()]
 
     async def archive(self, name: str) -> Project:
-        """Close a project: no key of it and no member in it is let in until `create` restores it.
+        """Close a project: its keys and members are refused in it until `create` restores it.
 
         Raises ProjectNotFound, StillNeeded.
         """
@@ -330,9 +330,10 @@ class Members:
             return [member_of(row) for row in await MemberRepository(session, self._tenant).all()]
 
     async def change_role(self, member_id: str, role: str) -> Member:
-        """Give a member another role, and end the keys of its making that can do more than it may now.
+        """Give a member another role, and end the keys that it made and that can do more than it now may.
 
-        Raises InvalidTenant, MemberNotFound, NotPermitted, StillNeeded."""
+        Raises InvalidTenant, MemberNotFound, NotPermitted, StillNeeded.
+        """
         appointed = check_role(role)
         self._changes.actor.authority.ensure_appoints(appointed)
         async with self._changes.begin() as change:

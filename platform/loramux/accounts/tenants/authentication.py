@@ -1,8 +1,8 @@
 """The one place where a key's secret or a member's token becomes a verified Principal.
 
 A key is found by the MAC of its secret. A token is verified with the public keys of the OIDC issuer that signed it,
-one of those that the settings name; sign-ins to the console verify their ID tokens here too. Nothing that lets a
-caller in is cached between requests: a revoked key is refused from the next request on.
+which the settings must name. Sign-ins to the console verify their ID tokens here too. No positive result is cached
+between requests: a revoked key is refused from the next request on.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from loramux.data.records.tenants import MemberRow, ProjectRow, TenantRow, TierR
 Membership = Row[MemberRow, TenantRow, TierRow, ProjectRow]
 FIELD = "authorization"
 _INCORRECT = "Incorrect API key provided"
-"""The beginning of OpenAI's refusal, by which gateways recognise it."""
+"""The beginning of OpenAI's refusal, by which clients and proxies recognise it."""
 FLUSH_SECONDS = 10.0
-"""The most that `last_used_at` lags behind; a crash loses as much."""
+"""Seconds between two writes of `last_used_at`; a crash loses the times of at most this period."""
 
 MAX_TOKEN_LENGTH = 16_384
 LEEWAY_SECONDS = 60
@@ -50,9 +50,9 @@ DISCOVERY = "/.well-known/openid-configuration"
 MAX_KEYS = 64
 FRESH_SECONDS = 3600.0
 STALE_SECONDS = 86_400.0
-"""The time for which known keys stay valid while the issuer does not answer."""
+"""Seconds for which known keys stay valid while the issuer does not answer."""
 RETRY_SECONDS = 10.0
-"""The least time between two requests to the issuer, however many tokens with unknown keys arrive."""
+"""The least time between two requests to the issuer, in seconds, however many tokens have unknown keys."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,9 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
 
     secret: str
     organization: str | None = None
-    """A member of several tenants names one of them; a key belongs to one."""
+    """The tenant that a member of several tenants names; a key belongs to one tenant."""
     project: str | None = None
-    """A member names the project of its requests; a key belongs to one."""
+    """The project that a member names for its requests; a key belongs to one project."""
     origin: Origin = Origin()
 
 
@@ -93,7 +93,7 @@ class LastUse:
         await self.flush()
 
     async def flush(self) -> None:
-        """Write what was noted in one statement; notes that the database does not take are kept for the next time."""
+        """Write the noted times in one statement. If the database does not accept them, keep them for the next time."""
         noted, self._noted = self._noted, {}
         if not noted:
             return
@@ -121,7 +121,7 @@ class Authenticator:
         self._failures = FailedAttempts()
 
     async def authenticate(self, secret: str | Credential) -> Principal:
-        """Return the caller behind a secret or a token. Raises InvalidKey, TooManyFailures or TenantSuspended."""
+        """Return the caller of a secret or a token. Raises InvalidKey, TooManyFailures or TenantSuspended."""
         credential = Credential(secret=secret) if isinstance(secret, str) else secret
         try:
             if looks_like_token(credential.secret):
@@ -145,10 +145,10 @@ class Authenticator:
         return principal
 
     async def principal_behind(self, tenant: TenantId, owner: str, project: ProjectId) -> Principal:
-        """Return the present rights of the owner of what runs on its behalf, such as a batch.
+        """Return the present rights of an owner on whose behalf background work, such as a batch, runs.
 
-        `owner`: the first key of a chain of rotations, whose newest key counts, or a member. Raises InvalidKey where
-        nothing is left of them, and TenantSuspended.
+        `owner`: the first key of a chain of rotations, whose newest key counts, or a member. Raises InvalidKey if no
+        rights are left, and TenantSuspended.
         """
         now = self._database.now()
         async with self._database.read() as session:
@@ -215,7 +215,7 @@ def principal_of_member(found: Membership, *, is_operator: bool, origin: Origin)
 
 
 def principal_in(tenant: TenantRow, tier: TierRow, **caller: Any) -> Principal:
-    """Return a caller in this tenant, with what the tenant and its tier give to every caller."""
+    """Return a caller in this tenant, with the rights that the tenant and its tier give to every caller."""
     return Principal(
         tenant=tenant.id,
         tenant_name=tenant.name,
@@ -251,7 +251,7 @@ class Person(msgspec.Struct, frozen=True):
     issuer: str
     subject: str
     is_operator: bool
-    """The issuer's claim has one of the values that the settings name."""
+    """True: the issuer's claim has one of the values that the settings name."""
 
 
 class TokenVerifier:
@@ -266,7 +266,7 @@ class TokenVerifier:
         await self._http.aclose()
 
     async def verify(self, token: str) -> Person:
-        """Return the person that the token identifies. Raises InvalidKey, which says what is wrong with it."""
+        """Return the person that the token identifies. Raises InvalidKey with the reason."""
         known = self._issuers.get(_claimed_issuer(token))
         if known is None:
             raise InvalidKey("the token is of no issuer that this server trusts", FIELD)
@@ -282,7 +282,7 @@ class TokenVerifier:
 
 
 def looks_like_token(secret: str) -> bool:
-    """Return whether the secret has the form of a JWT: keys have no dots."""
+    """Return whether the secret has the form of a JWT. Keys have no dots."""
     return secret.count(".") == 2 and len(secret) <= MAX_TOKEN_LENGTH and secret.isascii()
 
 
@@ -301,7 +301,7 @@ async def _person(
 async def _verified_claims(
     token: str, issuer: IssuerSettings, keys: IssuerKeys, audience: str, nonce: str | None
 ) -> dict[str, object]:
-    """Return the claims behind a valid signature; an unknown key is fetched once."""
+    """Return the claims of a token with a valid signature; an unknown key is fetched once."""
     try:
         decoded = jwt.decode(token, await keys.current(), algorithms=issuer.algorithms)
     except InvalidKeyIdError:
@@ -362,13 +362,13 @@ class IssuerKeys:
         self._lock = asyncio.Lock()
 
     async def current(self) -> KeySet:
-        """Return the keys, an hour old at most; a day while the issuer does not answer. Raises IssuerUnreachable."""
+        """Return the keys, up to an hour old, or a day if the issuer does not answer. Raises IssuerUnreachable."""
         if self._keys is None or time.monotonic() - self._fetched_at > FRESH_SECONDS:
             return await self.refreshed()
         return self._keys
 
     async def refreshed(self) -> KeySet:
-        """Fetch the keys again unless that was done moments ago. Raises IssuerUnreachable."""
+        """Fetch the keys again, unless the last fetch was within RETRY_SECONDS. Raises IssuerUnreachable."""
         async with self._lock:
             if time.monotonic() - self._asked_at >= RETRY_SECONDS:
                 self._asked_at = time.monotonic()

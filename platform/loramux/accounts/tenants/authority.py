@@ -1,9 +1,9 @@
-"""Authority: scopes, roles, and the one rule of what a credential may pass on.
+"""Authority: scopes, roles, and the rule for the rights that a credential may pass on.
 
-Nothing that a credential makes may do more, or live longer, than the credential itself. `Authority` is the most that
-an actor may pass on, `KeyGrant` what a new key would be able to do; `Authority.ensure_covers` compares the two, whether
-the key is new or rotated. A key's *lineage* names the key itself and the keys or members that made it: limits on any of
-them count the key's requests, and when a maker ends, so does what it made.
+A credential cannot make a key that may do more, or live longer, than the credential itself. `Authority` is the most
+that an actor may pass on. `KeyGrant` is the set of rights that a new key would have. `Authority.ensure_covers` compares
+the two for new keys and for rotated ones. A key's *lineage* names the key itself and the keys or members that made it.
+Limits on any of them count the key's requests. If a maker ends, the keys that it made end too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from loramux.accounts.tenants.errors import InvalidTenant, NotPermitted
 from loramux.common.identity import Origin, Principal, ProjectId
 
 CUSTOMER_SCOPES = frozenset({"inference", "adapters", "usage"})
-"""Scopes of a key that is made without naming any."""
+"""Scopes of a key, if its maker names none."""
 MANAGEMENT_SCOPES = frozenset({"read", "keys", "projects", "members", "limits", "billing", "audit", "webhooks"})
 TENANT_SCOPES = CUSTOMER_SCOPES | MANAGEMENT_SCOPES
 SCOPES = TENANT_SCOPES | {"operator"}
 IMPLIED = {scope: frozenset({scope, "read"}) for scope in TENANT_SCOPES}
-"""Every scope of a tenant includes reading what it works with: models, adapters, projects, limits."""
+"""Scopes that each scope includes. Every scope of a tenant includes reading: models, adapters, projects, limits."""
 WHOLE_TENANT_SCOPES = frozenset({"projects", "members", "limits", "billing", "audit", "webhooks", "operator"})
-"""Scopes over what concerns a whole tenant, or all: a key with a list of models, which confines it, never has them."""
+"""Scopes over a whole tenant, or over all tenants. A key that is limited to a list of models never has them."""
 MAX_MAKERS = 8
-"""Makers in one lineage."""
+"""The most makers in one lineage."""
 
 
 class Role(StrEnum):
@@ -52,7 +52,7 @@ APPOINTS = {
     Role.OWNER: frozenset(Role),
     Role.ADMIN: frozenset({Role.DEVELOPER, Role.BILLING, Role.VIEWER}),
 }
-"""Roles that a role may give and take; the others none."""
+"""Roles that a role may give and take. Roles that are not listed may give none."""
 
 
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -65,7 +65,7 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_bound_to_project(self) -> bool:
-        """Return whether the key and all that it makes stay in its project."""
+        """Return whether the key, and all keys that it makes, stay in its project."""
         return effective_scopes(self.scopes, self.models).isdisjoint({"projects", "operator"})
 
 
@@ -74,17 +74,17 @@ class Authority(msgspec.Struct, frozen=True, kw_only=True):
 
     scopes: frozenset[str]
     roles: frozenset[Role] = frozenset()
-    """Roles that it may give and take."""
+    """Roles that the actor may give and take."""
     models: frozenset[str] | None = None
-    """The only models that its keys may name; None: any."""
+    """The only models that the actor's keys may name; None: any."""
     project: ProjectId | None = None
-    """The only project that its keys may be in; None: any."""
+    """The only project that the actor's keys may be in; None: any."""
     expires_at: int | None = None
-    """The instant at which its keys end at the latest; None: never."""
+    """The time at which the actor's keys end at the latest, in microseconds since the epoch; None: never."""
     lineage: tuple[str, ...] = ()
-    """The actor's own lineage, which what it makes continues."""
+    """The actor's lineage, which is continued by the keys that the actor makes."""
     over_operators: Authority | None = None
-    """An operator's authority over operators' keys: tenants' keys outlive the operator that made them, these do not."""
+    """An operator's authority over operators' keys. Unlike tenants' keys, they end with the operator that made them."""
 
     def over(self, scopes: frozenset[str]) -> Authority:
         """Return the authority that applies to a key with these scopes."""
@@ -109,7 +109,7 @@ class Authority(msgspec.Struct, frozen=True, kw_only=True):
             raise NotPermitted(f"your key ends at {ends}, and no key that it makes may end later", "expires_in")
 
     def may_manage(self, grant: KeyGrant) -> bool:
-        """Return whether a key reaches no further than the actor: others it neither sees, nor rotates, nor ends."""
+        """Return whether a key has no more rights than the actor. The actor cannot see, rotate or end other keys."""
         is_within_project = self.project is None or (grant.project == self.project and grant.is_bound_to_project)
         return is_within_project and self._covers_models(grant)
 
@@ -128,7 +128,7 @@ class Authority(msgspec.Struct, frozen=True, kw_only=True):
         return (key_id, *self.lineage)
 
     def lineage_of_rotated(self, old: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the lineage of a key that takes an old one's place: its limits stay, its new maker is responsible."""
+        """Return the lineage of a key that replaces an old one: it has the old key's limits and the new maker."""
         if self.lineage and self.lineage[0] in old:
             return old
         return self.lineage_of(old[0])
@@ -161,7 +161,7 @@ def operator_of(principal: Principal) -> Actor:
 
 def _authority_of(principal: Principal) -> Authority:
     if principal.role is not None:
-        # a person is an operator by the issuer's word, for as long as a token lasts: no key can say that later
+        # the issuer makes a person an operator only while a token is valid, so a key cannot inherit that role
         roles = APPOINTS.get(Role(principal.role), frozenset())
         return Authority(scopes=principal.scopes - {"operator"}, roles=roles, lineage=principal.lineage)
     project = principal.bound_project
@@ -176,7 +176,10 @@ def _authority_of(principal: Principal) -> Authority:
 
 
 def _roles_of_key(principal: Principal) -> frozenset[Role]:
-    """Members do not expire, so a key that does appoints none; others appoint as an admin does."""
+    """Return the roles that a key may give.
+
+    A key that expires gives none, because members do not expire. Other keys give roles as an admin does.
+    """
     if principal.expires_at is not None:
         return frozenset()
     return frozenset(role for role in APPOINTS[Role.ADMIN] if closure(ROLE_SCOPES[role]) <= principal.scopes)
@@ -188,7 +191,7 @@ def closure(scopes: Iterable[str]) -> frozenset[str]:
 
 
 def effective_scopes(scopes: Iterable[str], models: frozenset[str] | None) -> frozenset[str]:
-    """Return what a key may do: its scopes with all that they imply, without those that its list of models excludes."""
+    """Return a key's scopes with all that they imply, without those that its list of models excludes."""
     granted = closure(scopes)
     return granted if models is None else granted - WHOLE_TENANT_SCOPES
 

@@ -73,20 +73,20 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     scopes: frozenset[str]
     models: frozenset[str] | None
-    """The only models that it may name; None: all of the tenant's."""
+    """The only models that the key may name; None: all of the tenant's."""
     hint: str
     """The secret's last four characters."""
     created_by: str
     created_at: int
     expires_at: int | None
     last_used_at: int | None
-    """Written in batches: up to some seconds behind."""
+    """The time of the last use. It is written in batches, so it may be some seconds old."""
     replaced_by: str | None
     revoked_at: int | None
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One change; `before` and `after` are what was changed, as these entities."""
+    """One change; `before` and `after` are the changed object as one of these entities."""
 
     sequence: int
     at: int
@@ -104,7 +104,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 def tenant_of(row: TenantRow) -> Tenant:
     """Return the entity of the row."""
-    # both are None in a new row, until it is read again
+    # both columns are None in a new row, until it is read again
     return to_struct(Tenant, row, zero_retention=bool(row.zero_retention), allow_judges=bool(row.allow_judges))
 
 
@@ -164,7 +164,7 @@ class Change:
         before: msgspec.Struct | None = None,
         after: msgspec.Struct | None = None,
     ) -> None:
-        """Append one entry to the audit log; `action` is such as `key.create`."""
+        """Append one entry to the audit log; `action` is a name such as `key.create`."""
         row = AuditRow(
             at=self.now,
             tenant_id=tenant,
@@ -207,7 +207,7 @@ class AuditLog:
     async def read(
         self, *, tenant: TenantId | None = None, before: int | None = None, limit: int = 100
     ) -> list[AuditEntry]:
-        """List at most `limit` (1 to 500) entries older than the sequence `before`; `tenant` None: of all tenants."""
+        """List at most `limit` (1 to 500) entries older than the sequence `before`; `tenant` None: all tenants."""
         async with self._database.read() as session:
             rows = await AuditRepository(session).before(before, max(1, min(limit, MAX_PAGE)), tenant)
             names = await names_of_actors(session, {row.actor for row in rows}, tenant)

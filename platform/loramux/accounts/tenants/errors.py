@@ -1,21 +1,21 @@
 """Refusals of tenancy.
 
 TenantsError(code, field, message)
-├── InvalidKey           the secret or the token is not valid, or not any more: 401
+├── InvalidKey           the secret or the token is not valid, or no longer valid: 401
 ├── TooManyFailures      the address has sent too many invalid credentials: 429
-├── TenantSuspended      the key is right, and its tenant may not go on: 403
+├── TenantSuspended      the key is valid, but its tenant is suspended: 403
 ├── SignInRefused        a person cannot be signed in to the console: 403
 │   ├── SignInExpired    this browser has not begun the sign-in, or too long ago
-│   ├── SignInDenied     the identity provider says no
+│   ├── SignInDenied     the identity provider has refused
 │   ├── IssuerDown       the identity provider does not answer: 503
 │   ├── NotAMember       no tenant has the person as a member
 │   └── SeveralTenants   the person has to choose
-├── NotPermitted         the caller may not give away what it does not have itself: 403
-├── InvalidTenant        a name, scope, role or number that cannot be: 400
+├── NotPermitted         the caller may not pass on rights that it does not have: 403
+├── InvalidTenant        an invalid name, scope, role or number: 400
 ├── AlreadyExists        the name is taken: 409
 │   └── TenantExists
-├── StillNeeded          the last owner, the default project: 409
-├── NotFound             no such thing, or not the caller's: 404
+├── StillNeeded          the object is needed: the last owner, the default project: 409
+├── NotFound             there is no such object, or it is not the caller's: 404
 │   ├── TenantNotFound
 │   ├── ProjectNotFound
 │   ├── MemberNotFound
@@ -32,7 +32,7 @@ from loramux.common.errors import LoramuxError
 
 
 class TenantsError(LoramuxError):
-    """Base of what tenancy refuses."""
+    """Base of the refusals of tenancy."""
 
     code = "invalid_request"
 
@@ -45,7 +45,7 @@ class InvalidKey(TenantsError):
 
 
 class TooManyFailures(TenantsError):
-    """The credential is invalid, and so were many before it from the same address."""
+    """The credential is invalid, like many before it from the same address."""
 
     code = "too_many_failed_authentications"
     status = HTTPStatus.TOO_MANY_REQUESTS
@@ -67,7 +67,7 @@ class SignInRefused(TenantsError):
 
 
 class SignInExpired(SignInRefused):
-    """This browser has not begun the sign-in, or too long ago."""
+    """This browser has not begun the sign-in, or has begun it too long ago."""
 
     code = "sign_in_expired"
 
@@ -103,7 +103,7 @@ class SeveralTenants(SignInRefused):
 
 
 class NotPermitted(TenantsError):
-    """The caller may not pass on, or give and take, so much."""
+    """The caller may not pass on these rights, or may not give or take this role."""
 
     code = "insufficient_permissions"
     status = HTTPStatus.FORBIDDEN
@@ -173,6 +173,6 @@ class KeyNotFound(NotFound):
 
 
 class PepperError(TenantsError):
-    """The message names the file."""
+    """The file with the pepper cannot be used; the message names it."""
 
     code = "pepper_unusable"

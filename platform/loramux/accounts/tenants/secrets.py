@@ -1,14 +1,14 @@
-"""Secrets of keys: made under the pepper, and refused at a constant cost where they are invalid.
+"""Secrets of keys: made under the pepper, and refused at a constant cost if they are invalid.
 
 The pepper is the server's own secret, under which the MACs of keys' secrets are stored.
 
 An invalid credential costs no statement in the database and bounded memory. A secret of this release ends with a tag
-under the pepper, so an invented one is refused by arithmetic. A secret of an older release has no tag: those that
-exist are known by a prefix of their MACs, which is read incrementally, at most once a second. A revoked key is
-remembered as such, for revocation is final. What passes all three is looked up.
+under the pepper, so an invented one is refused by arithmetic. A secret of an older release has no tag. Existing secrets
+without a tag are known by prefixes of their MACs, which are read incrementally, at most once a second. Revoked keys are
+remembered, because revocation is final. A secret that passes all three checks is looked up.
 
-Failures are counted by client address. An address with too many gets 429 instead of 401, but only for credentials that
-are invalid: a valid key from the same address (an office, a proxy) is never affected.
+Failures are counted by client address. An address with too many failures gets 429 instead of 401, but only for invalid
+credentials. A valid key from the same address (an office, a proxy) is never affected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SECRET_PREFIX = "sk-lm-"  # noqa: S105 - what every secret starts with, itself n
 RANDOM_LENGTH = 43
 """Characters of 256 random bits."""
 TAG_LENGTH = 8
-"""Characters of the 48-bit tag at a secret's end. Releases before the tag made secrets without one."""
+"""Characters of the 48-bit tag at a secret's end. Older releases made secrets without a tag."""
 PEPPER_BYTES = 32
 CHECK_TEXT = "loramux pepper check"
 FIELD = "pepper_file"
@@ -46,15 +46,15 @@ _WAY_OUT = (
 )
 
 MAX_REVOKED = 10_000
-"""Revoked keys that are remembered; the least recently shown are forgotten first."""
+"""The most revoked keys that are remembered. Those that were used least recently are forgotten first."""
 MAX_ADDRESSES = 10_000
-"""Addresses whose failures are counted; those that failed least recently are forgotten first."""
+"""The most addresses whose failures are counted. Those that failed least recently are forgotten first."""
 MAX_FAILURES = 300
-"""Failures that an address may have in a row; one is forgiven every second."""
+"""The most failures that an address may have in a row. One failure is forgiven every second."""
 PREFIX_BYTES = 8
 REFRESH = SECOND
 OVERLAP = MINUTE
-"""Clocks of servers differ, and a transaction commits after its rows' times: so much is read again each time."""
+"""The period that is read again each time: servers' clocks differ, and rows are committed after their times."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def new_secret(pepper: bytes) -> str:
 
 
 def mac(pepper: bytes, secret: str) -> bytes:
-    """Return what is stored of a secret: HMAC-SHA256 under the pepper."""
+    """Return the stored form of a secret: HMAC-SHA256 under the pepper."""
     return hmac.digest(pepper, secret.encode(), hashlib.sha256)
 
 
@@ -94,8 +94,8 @@ def _tag(pepper: bytes, untagged: str) -> str:
 async def open_pepper(database: Database, path: Path) -> bytes:
     """Return the pepper in `path`, made there (mode 0600) for a new database.
 
-    Raises PepperError where the file is missing, too short, or not the one that the database's keys were made with: a
-    start with another pepper would refuse every key.
+    Raises PepperError if the file is missing or too short, or if the database's keys were made with another pepper:
+    with it, a server would refuse every key.
     """
     async with database.begin() as session:
         await advisory_lock(session, PEPPER)
@@ -118,7 +118,7 @@ async def open_pepper(database: Database, path: Path) -> bytes:
 
 
 async def replace_pepper(changes: Changes, path: Path) -> int:
-    """Put a new pepper into `path` after the old one is lost, and revoke every key; return their number."""
+    """Write a new pepper to `path` after the old one is lost, and revoke every key; return their number."""
     async with changes.begin() as change:
         await advisory_lock(change.session, PEPPER)
         repository = PepperRepository(change.session)
@@ -151,7 +151,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _create_pepper(path: Path, *, replace: bool = False) -> None:
-    """Write the whole file before it has its name, and replace none that another process made meanwhile."""
+    """Write the whole file before it gets its name. Do not replace a file that another process has made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -178,7 +178,7 @@ class FailedAttempts:
         """The instant at which all of an address's failures are forgiven, in microseconds."""
 
     def fail(self, address: str, now: int, why: InvalidKey) -> InvalidKey | TooManyFailures:
-        """Count a failure; return the error to raise: `why`, or TooManyFailures."""
+        """Count a failure; return the error to raise: `why` or TooManyFailures."""
         network = _network(address)
         free_at = max(now, self._free_at.pop(network, now)) + SECOND
         exceeded = free_at - now > MAX_FAILURES * SECOND
@@ -196,20 +196,20 @@ class FailedAttempts:
 
 
 class KnownKeys:
-    """Decides whether a secret can belong to a key, without the database wherever that is possible."""
+    """Decides whether a secret can belong to a key, if possible without the database."""
 
     def __init__(self, database: Database, pepper: bytes) -> None:
         self._database = database
         self._pepper = pepper
         self._revoked: OrderedDict[bytes, None] = OrderedDict()
         self._untagged: set[bytes] = set()
-        """MAC prefixes of all keys, for secrets without a tag."""
+        """MAC prefixes of all keys, to recognise secrets without a tag."""
         self._read_up_to = 0
         self._read_at: int | None = None
         self._lock = asyncio.Lock()
 
     async def possible_mac(self, secret: str) -> bytes | None:
-        """Return the MAC to look up; None where no valid key has this secret."""
+        """Return the MAC to look up; None if no valid key has this secret."""
         if not is_secret(secret):
             return None
         tagged, digest = has_tag(self._pepper, secret), mac(self._pepper, secret)
@@ -224,7 +224,7 @@ class KnownKeys:
         return digest
 
     def remember_revoked(self, digest: bytes) -> None:
-        """Remember that no valid key has this MAC, nor ever will."""
+        """Remember that no valid key has this MAC, now or later."""
         self._revoked[digest] = None
         while len(self._revoked) > MAX_REVOKED:
             self._revoked.popitem(last=False)
@@ -241,7 +241,7 @@ class KnownKeys:
 
 
 def _network(address: str) -> str:
-    """Return the address, or the /64 network of an IPv6 one: a client has as many of those as it likes."""
+    """Return the address, or the /64 network of an IPv6 one: a client can use every address of its /64 network."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -1,13 +1,13 @@
 """Sessions of the web console, and the sign-in at an OIDC issuer that opens them.
 
-A key or a member signs in once, and a cookie's secret stands for it. A session copies no rights. On each request its
-key or member is looked up as if it had come itself, so that a revoked key, a removed member and a suspended tenant end
-the session with the same answer. Only a MAC of the secret is stored.
+A key or a member signs in once. After that, the secret in a cookie identifies it. A session has no rights itself. On
+each request its key or member is looked up, as if it had authenticated itself. So a revoked key, a removed member or a
+suspended tenant ends the session, with the same answer. Only a MAC of the secret is stored.
 
-Members sign in with an authorization code and PKCE (RFC 7636), which the server redeems itself. The browser that
-begins gets a secret in a cookie. State, nonce and PKCE verifier are MACs of that secret under the pepper, for one
-issuer. So nothing is stored, any server of a deployment can finish what another began, an answer of one issuer does
-not pass as another's, and a callback counts only in the browser that began, within ten minutes.
+Members sign in with an authorization code and PKCE (RFC 7636), which the server redeems itself. The browser that begins
+a sign-in gets a secret in a cookie. State, nonce and PKCE verifier are MACs of that secret and the issuer under the
+pepper. So the server stores no state, and any server of a deployment can finish a sign-in that another has begun. An
+answer of one issuer does not pass as another's. A callback counts only in the browser that began, within ten minutes.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from loramux.data.records.database import Database
 SESSION, LINK = "session", "link"
 LINK_SECONDS = 3600
 MAX_OF_HOLDER = 200
-"""Sessions and links of one key or member."""
+"""The most sessions and links of one key or member."""
 MAX_VIEWED = 50
 FIELD = "session"
 VIEWING_SCOPES = closure(TENANT_SCOPES - {"inference"})
-"""What an operator sees of a tenant: all but answers, which would be billed to it."""
+"""Scopes of an operator that looks at a tenant: all but inference, which would be billed to the tenant."""
 
 CALLBACK = "/console/oidc/callback"
 SIGN_IN_SECONDS = 600
@@ -80,9 +80,9 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     principal: Principal
     created_at: int
     ends_at: int
-    """The time at which it ends however much it is used."""
+    """The time at which the session ends, even if it is in use."""
     viewed: tuple[str, ...]
-    """Tenants that its operator has chosen to look at."""
+    """Tenants that the session's operator has chosen to look at."""
 
 
 class OpenedLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,7 +112,7 @@ class Sessions:
     async def open(self, caller: Principal, *, is_operator: bool = False) -> str:
         """Open a session with the caller's rights, and return its secret. Raises StillNeeded.
 
-        It ends with the key that opened it, if that is earlier.
+        The session ends with the key that opened it, if that is earlier.
         """
         ends = self._database.now() + self._life
         ends = ends if caller.expires_at is None else min(ends, caller.expires_at)
@@ -127,7 +127,7 @@ class Sessions:
         return OpenedLink(secret=await self._add(caller, LINK, ends), ends_at=ends)
 
     async def holder_of_link(self, secret: str, origin: Origin) -> Principal:
-        """Use a sign-in link up, and return the key that it stands for. Raises InvalidKey, TenantSuspended."""
+        """Use up a sign-in link, and return the key that it signs in. Raises InvalidKey, TenantSuspended."""
         async with self._database.begin() as session:
             row = await SessionRepository(session).take(self._mac(secret), LINK)
         if row is None or row.expires_at <= self._database.now():
@@ -135,7 +135,7 @@ class Sessions:
         return await self._principal(row, origin)
 
     async def find(self, secret: str, origin: Origin) -> Session:
-        """Return the session of this secret. Raises InvalidKey for one that has ended, and TenantSuspended."""
+        """Return the session of this secret. Raises InvalidKey if it has ended, and TenantSuspended."""
         now = self._database.now()
         async with self._database.read() as session:
             row = await SessionRepository(session).find(self._mac(secret), SESSION)
@@ -169,7 +169,7 @@ class Sessions:
     async def view(self, session: Session, tenant: str) -> Session:
         """Let an operator look at a tenant's pages, read-only; the tenant's audit log says so.
 
-        Raises TenantNotFound, and StillNeeded for too many.
+        Raises TenantNotFound, and StillNeeded if the operator looks at too many tenants.
         """
         operator = operator_of(session.principal)
         if tenant in session.viewed:
@@ -187,7 +187,7 @@ class Sessions:
         return msgspec.structs.replace(session, viewed=viewed)
 
     async def principal_viewing(self, session: Session, tenant: str) -> Principal:
-        """Return the operator as it looks at a tenant, which `view` has allowed. Raises NotPermitted."""
+        """Return the operator as a caller in a tenant that `view` has allowed it to look at. Raises NotPermitted."""
         if "operator" not in session.principal.scopes or tenant not in session.viewed:
             raise NotPermitted("open the tenant's pages first; the tenant's audit log shows that you did", "tenant")
         async with self._database.read() as database:
@@ -206,7 +206,7 @@ class Sessions:
         )
 
     def csrf_token(self, secret: str) -> str:
-        """Return what a page sends beside the cookie to show that it is the console's own."""
+        """Return the token that a page sends with the cookie, to prove that it is a page of the console."""
         digest = hmac.digest(self._pepper, b"csrf token of " + secret.encode(), hashlib.sha256)
         return base64.urlsafe_b64encode(digest[:24]).decode()
 
@@ -263,24 +263,24 @@ class Provider(msgspec.Struct, frozen=True):
 
 
 class BegunSignIn(msgspec.Struct, frozen=True):
-    """The issuer's page, and the secret that the browser keeps until it is back."""
+    """The issuer's page, and the secret that the browser keeps until it returns."""
 
     location: str
     secret: str
 
 
 class Callback(msgspec.Struct, frozen=True, kw_only=True):
-    """What the issuer's redirect says."""
+    """The parameters of the issuer's redirect."""
 
     state: str
     code: str
     issuer: str | None
-    """RFC 9207; issuers may leave it out."""
+    """The issuer (RFC 9207); issuers may leave it out."""
     error: str | None
 
 
 class SignIns:
-    """Sends browsers to issuers, and receives them."""
+    """Sends browsers to issuers, and receives them when they return."""
 
     def __init__(
         self, database: Database, pepper: bytes, verifier: TokenVerifier, issuers: Sequence[IssuerSettings], url: str
@@ -299,18 +299,18 @@ class SignIns:
 
     @property
     def url(self) -> str:
-        """The server's address as browsers see it."""
+        """Return the server's address as browsers see it."""
         return self._url
 
     @property
     def providers(self) -> list[Provider]:
-        """The issuers at which people sign in."""
+        """Return the issuers at which people sign in."""
         return [Provider(issuer, one.label or urlsplit(issuer).netloc) for issuer, one in self._clients.items()]
 
     async def begin(self, issuer: str, tenant: str | None) -> BegunSignIn:
-        """Return the issuer's page to go to. Raises SignInRefused.
+        """Return the issuer's page to which the browser goes. Raises SignInRefused.
 
-        `tenant`: the one that a person with several memberships has chosen.
+        `tenant`: the tenant that a person with several memberships has chosen.
         """
         client = self._clients.get(issuer)
         if client is None or (tenant is not None and not is_name(tenant)):
@@ -331,7 +331,7 @@ class SignIns:
         return BegunSignIn(f"{page}{'&' if '?' in page else '?'}{urlencode(query)}", secret)
 
     async def finish(self, secret: str, callback: Callback, origin: Origin) -> tuple[Principal, bool]:
-        """Return the member that has signed in, and whether the issuer says operator.
+        """Return the member that has signed in, and whether the issuer makes it an operator.
 
         Raises SignInRefused, InvalidKey and TenantSuspended.
         """

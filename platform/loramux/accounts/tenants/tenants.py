@@ -1,4 +1,4 @@
-"""Tenants and tiers; accounts are opened by name for operators, by Principal for the tenant itself."""
+"""Tenants and tiers; operators open accounts by name, and a tenant opens its own by Principal."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Tiers:
 
 
 class Tenants:
-    """Every tenant in one database; `pepper` is the key of the MACs of keys' secrets.
+    """Every tenant in one database; `pepper` is the key for the MACs of keys' secrets.
 
     The author of changes is the local user, unless `as_operator` names another.
     """
@@ -135,7 +135,7 @@ class Tenants:
         self.sign_ins = SignIns(database, pepper, self._verifier, issuers, console.url or "")
 
     async def aclose(self) -> None:
-        """Write when keys were last used, and close the connections to issuers."""
+        """Write the times of the keys' last use, and close the connections to issuers."""
         await self.last_use.stop()
         await self._verifier.aclose()
         await self.sign_ins.aclose()
@@ -149,7 +149,7 @@ class Tenants:
 
     @property
     def changes(self) -> Changes:
-        """Changes of this author, for packages whose changes are audited too."""
+        """Return changes of this author, which other packages with audited changes use."""
         return self._changes
 
     def changes_by(self, principal: Principal) -> Changes:
@@ -158,7 +158,7 @@ class Tenants:
 
     @property
     def tiers(self) -> Tiers:
-        """Tiers, with the same author of changes."""
+        """Return the tiers, with the same author of changes."""
         return Tiers(self._changes)
 
     def account_of(self, principal: Principal) -> Account:
@@ -199,7 +199,7 @@ class Tenants:
         return tenant_of(row)
 
     async def system_principal(self, name: str) -> Principal:
-        """Return the platform as it acts for the tenant of that name. Raises TenantNotFound."""
+        """Return the platform as a caller that acts for the tenant of that name. Raises TenantNotFound."""
         tenant = await self.named(name)
         return system_principal(tenant.id, tenant.name, tenant.tier)
 
@@ -222,7 +222,7 @@ class Tenants:
         return await self._set_suspended("tenant.resume", name, None)
 
     async def set_zero_retention(self, name: str, zero_retention: bool) -> Tenant:
-        """Store nothing of what the tenant's requests say or get, from now on, or end this. Raises TenantNotFound.
+        """Begin or end zero retention: store no prompts and answers of the tenant's requests. Raises TenantNotFound.
 
         What is stored goes: kept answers and responses at once; batches are cancelled without files, and files are
         deleted within the hour.
@@ -240,7 +240,7 @@ class Tenants:
         return tenant_of(row)
 
     async def set_allow_judges(self, name: str, allow_judges: bool) -> Tenant:
-        """Let the tenant's evaluations show prompts and answers to judges, or no longer. Raises TenantNotFound."""
+        """Allow or forbid that the tenant's evaluations show prompts and answers to judges. Raises TenantNotFound."""
         async with self._changes.begin() as change:
             row = await _locked(change, name)
             before = tenant_of(row)
@@ -277,7 +277,7 @@ class Tenants:
 
 
 def system_principal(tenant: TenantId, name: str, tier: str = DEFAULT_TIER) -> Principal:
-    """Return the platform as it acts for a tenant: no key and no scopes; stored as the actor `system`."""
+    """Return the platform as a caller that acts for a tenant, without key and scopes; stored as the actor `system`."""
     return Principal(tenant, name, SYSTEM_ACTOR, frozenset(), ProjectId(""), tier=tier)
 
 

@@ -1,1 +1,1 @@
-"""Tenants' webhooks: their endpoints, the events, and the delivery of the one to the other."""
+"""Tenants' webhooks: the endpoints, the events, and the delivery of events to endpoints."""

@@ -1,9 +1,9 @@
-"""Delivers events to webhook endpoints: at least once, in order while all goes well, with retries while it does not.
+"""Deliver events to webhook endpoints: at least once, in order unless a delivery fails, with retries.
 
-Each endpoint's deliveries run in a task of their own, so that one endpoint's slowness or failure delays no other's. An
-endpoint that fails is not called for a while that grows with its failures in a row, or for as long as its `Retry-After`
-says; one that has taken nothing for DISABLED_AFTER, or answers 410 Gone, is disabled. A delivery that cannot even be
-attempted (its row is damaged) is marked as failed: it is set aside and stops nothing else.
+Each endpoint's deliveries run in a separate task, so a slow or failing endpoint does not delay others. After a failure
+an endpoint gets a pause, which grows with its failures in a row, or lasts as long as its `Retry-After` says. It is
+disabled if it has accepted no message for DISABLED_AFTER, or if it answers 410 Gone. If a delivery cannot be attempted
+because its row is damaged, it is marked as failed, and the others go on.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from loramux.data.records.webhooks import DeliveryRepository, DueDelivery, forge
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""Seconds that an endpoint may take for a message."""
+"""Seconds that an endpoint may take to accept a message."""
 LEASE = 300 * SECOND
-"""Longer than PER_ENDPOINT messages can take."""
+"""The length of a lease, which is longer than PER_ENDPOINT messages can take."""
 RETRIES = tuple(seconds * SECOND for seconds in (5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400))
-"""Delays before the attempts after the first; the example of Standard Webhooks."""
+"""Delays before each attempt after the first, as in the example of Standard Webhooks."""
 MAX_PAUSE = 3600 * SECOND
 """The longest pause of an endpoint after failures in a row."""
 MAX_RETRY_AFTER = DAY
@@ -47,7 +47,7 @@ MAX_VISITS = 64
 """Endpoints that one server delivers to at the same time."""
 MAX_VISITS_PER_TENANT = 8
 POLL_S = 0.5
-"""Seconds between two looks for due deliveries while slow endpoints are still being served."""
+"""Seconds between two searches for due deliveries, while slow endpoints are still being served."""
 TEST = "webhook.test"
 
 
@@ -58,13 +58,13 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     milliseconds: int
     retry_after: int | None = None
-    """Microseconds that the endpoint asked to wait."""
+    """Microseconds that the endpoint's `Retry-After` demands."""
     is_final: bool = False
-    """Another attempt cannot succeed: the delivery itself is damaged, and the endpoint is not at fault."""
+    """True: another attempt cannot succeed, because the delivery itself is damaged."""
 
     @property
     def delivered(self) -> bool:
-        """Return whether the endpoint has taken the message."""
+        """Return whether the endpoint has accepted the message."""
         return self.error is None
 
 
@@ -87,9 +87,9 @@ class WebhookDispatcher:
         self._pepper = pepper
 
     async def run(self) -> int:
-        """Deliver everything that is due; return the number of messages that were taken.
+        """Deliver all due messages; return the number of messages that endpoints accepted.
 
-        While some endpoints are slow, new deliveries to others go out all the same.
+        While some endpoints are slow, new deliveries to others are still sent.
         """
         delivered = 0
         visits: dict[asyncio.Task[int], list[DueDelivery]] = {}
@@ -103,7 +103,7 @@ class WebhookDispatcher:
                 for visit in done:
                     endpoint = visits.pop(visit)[0].endpoint
                     if error := visit.exception():
-                        # its deliveries stay leased, so that it is not tried again at once
+                        # its deliveries stay leased, so they are not tried again at once
                         logger.error("webhook %s could not be served", endpoint, exc_info=error)
                     else:
                         delivered += visit.result()
@@ -111,7 +111,7 @@ class WebhookDispatcher:
             await self._give_up(visits)
 
     async def _give_up(self, visits: Mapping[asyncio.Task[int], list[DueDelivery]]) -> None:
-        """Cancel visits and their leases, so that after a restart nothing waits until the leases expire."""
+        """Cancel visits and their leases. After a restart their deliveries need not wait until the leases expire."""
         if not visits:
             return
         for visit in visits:
@@ -126,20 +126,20 @@ class WebhookDispatcher:
             await forget_events(session, self._database.now() - RETENTION)
 
     async def test(self, endpoint_id: str, url: str, tenant: str) -> Attempt:
-        """Send a test message to an endpoint; nothing is recorded and nothing is retried."""
+        """Send a test message to an endpoint; the test is neither recorded nor retried."""
         now = self._database.now()
         content = EventMessage(type=TEST, timestamp=rfc3339(now), data={"webhook": endpoint_id})
         return await self._send(url, endpoint_id, tenant, f"msg_test_{now}", content)
 
     async def _lease(self, active: Collection[DueDelivery]) -> list[list[DueDelivery]]:
-        """Lease due deliveries, by endpoint; none of endpoints that are being served, nor beyond a tenant's places."""
+        """Lease due deliveries, by endpoint. Skip endpoints that are being served, and tenants without a free place."""
         busy = {due.endpoint for due in active}
         tenants = Counter(due.tenant_id for due in active)
         if len(busy) >= MAX_VISITS:
             return []
         full = [tenant for tenant, number in tenants.items() if number >= MAX_VISITS_PER_TENANT]
         now = self._database.now()
-        # A read first: a look that finds nothing locks nothing.
+        # Read first, so that a search without result takes no locks.
         async with self._database.read() as session:
             keys = await DeliveryRepository(session).due(now, busy, full)
         chosen: set[str] = set()
@@ -159,11 +159,11 @@ class WebhookDispatcher:
         return [list(group) for _, group in groupby(ordered, lambda due: due.endpoint)]
 
     async def _visit(self, dues: Sequence[DueDelivery]) -> int:
-        """Send one endpoint's messages until it fails to take one; return the number that it took."""
+        """Send one endpoint's messages until it fails to accept one; return the number that it accepted."""
         taken = 0
         for place, due in enumerate(dues):
             attempt = await self._attempt(due)
-            # a message that was taken during this visit ended the endpoint's failures in a row
+            # a message that was accepted during this visit ended the endpoint's failures in a row
             last = msgspec.structs.replace(due, failures=0, failing_since=None) if taken else due
             async with self._database.begin() as session:
                 deliveries = DeliveryRepository(session)
@@ -199,7 +199,7 @@ class WebhookDispatcher:
             async with asyncio.timeout(TIMEOUT_S):
                 response = await self._client.send(request, stream=True)
                 try:
-                    status = response.status_code  # the body is not read, however long it is
+                    status = response.status_code  # the body is not read, because it may be long
                     error = None if response.is_success else f"answered {status}"
                     retry_after = _retry_after(response, self._database.now())
                 finally:
@@ -208,7 +208,7 @@ class WebhookDispatcher:
             error = f"no answer within {TIMEOUT_S:g} s"
         except NotPublic as refused:
             error = str(refused)
-        except Exception as failure:  # the address is the tenant's: whatever it provokes must not end the dispatcher
+        except Exception as failure:  # the tenant chose the address: no error that it causes may end the dispatcher
             error = f"cannot be reached ({type(failure).__name__})"
             if not isinstance(failure, httpx.HTTPError | httpx.InvalidURL | OSError | ValueError | OverflowError):
                 logger.exception("webhook %s", endpoint)
@@ -217,7 +217,7 @@ class WebhookDispatcher:
 
 
 def _retry_after(response: httpx.Response, now: int) -> int | None:
-    """Return the microseconds of a `Retry-After` header, seconds or a date; None without a usable one (RFC 9110)."""
+    """Return the microseconds of a `Retry-After` header, seconds or a date; None if none is usable (RFC 9110)."""
     text = response.headers.get("retry-after", "").strip()
     if not text or response.is_success:
         return None

@@ -3,8 +3,8 @@
 WebhookError
 ├── InvalidEndpoint      an address that cannot be called, or an unknown kind of event: 400
 ├── TooManyEndpoints     the tenant's limit is reached: 400
-├── TooManyTests         the tenant tests as many webhooks at once as it may: 429
-└── EndpointNotFound     none such, or another tenant's: 404, and the same answer
+├── TooManyTests         the tenant tests too many webhooks at once: 429
+└── EndpointNotFound     no such endpoint, or it is another tenant's: 404
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class WebhookError(LoramuxError):
 
 
 class InvalidEndpoint(WebhookError):
-    """The message names the rule."""
+    """The address cannot be called, or the kind of event is unknown; the message names the rule."""
 
 
 class TooManyEndpoints(WebhookError):
-    """The message names the limit."""
+    """The tenant has too many endpoints; the message names the limit."""
 
     code = "too_many_webhooks"
 
 
 class TooManyTests(WebhookError):
-    """The message names the limit."""
+    """The tenant tests too many webhooks at once; the message names the limit."""
 
     code = "too_many_webhook_tests"
     status = HTTPStatus.TOO_MANY_REQUESTS
@@ -58,7 +58,7 @@ class TooManyTests(WebhookError):
 
 
 class EndpointNotFound(WebhookError):
-    """The message repeats the id."""
+    """The tenant has no such endpoint; the message repeats the id."""
 
     code = "webhook_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -129,14 +129,14 @@ class WebhookEndpoints:
             return _endpoint(await _found(EndpointRepository(session, self._tenant), id))
 
     async def log(self, id: str, limit: int) -> list[LoggedDelivery]:
-        """List its last deliveries, newest first. Raises EndpointNotFound."""
+        """List the endpoint's last deliveries, newest first. Raises EndpointNotFound."""
         async with self._changes.database.read() as session:
             endpoints = EndpointRepository(session, self._tenant)
             await _found(endpoints, id)
             return await endpoints.log(id, limit)
 
     async def enable(self, id: str) -> Endpoint:
-        """Enable it; deliveries that were pending when it was disabled come first. Raises EndpointNotFound."""
+        """Enable an endpoint. Deliveries that were pending when it was disabled come first. Raises EndpointNotFound."""
         async with self._changes.begin() as change:
             row = await _found(EndpointRepository(change.session, self._tenant), id)
             before = _endpoint(row)
@@ -146,7 +146,7 @@ class WebhookEndpoints:
         return _endpoint(row)
 
     async def disable(self, id: str) -> Endpoint:
-        """Deliver nothing more to it until it is enabled. Raises EndpointNotFound."""
+        """Disable an endpoint: no events are delivered to it until it is enabled. Raises EndpointNotFound."""
         async with self._changes.begin() as change:
             row = await _found(EndpointRepository(change.session, self._tenant), id)
             before = _endpoint(row)
@@ -156,7 +156,7 @@ class WebhookEndpoints:
         return _endpoint(row)
 
     async def remove(self, id: str) -> Endpoint:
-        """Delete it with its pending deliveries. Raises EndpointNotFound."""
+        """Delete an endpoint with its pending deliveries. Raises EndpointNotFound."""
         async with self._changes.begin() as change:
             endpoints = EndpointRepository(change.session, self._tenant)
             row = await _found(endpoints, id)
@@ -221,7 +221,7 @@ class WebhookService:
         settings: WebhookSettings,
         resolver: Resolver | None = None,
     ) -> None:
-        """`client`: see `webhook_client`; `resolver`: the one that the client uses."""
+        """`client`: see `webhook_client`; `resolver`: the resolver that the client uses."""
         self._database = database
         self._pepper = pepper
         self._settings = settings
@@ -251,16 +251,16 @@ class WebhookService:
                 del self._tests[tenant]
 
     async def events(self, principal: Principal, adapter: str | None, before: str | None, limit: int) -> list[Event]:
-        """List events of the caller's adapters, newest first; of one of them, or of all that its key may use.
+        """List events of the caller's adapters, newest first: of one adapter, or of all that its key may use.
 
-        `before`: the last page's last event.
+        `before`: the last event of the last page.
         """
         async with self._database.read() as session:
             return await EventRepository(session, principal.tenant).before(before, limit, _readable(principal, adapter))
 
 
 def _readable(principal: Principal, adapter: str | None) -> frozenset[str] | None:
-    """Return the own names of the adapters that are asked for and may be used; None: all of the tenant's."""
+    """Return the own names of the requested adapters that the caller may use; None: all of the tenant's."""
     prefix = f"{principal.tenant_name}/"
     if adapter is not None:
         name = adapter.removeprefix(prefix)

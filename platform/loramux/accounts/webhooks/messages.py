@@ -1,4 +1,4 @@
-"""Webhook messages: an event as the API shows it, signed as standardwebhooks.com says.
+"""Webhook messages: events as the API shows them, signed as standardwebhooks.com says.
 
 A message has an id, a time, and an HMAC-SHA256 over both and the body; the receiver recognises repetitions by the id.
 """
@@ -22,16 +22,16 @@ class EventData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The event's data; fields that do not apply are absent."""
 
     adapter: str | None = None
-    """`tenant/adapter`."""
+    """The adapter: `tenant/adapter`."""
     revision: int | None = None
     model: str | None = None
     """The revision's name in a request: `tenant/adapter@3`."""
     digest: str | None = None
     upload: str | None = None
     id: str | None = None
-    """The batch's, as OpenAI's events have it."""
+    """The batch's id, under the name that OpenAI's events use."""
     alias: AliasMove | None = None
-    """The alias that was moved, with the weights of its revisions before and after."""
+    """The alias that was moved, with the weights of its revisions before and after the move."""
     canary: CanaryNumbers | None = None
     shadow: ShadowNumbers | None = None
     error: Refusal | None = None
@@ -42,7 +42,7 @@ class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     type: str
     timestamp: str
-    """RFC 3339, the time of the event."""
+    """The time of the event, as in RFC 3339."""
     data: EventData | dict[str, str]
 
 
@@ -54,7 +54,7 @@ class SignedMessage(msgspec.Struct, frozen=True):
 
 
 def event_data(event: Event, tenant_name: str) -> EventData:
-    """Return the event's data, with the names that its tenant's callers use."""
+    """Return the event's data, with the names that the tenant's callers use."""
     detail = event.detail
     adapter = f"{tenant_name}/{event.adapter}" if event.adapter else None
     return EventData(

@@ -1,1 +1,1 @@
-"""Names of adapters and their meaning: resolve, release, share, pin, delete."""
+"""Names of adapters and their meaning: resolve, release, grant, pin, delete."""

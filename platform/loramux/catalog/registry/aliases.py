@@ -14,11 +14,11 @@ from loramux.data.records.aliases import DEFAULT_ALIAS, WHOLE, AliasVersionRow, 
 from loramux.data.records.webhooks import CANARY_STARTED, PROMOTED, ROLLED_BACK
 
 MAX_TARGETS = 10
-"""The most targets of an alias: all of them occupy the adapter pool at the same time."""
+"""The most targets of an alias. All of them occupy the adapter pool at the same time."""
 MAX_WEIGHT = 1_000_000
 
 AliasCondition = Callable[[Principal, AdapterChange, AliasInfo, Sequence[WeightedRevision]], Awaitable[None]]
-"""Called with the caller, the change, the alias as it is and the targets that it shall have."""
+"""A condition, called with the caller, the change, the present alias and its new targets."""
 
 
 class AliasService:
@@ -30,13 +30,13 @@ class AliasService:
         self._conditions: list[AliasCondition] = []
 
     def require(self, condition: AliasCondition) -> None:
-        """Have `condition` raise, in the change's transaction, where an alias must not move, or lose a revision."""
+        """Register a condition. In a change's transaction it raises if an alias must not move or lose a revision."""
         self._conditions.append(condition)
 
     async def ensure_allowed(
         self, principal: Principal, change: AdapterChange, alias: AliasInfo, targets: Sequence[WeightedRevision]
     ) -> None:
-        """Raise what a condition raises where the alias must not have these targets instead of its present ones."""
+        """Raise the error of a condition if the alias must not have these targets instead of its present ones."""
         for condition in self._conditions:
             await condition(principal, change, alias, targets)
 
@@ -48,7 +48,7 @@ class AliasService:
         alias: str = DEFAULT_ALIAS,
         preconditions: Preconditions = UNCONDITIONAL,
     ) -> AdapterInfo:
-        """Point `alias` at this revision alone. Raises InvalidChange, PartNotFound, TooManyAdapters."""
+        """Point `alias` only at this revision. Raises InvalidChange, PartNotFound, TooManyAdapters."""
         return await self.point(principal, name, alias, [WeightedRevision(number, WHOLE)], preconditions)
 
     async def point(
@@ -63,7 +63,7 @@ class AliasService:
     ) -> AdapterInfo:
         """Point `alias`, new or existing, at these revisions by their weights.
 
-        `is_announced`: write an event for it; the caller does so otherwise. Raises InvalidChange, PartNotFound,
+        `is_announced`: write an event for the change; otherwise the caller does it. Raises InvalidChange, PartNotFound,
         TooManyAdapters.
         """
         check_alias(alias)
@@ -116,8 +116,7 @@ class AliasService:
     ) -> AdapterInfo:
         """Point `alias` at the targets of `version`, by default at those before the present ones.
 
-        A second rollback goes one step further back. Raises ChangeConflict where no earlier version is left,
-        PartNotFound.
+        A second rollback goes one step further back. Raises ChangeConflict if no earlier version is left, PartNotFound.
         """
 
         async def act(change: AdapterChange) -> AdapterInfo:
@@ -157,13 +156,13 @@ class AliasService:
 
 
 def check_alias(alias: str) -> None:
-    """Raise InvalidChange for what cannot be an alias."""
+    """Raise InvalidChange if the text cannot be an alias."""
     if not is_name(alias):
         raise InvalidChange(f"an alias is {GRAMMAR_IN_WORDS}; got {alias[:80]!r}", "alias")
 
 
 def check_targets(targets: Sequence[WeightedRevision]) -> None:
-    """Raise InvalidChange for targets that no alias can have."""
+    """Raise InvalidChange if no alias can have these targets."""
     if not 1 <= len(targets) <= MAX_TARGETS or len({target.revision for target in targets}) < len(targets):
         raise InvalidChange(f"an alias has 1 to {MAX_TARGETS} targets, each another revision", "targets")
     for number, target in enumerate(targets):
@@ -194,12 +193,12 @@ async def existing_alias(change: AdapterChange, alias: str) -> AliasInfo:
 
 
 def at_version(history: Sequence[AliasVersionRow], version: int) -> AliasVersionRow | None:
-    """Find the entry of that version."""
+    """Return the history's entry of that version."""
     return next((row for row in history if row.version == version), None)
 
 
 def earlier(history: Sequence[AliasVersionRow], callable_: AbstractSet[int]) -> AliasVersionRow | None:
-    """Find the last entry before the present one with other targets that can all be called.
+    """Return the last entry before the present one with other targets that can all be called.
 
     `history` is newest first. A present entry that is itself a rollback counts as the version it restored, so that a
     second rollback goes further back.
@@ -217,7 +216,7 @@ def earlier(history: Sequence[AliasVersionRow], callable_: AbstractSet[int]) -> 
 
 
 def _move(name: str, before: AliasInfo | None, after: AliasInfo | None) -> AliasMove:
-    """Return the change of an alias that has targets afterwards."""
+    """Return the change of an alias for its event; it has targets after the change."""
     assert after is not None, "it was pointed at revisions"
     weights = [{t.revision: t.weight for t in one.targets} if one else {} for one in (before, after)]
     return AliasMove(name=name, before=weights[0], after=weights[1])

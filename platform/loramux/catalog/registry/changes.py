@@ -1,8 +1,8 @@
 """One change of an adapter: a transaction that locks the adapter, checks preconditions, and is audited.
 
-A change is an async function over an `AdapterChange`. `ChangeService` opens the transaction, replays the answer of an
-idempotency key that was used before, locks the adapter's row, compares ETags, runs the function, and stores its answer
-with the change.
+A change is an async function over an `AdapterChange`. `ChangeService` opens the transaction. If the idempotency key was
+used before, it replays the stored answer. Otherwise it locks the adapter's row, compares ETags, runs the function, and
+stores its answer with the change.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class AnswerStore(Protocol):
-    """Makes a change at most once, however often the request is sent."""
+    """Stores answers, so that a change is made at most once, however often the request is sent."""
 
     async def find_answer(self, session: AsyncSession, now: int) -> bytes | None:
-        """Return the answer of the first time; None where this is the first time."""
+        """Return the answer to the first request; None if this is the first one."""
         ...
 
     async def store_answer(self, session: AsyncSession, answer: bytes) -> None:
-        """Store the answer in the change's own transaction."""
+        """Store the answer in the change's transaction."""
         ...
 
 
@@ -48,7 +48,7 @@ class Preconditions:
     """Conditions that a caller sets for a change."""
 
     if_match: str | None = None
-    """The header If-Match: ETags of which the adapter must have one, or `*`."""
+    """The header If-Match: a list of ETags, one of which the adapter must have, or `*`."""
     idempotency: AnswerStore | None = None
 
 
@@ -124,7 +124,7 @@ class ChangeService:
         answer: type[T],
         find: Callable[[AdapterRepository, str], Awaitable[AdapterRow | None]] = AdapterRepository.lock,
     ) -> T:
-        """Run `act` and return its answer, of type `answer`, or the stored one.
+        """Run `act` and return its answer, which has the type `answer`, or return the stored answer.
 
         `find` locks the adapter. Raises AdapterNotFound, PreconditionFailed.
         """

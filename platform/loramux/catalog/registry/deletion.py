@@ -1,8 +1,8 @@
 """Deletion of adapters and revisions, undeletion, expiry, and the removal of files that nothing needs any more.
 
-A deleted revision cannot be called; its files stay until `purge_at`, so that the deletion can be undone and requests
-that had resolved the name before the deletion can still be queued. Afterwards `BlobCollector` removes a content when
-no revision keeps it and no request runs with it.
+A deleted revision cannot be called. Its files stay until `purge_at`: until then the deletion can be undone, and
+requests that had resolved the name before the deletion can still be queued. After that, `BlobCollector` removes a
+content if no revision keeps it and no request uses it.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from loramux.data.storage.blobs import BlobStore, Cached
 from loramux.money.limits.definitions import adapter_quota
 
 ADMISSION_SECONDS = 60
-"""The least time for which deleted files stay, for requests that had resolved the name and were not queued yet."""
+"""The least seconds for which deleted files stay: requests may have resolved the name but not be queued yet."""
 MAX_TTL_SECONDS = 10 * 365 * 86_400
 AT_A_TIME = 100
 POSTPONED_SECONDS = 3600
-"""Until the next attempt to expire a revision whose aliases must not move to their other targets."""
+"""Seconds until the next attempt to expire a revision whose aliases must not move to their other targets."""
 
 SWEEP_PAGE = 500
 IDLE_SECONDS = 600.0
-"""A content resolved more recently may be about to be read by a request that is not in the records yet."""
+"""Seconds for which a resolved content stays in the cache: a request that is not in the records yet may read it."""
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class DeletionService:
         preconditions: Preconditions = UNCONDITIONAL,
         undo_seconds: int | None = None,
     ) -> RevisionInfo:
-        """Delete one revision. Raises PartNotFound, and ChangeConflict where an alias points at it."""
+        """Delete one revision. Raises PartNotFound, and ChangeConflict if an alias points at it."""
 
         async def act(change: AdapterChange) -> RevisionInfo:
             revision = await change.revision(number)
@@ -103,9 +103,9 @@ class DeletionService:
     async def undelete(
         self, principal: Principal, name: str, preconditions: Preconditions = UNCONDITIONAL
     ) -> AdapterInfo:
-        """Undo `delete`: restore the adapter with its aliases, grants and the revisions deleted with it, but no pins.
+        """Undo `delete`: restore the adapter, its aliases, grants and the revisions deleted with it, but not its pins.
 
-        Raises AdapterNotFound where there is nothing left to undelete, and TooManyAdapters.
+        Raises AdapterNotFound if it cannot be undeleted any more, and TooManyAdapters.
         """
 
         async def act(change: AdapterChange) -> AdapterInfo:
@@ -163,7 +163,7 @@ class DeletionService:
     ) -> RevisionInfo:
         """Let one revision expire; its aliases then keep their other targets. Raises InvalidChange, PartNotFound.
 
-        Where a condition of an alias refuses those, the revision stays, and is tried again every hour.
+        If a condition of an alias refuses these targets, the revision stays, and its expiry is tried again every hour.
         """
         check_ttl(ttl)
 
@@ -178,7 +178,7 @@ class DeletionService:
         return await self._changes.change(principal, name, preconditions, act, RevisionInfo)
 
     async def expire(self) -> int:
-        """Delete adapters and revisions whose time is over; return how many."""
+        """Delete adapters and revisions that have expired; return their number."""
         async with self._database.read() as session:
             overdue = await ExpiryRepository(session).overdue(self._database.now(), AT_A_TIME)
         for one in overdue:
@@ -196,7 +196,7 @@ class DeletionService:
                 return
             revision = await change.adapters.revision(change.adapter.id, one.number)
             if revision is None or revision.deleted_at is not None or not _is_over(revision.expires_at, change.now):
-                return  # the owner has changed it meanwhile
+                return  # the owner has changed it since
             others = [
                 row
                 for row in await change.adapters.revisions(change.adapter.id)
@@ -219,7 +219,7 @@ class DeletionService:
         try:
             await self._changes.change(system, one.adapter, UNCONDITIONAL, act, type(None))
         except AdapterNotFound:
-            return  # the owner has changed it meanwhile
+            return  # the owner has changed it since
 
     async def _postpone(self, change: AdapterChange, revision: RevisionRow, error: LoramuxError) -> None:
         before = await change.revision_info(revision)
@@ -250,7 +250,7 @@ class DeletionService:
 
 
 def check_ttl(ttl: int | None) -> None:
-    """Raise InvalidChange for a time out of range."""
+    """Raise InvalidChange if the time is out of range."""
     if ttl is not None and not 1 <= ttl <= MAX_TTL_SECONDS:
         raise InvalidChange(f"ttl_s is 1 to {MAX_TTL_SECONDS} seconds, or null for ever; got {ttl}", "ttl_s")
 
@@ -266,9 +266,9 @@ def _is_over(expires_at: int | None, now: int) -> bool:
 async def _remaining_targets(
     change: AdapterChange, revision: RevisionRow, newest: RevisionRow
 ) -> dict[str, list[Target]]:
-    """Return the targets that every alias of the revision has without it; none: the alias ends.
+    """Return the targets that every alias of the revision has without it. If there are none, the alias ends.
 
-    The default alias falls to `newest`, the newest remaining revision, where it loses its only target.
+    The default alias falls to `newest`, the newest remaining revision, if it loses its only target.
     """
     pointed = {one.alias.name: one.targets for one in (await change.aliases.all(change.adapter.id))[change.adapter.id]}
     remaining = {}
@@ -289,7 +289,7 @@ async def _leave_aliases(change: AdapterChange, remaining: dict[str, list[Target
 
 
 class BlobCollector:
-    """Removes the blobs of every tenant's revisions that no row needs any more."""
+    """Removes the blobs of every tenant's revisions that no row needs."""
 
     def __init__(self, database: Database, blobs: BlobStore) -> None:
         self._database = database
@@ -318,7 +318,7 @@ class BlobCollector:
         return evicted
 
     async def _evictable(self, idle: Sequence[Cached], over: int) -> list[Cached]:
-        """Choose contents without a revision, then others until `over` bytes leave; none that a request runs with."""
+        """Choose contents without a revision, then others until `over` bytes leave; never one that a request uses."""
         digests = frozenset(content.digest for content in idle)
         async with self._database.read() as session:
             contents = ContentRepository(session)
@@ -331,7 +331,7 @@ class BlobCollector:
         return leaving
 
     async def purge(self) -> int:
-        """Remove the contents of revisions that cannot be undeleted any more; return the number removed."""
+        """Remove the contents of revisions that cannot be undeleted any more; return their number."""
         async with self._database.begin() as session:
             self._pending |= await ContentRepository(session).expire(self._database.now(), SWEEP_PAGE)
         removed = await self.remove_unused(self._pending) if self._pending else frozenset()
@@ -340,7 +340,7 @@ class BlobCollector:
         return len(removed)
 
     def remove_later(self, digest: str) -> None:
-        """Have the next `purge` remove a stored content that may have no revision."""
+        """Let the next `purge` remove a stored content if it has no revision."""
         self._pending |= {digest}
 
     async def uncallable(self, tenant: TenantId, digests: Collection[str]) -> frozenset[str]:
@@ -352,7 +352,7 @@ class BlobCollector:
     async def recently_uncallable(self) -> frozenset[str]:
         """Return the engine's keys that no name resolves to, of revisions deleted recently.
 
-        Each is returned until no request can arrive that had resolved it before its deletion.
+        Each key is returned as long as a request can arrive that had resolved it before its deletion.
         """
         async with self._database.read() as session:
             found = await ContentRepository(session).uncallable_since(
@@ -361,7 +361,7 @@ class BlobCollector:
         return frozenset(engine_key(tenant, digest) for tenant, digest in found)
 
     async def remove_unused(self, digests: frozenset[str]) -> frozenset[str]:
-        """Remove those of `digests` that no revision keeps and no request runs with; return them."""
+        """Remove those of `digests` that no revision keeps and no request uses; return them."""
         async with self._database.begin() as session:
             await advisory_lock(session, CONTENTS)
             unused = await ContentRepository(session).unused(digests)

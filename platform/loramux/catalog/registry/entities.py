@@ -1,4 +1,4 @@
-"""The registry's records as callers see them. Times in microseconds since the epoch."""
+"""Entities of the registry as callers see them. Times in microseconds since the epoch."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class AliasInfo(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[WeightedRevision, ...]
     """Targets in the order of their revision numbers."""
     version: int
-    """The latest of its history."""
+    """The latest version of its history."""
     updated_at: int
 
     @property
     def main(self) -> int:
-        """The revision with the largest share, of equal ones the newest."""
+        """Return the revision with the largest share; of equal shares, the newest revision."""
         return max(self.targets, key=lambda target: (target.weight, target.revision)).revision
 
 
 class AliasVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The targets of an alias from one change to the next; none where it was removed."""
+    """The targets of an alias from one change to the next; none if it was removed."""
 
     version: int
     targets: tuple[WeightedRevision, ...]
@@ -59,24 +59,24 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     name: str
-    """`tenant/adapter`."""
+    """The adapter's name: `tenant/adapter`."""
     revision: int
     digest: str
     base_model: str
-    """The base that it was uploaded for; empty for one of a release that served one base."""
+    """The base that it was uploaded for; empty if it is from a release that served one base."""
     state: str
     rank: int
-    """The largest of its modules'."""
+    """The largest rank of its modules."""
     size_bytes: int
     created_at: int
     aliases: tuple[AliasInfo, ...]
     version: int
-    """Counts the changes of everything under the adapter's name."""
+    """The number of changes of everything under the adapter's name."""
     expires_at: int | None
 
 
 class PinInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A pin: its start, its author, and about when the revision was last used."""
+    """A pin: its start, its author, and the approximate time of the revision's last use."""
 
     since: int
     pinned_by: str
@@ -88,11 +88,11 @@ class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     name: str
-    """`tenant/adapter@3`."""
+    """The revision's name: `tenant/adapter@3`."""
     number: int
     digest: str
     base_model: str
-    """The base that it was uploaded for; empty for one of a release that served one base."""
+    """The base that it was uploaded for; empty if it is from a release that served one base."""
     state: str
     rank: int
     size_bytes: int
@@ -101,21 +101,21 @@ class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
     purge_at: int | None
     expires_at: int | None
     aliases: tuple[str, ...] = ()
-    """Aliases that have it as a target."""
+    """Aliases that have the revision as a target."""
     pin: PinInfo | None = None
     bundle: Bundle | msgspec.UnsetType | None = msgspec.UNSET
-    """What it is served with beside its weights; unset in lists."""
+    """The bundle with which it is served, in addition to its weights; unset in lists."""
 
 
 class CallableAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter that the caller may call, as a list of models shows it."""
 
     name: str
-    """`tenant/adapter`."""
+    """The adapter's name: `tenant/adapter`."""
     created_at: int
-    """Of its main revision; of another tenant's adapter, of the grant."""
+    """The time of its main revision; for another tenant's adapter, the time of the grant."""
     base_model: str
-    """Of the revision that its default alias mostly means."""
+    """The base of the revision with the largest share of the default alias."""
 
 
 class GrantInfo(msgspec.Struct, frozen=True, kw_only=True):

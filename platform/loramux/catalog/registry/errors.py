@@ -4,7 +4,7 @@ RegistryError(message, field)
 ├── InvalidName            400  a malformed name, or one that the caller may not use
 ├── InvalidChange          400  a change whose own fields are invalid
 ├── TooManyAdapters        400  a limit on adapters, revisions, aliases, grants or pins is reached
-├── ModelNotFound          404  no such model; the same answer for another tenant's model
+├── ModelNotFound          404  no such model, or it is another tenant's
 │   ├── AdapterNotFound    404  likewise, by the adapter's name
 │   └── PartNotFound       404  the caller's own adapter has no such revision, alias, pin or grant
 ├── ChangeConflict         409  impossible in the present state; the message says what to change first
@@ -21,7 +21,7 @@ from http import HTTPStatus
 from loramux.common.errors import LoramuxError
 
 SHOWN = 160
-"""Characters of the caller's input that a message repeats at most."""
+"""The most characters of the caller's input that a message repeats."""
 RETRY_SECONDS = 10
 
 
@@ -32,32 +32,32 @@ class RegistryError(LoramuxError):
 
 
 class InvalidName(RegistryError):
-    """The message states the grammar of names."""
+    """The name is malformed, or the caller may not use it. The message states the grammar of names."""
 
     code = "invalid_adapter_name"
 
 
 class InvalidChange(RegistryError):
-    """The message states the limits."""
+    """A field of the change is invalid. The message states the limits."""
 
     code = "invalid_value"
 
 
 class ModelNotFound(RegistryError):
-    """The same answer for a model that does not exist and for one of another tenant."""
+    """There is no such model, or it is another tenant's: the answer is the same."""
 
     code = "model_not_found"
     status = HTTPStatus.NOT_FOUND
 
     def __init__(self, model: str, nearest: str | None = None) -> None:
-        """`nearest`: a name that the caller may use and has perhaps meant."""
+        """`nearest`: a name that the caller may use and perhaps meant."""
         suggestion = "" if nearest is None else f" Did you mean `{nearest}`?"
         message = f"The model `{model[:SHOWN]}` does not exist or you do not have access to it.{suggestion}"
         super().__init__(message, "model")
 
 
 class AdapterNotFound(ModelNotFound):
-    """The same, by the name of an adapter."""
+    """There is no such adapter, or it is another tenant's: the answer is the same."""
 
     code = "adapter_not_found"
 
@@ -68,7 +68,7 @@ class AdapterNotFound(ModelNotFound):
 
 
 class PartNotFound(ModelNotFound):
-    """`part` is `revision`, `alias`, `pin` or `grant`."""
+    """The adapter has no such part. `part` is `revision`, `alias`, `pin` or `grant`."""
 
     def __init__(self, part: str, name: str, message: str) -> None:
         RegistryError.__init__(self, f"`{name[:SHOWN]}` {message}", part)
@@ -76,7 +76,7 @@ class PartNotFound(ModelNotFound):
 
 
 class TooManyAdapters(RegistryError):
-    """The message names the limit. `what` is `adapters`, `revisions`, `aliases`, `grants` or `pins`."""
+    """A limit is reached, which the message names. `what` is `adapters`, `revisions`, `aliases`, `grants` or `pins`."""
 
     def __init__(self, message: str, field: str | None = None, what: str = "adapters") -> None:
         super().__init__(message, field)
@@ -84,7 +84,7 @@ class TooManyAdapters(RegistryError):
 
 
 class ChangeConflict(RegistryError):
-    """`code` names the conflict."""
+    """The change is impossible in the present state. `code` names the conflict."""
 
     status = HTTPStatus.CONFLICT
 
@@ -94,14 +94,14 @@ class ChangeConflict(RegistryError):
 
 
 class PreconditionFailed(RegistryError):
-    """The message contains the present ETag."""
+    """The adapter was changed after its ETag was read. The message contains the present ETag."""
 
     code = "precondition_failed"
     status = HTTPStatus.PRECONDITION_FAILED
 
 
 class RevisionUnavailable(RegistryError):
-    """The operator's side has changed since the upload; the message says how."""
+    """The revision cannot be served, because files or bases have changed since the upload. The message says how."""
 
     code = "adapter_unavailable"
     status = HTTPStatus.SERVICE_UNAVAILABLE
@@ -109,7 +109,7 @@ class RevisionUnavailable(RegistryError):
 
 
 class BaseRetired(RegistryError):
-    """The message names what to use instead."""
+    """The base model is no longer served. The message names the base to use instead."""
 
     code = "base_model_retired"
     status = HTTPStatus.GONE

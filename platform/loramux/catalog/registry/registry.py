@@ -1,8 +1,8 @@
-"""The registry's services over one database and one blob store, those for queries, grants and pins among them.
+"""The registry's services over one database and one blob store, including those for queries, grants and pins.
 
 `AdapterQueries` shows adapters to their owner. A grant lets another tenant call an adapter. A pin keeps a revision in
-the adapter pool at its owner's cost; the gateway applies pins to the engine. Resolving names, moving aliases and
-deletion are modules of their own.
+the adapter pool at its owner's cost; the serving layer applies pins to the engine. The resolution of names, moves of
+aliases and deletion have separate modules.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ from loramux.data.storage.blobs import BlobStore
 
 
 class AdapterQueries:
-    """Read-only questions about adapters. Each raises AdapterNotFound where the caller has no such adapter."""
+    """Read-only queries about adapters. Each raises AdapterNotFound if the caller has no such adapter."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def all(self, principal: Principal) -> list[AdapterInfo]:
-        """List the caller's adapters by name: those that its allow-list permits."""
+        """List by name the caller's adapters that its allow-list permits."""
         return (await self.page(principal))[0]
 
     async def page(
         self, principal: Principal, after: str | None = None, limit: int | None = None, search: str | None = None
     ) -> tuple[list[AdapterInfo], bool]:
-        """List at most `limit` of them, beginning after the adapter with that id; return whether more follow.
+        """List at most `limit` of these adapters, beginning after the adapter with that id; return whether more follow.
 
-        `search`: only those with it in their name.
+        `search`: only those with this text in their name.
         """
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
@@ -74,7 +74,7 @@ class AdapterQueries:
         return infos, len(found) > len(shown)
 
     async def names_of(self, engine_keys: Collection[str]) -> dict[str, str]:
-        """Return the names of revisions by their keys in the engines, for operators: `tenant/adapter@3`."""
+        """Return the names of revisions (`tenant/adapter@3`) by their keys in the engines. For operators only."""
         async with self._database.read() as session:
             names = await names_of_digests(session, {key.partition("/")[0] for key in engine_keys})
         return {engine_key(owner, digest): name for (digest, owner), name in names.items()}
@@ -93,7 +93,7 @@ class AdapterQueries:
         return adapter_info(principal.tenant_name, adapter, aliases[adapter.id])
 
     async def revisions(self, principal: Principal, name: str) -> list[RevisionInfo]:
-        """List an adapter's revisions, newest first; deleted ones as long as they can be undeleted."""
+        """List an adapter's revisions, newest first; including deleted ones that can be undeleted."""
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
             adapter = await _adapter(adapters, principal, name)
@@ -104,7 +104,7 @@ class AdapterQueries:
         return [revision_info(full, row, aliases[adapter.id], pins.get(row.id)) for row in rows]
 
     async def revision(self, principal: Principal, name: str, number: int) -> RevisionInfo:
-        """Describe one of those, and its bundle. Raises PartNotFound."""
+        """Describe one of these revisions, and its bundle. Raises PartNotFound."""
         found = [one for one in await self.revisions(principal, name) if one.number == number]
         if not found:
             raise PartNotFound("revision", name, f"has no revision {number}; list them with GET .../revisions.")
@@ -132,9 +132,9 @@ class AdapterQueries:
     async def own(
         self, principal: Principal, search: str | None = None, limit: int | None = None
     ) -> list[CallableAdapter]:
-        """List at most `limit` of the caller's own adapters that it may call, by name; there may be ten thousand.
+        """List at most `limit` of the caller's own adapters that it may call, by name. There may be ten thousand.
 
-        `search`: only those with it in their name.
+        `search`: only those with this text in their name.
         """
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
@@ -196,7 +196,7 @@ class GrantService:
     async def revoke(
         self, principal: Principal, name: str, grantee: str, preconditions: Preconditions = UNCONDITIONAL
     ) -> GrantInfo:
-        """Refuse that tenant's requests from now on; running ones finish. Raises PartNotFound."""
+        """Refuse that tenant's requests from now on; running requests finish. Raises PartNotFound."""
 
         async def act(change: AdapterChange) -> GrantInfo:
             rows = [row for row in await change.grants.all(change.adapter.id) if row.grantee == grantee]
@@ -211,7 +211,7 @@ class GrantService:
 
 
 class PinService:
-    """Records pins, which the gateway applies to the engine. Changes raise the errors of `ChangeService.change` too."""
+    """Records pins, which the serving layer applies. Changes raise the errors of `ChangeService.change` too."""
 
     def __init__(self, database: Database, changes: ChangeService, limits: AdapterLimits) -> None:
         self._database = database
@@ -262,7 +262,7 @@ class PinService:
         return await self._changes.change(principal, name, preconditions, act, RevisionInfo)
 
     async def active(self, used: Collection[str]) -> list[ActivePin]:
-        """List every tenant's pins; idle ones end. `used` are the revisions that requests ran with since last time."""
+        """List every tenant's pins, and end idle ones. `used` are the revisions with requests since the last call."""
         now = self._database.now()
         if used:
             async with self._database.begin() as session:
@@ -275,12 +275,12 @@ class PinService:
         return [pin for pin in pins if pin not in idle]
 
     async def end(self, pin: ActivePin, why: str) -> None:
-        """End a pin in the system's name; it may have ended already."""
+        """End a pin in the system's name, unless it has ended already."""
         system = system_principal(pin.tenant, pin.tenant_name)
         try:
             await self.unpin(system, pin.adapter, pin.number, why=why)
         except (AdapterNotFound, PartNotFound):
-            return  # the owner has ended it meanwhile
+            return  # the owner has ended it since
 
     def _is_idle(self, pin: ActivePin, now: int) -> bool:
         return self._idle_seconds is not None and pin.used_at < now - self._idle_seconds * SECOND

@@ -1,12 +1,13 @@
 """Model names and the revisions that they mean: `tenant/adapter`, `tenant/adapter:alias`, `tenant/adapter@3`.
 
-A name is a base model of this server (`BaseModels`), or a revision, which is served on the base that it was made for.
+A name means a base model of this server (`BaseModels`), or a revision, which is served on the base for which it was
+made.
 
-An alias may point at several revisions by weight (a canary). The choice between them is deterministic: the caller's
-key is hashed to one of 2**64 points, and the points are divided among the targets in the order of their numbers, by
-exact integer shares. The same caller therefore always gets the same revision, and when one share grows at its
-neighbour's cost only the callers between the two shares change over. The alias's id keys the hash, so that the same
-callers spread differently under another alias.
+An alias may point at several revisions by weight (a canary). The choice between them is deterministic. The caller's key
+is hashed to one of 2**64 points. The points are divided among the targets in the order of their numbers, by exact
+integer shares. So the same caller always gets the same revision. If one share grows at its neighbour's cost, only the
+callers between the two shares get another revision. The alias's id keys the hash, so the same callers are distributed
+differently under another alias.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ if TYPE_CHECKING:
     from loramux_adapters.base import BaseDescription
 
 POINTS = 2**64
-"""Points that callers are hashed to."""
+"""The number of points to which callers are hashed."""
 
 FETCHES, FETCHES_PER_TENANT = 16, 4
-"""Contents that are fetched from the store or read for their digest at a time."""
+"""The most contents that are fetched from the store or digested at a time, in all and by one tenant."""
 
 COMPARED, LIKENESS = 1000, 0.75
 """The most adapters that an unknown name is compared with, and difflib's ratio from which a name is suggested."""
@@ -54,12 +55,12 @@ _model = re.compile(rf"({GRAMMAR})/({GRAMMAR})(?::({GRAMMAR})|@([1-9][0-9]{{0,8}
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """One base: its name in requests, and what adapters see of it."""
+    """One base: its name in requests, and its description for adapters."""
 
     name: str
     description: BaseDescription
     former_names: tuple[str, ...] = ()
-    """Names that it had: revisions made under them are served on it."""
+    """Names that the base had. Revisions that were made under them are served on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +71,11 @@ class AbsentBase:
     former_names: tuple[str, ...] = ()
     is_retired: bool = False
     successor: str | None = None
-    """The base to use instead, where the operator has named one."""
+    """The base to use instead, if the operator has named one."""
 
 
 class BaseModels:
-    """The bases of one server, in the order of its settings. They change while it runs (`gateway.lifecycle`)."""
+    """The bases of one server, in the order of its settings. They may change at run time (`serving.lifecycle`)."""
 
     def __init__(self, bases: Iterable[BaseModel] = ()) -> None:
         self._bases = {base.name: base for base in bases}
@@ -88,16 +89,16 @@ class BaseModels:
         self._bases[base.name] = base
 
     def remove(self, name: str) -> None:
-        """Serve a base no longer."""
+        """Stop serving a base."""
         self._bases.pop(name, None)
 
     def set_absent(self, bases: Iterable[AbsentBase]) -> None:
-        """Note the bases that are known and not served."""
+        """Record the bases that are known but not served."""
         self._absent = tuple(bases)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names in requests."""
+        """Return the bases' names in requests."""
         return tuple(self._bases)
 
     def named(self, name: str) -> BaseModel | None:
@@ -109,10 +110,11 @@ class BaseModels:
         return next((base for base in self._absent if recorded in (base.name, *base.former_names)), None)
 
     def of_revision(self, recorded: str, fingerprint: str) -> BaseModel | None:
-        """Return the base that serves a revision made for `recorded`; None where no base does.
+        """Return the base that serves a revision made for `recorded`; None if no base does.
 
-        Equal fingerprints mean equal shapes and not equal weights, so the name decides. Revisions of a release that
-        served one base have no name: theirs is the first base that they fit, and `Registry.name_bases` records it.
+        Equal fingerprints mean equal shapes, but not equal weights, so the name decides. Revisions from a release that
+        served one base have no base's name. They belong to the first base that they fit, and `Registry.name_bases`
+        records it.
         """
         for base in self:
             if recorded in ("", base.name, *base.former_names) and base.description.fingerprint == fingerprint:
@@ -136,7 +138,7 @@ class ModelName(msgspec.Struct, frozen=True):
 
 
 class Revision(msgspec.Struct, frozen=True, kw_only=True):
-    """Immutable weights: a digest, and the local folder with the verified files."""
+    """Immutable weights: their digest, and the local folder with the verified files."""
 
     id: str
     owner: TenantId
@@ -154,9 +156,9 @@ class Revision(msgspec.Struct, frozen=True, kw_only=True):
 def engine_key(owner: TenantId, digest: str) -> str:
     """Name an owner's weights in the engine.
 
-    Stored files are shared by all tenants that have uploaded the same bytes; loaded weights are not. If they were, a
-    tenant could learn from the loads in its usage, or from the time of its first token, that another tenant has the
-    same adapter.
+    All tenants that have uploaded the same bytes share the stored files, but not the loaded weights. Otherwise a tenant
+    could learn from the loads in its usage, or from the time to its first token, that another tenant has the same
+    adapter.
     """
     return f"{digest}/{owner}"
 
@@ -202,12 +204,12 @@ class ModelResolver:
         return resolved
 
     def take_used(self) -> frozenset[str]:
-        """Return the ids of the revisions that names were resolved to since the last call."""
+        """Return the ids of the revisions to which names were resolved since the last call."""
         used, self._used = frozenset(self._used), set()
         return used
 
     async def _nearest(self, principal: Principal, model: str) -> str | None:
-        """Return the name most like `model` of a base or of the caller's own adapters, if one is like it."""
+        """Return the most similar name of a base or of the caller's own adapters, if one is similar."""
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
             own = await access.own(principal.own_adapters(), limit=COMPARED)
@@ -245,7 +247,7 @@ class ModelResolver:
         return ResolvedModel(name=name, base_model=base.name, revision=revision)
 
     async def _unserved(self, name: str, adapter: str, found: AccessibleRevision) -> RegistryError:
-        """Say why no base serves a revision, and what to use instead of one for a retired base."""
+        """Return the error that no base serves a revision; for a retired base, it names the base to use instead."""
         absent = self._bases.absent(found.base_model)
         if absent is None:
             return RevisionUnavailable(
@@ -272,7 +274,7 @@ class ModelResolver:
 
 
 def nearest_name(asked: str, names: Iterable[str]) -> str | None:
-    """Return the name most like `asked`: alike before the slash, where both have one, and alike after it."""
+    """Return the name most like `asked`. The parts after the slash must be alike, and those before it if both exist."""
     owner, _, own = asked.rpartition("/")
     found: dict[str, list[str]] = {}
     for name in names:
@@ -286,7 +288,7 @@ def nearest_name(asked: str, names: Iterable[str]) -> str | None:
 
 
 def parse_model(text: str) -> ModelName | None:
-    """Split an adapter's model name; None where it cannot be one."""
+    """Split an adapter's model name; None if it cannot be one."""
     match = _model.fullmatch(text)
     if match is None:
         return None
@@ -295,7 +297,7 @@ def parse_model(text: str) -> ModelName | None:
 
 
 def adapter_part(tenant_name: str, name: str) -> str | None:
-    """Return `adapter` of `adapter` or `tenant/adapter`; None where it is malformed or another tenant's."""
+    """Return `adapter` of `adapter` or `tenant/adapter`; None if it is malformed or another tenant's."""
     owner, slash, rest = name.partition("/")
     if slash and owner != tenant_name:
         return None
@@ -304,7 +306,7 @@ def adapter_part(tenant_name: str, name: str) -> str | None:
 
 
 def own_adapter(principal: Principal, name: str) -> str:
-    """The same; raises AdapterNotFound where it cannot be an adapter that the caller may use."""
+    """Return the same as `adapter_part`. Raises AdapterNotFound if the caller may use no adapter of that name."""
     adapter = adapter_part(principal.tenant_name, name)
     if adapter is None or not principal.may_use(f"{principal.tenant_name}/{adapter}"):
         raise AdapterNotFound(name)
@@ -332,7 +334,7 @@ def choose_target(targets: Sequence[AccessibleRevision], caller: str) -> Accessi
 
 
 def target_at(targets: Sequence[AccessibleRevision], point: int) -> AccessibleRevision:
-    """Return the target whose share contains `point`, one of POINTS."""
+    """Return the target whose share contains `point`, a number below POINTS."""
     ticket = point * sum(target.weight for target in targets) // POINTS
     for target in targets:
         ticket -= target.weight

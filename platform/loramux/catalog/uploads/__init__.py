@@ -1,1 +1,1 @@
-"""Uploads: in parts, through any server, checked in the background; every adapter comes in this way."""
+"""Uploads in parts, through any server, checked in the background. Every adapter enters the system in this way."""

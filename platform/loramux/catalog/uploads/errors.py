@@ -6,11 +6,11 @@ RegistryError(message, field)
 │   ├── TooManyUploads     400  a limit on the tenant's open uploads is reached
 │   ├── UploadTooSlow      408  the client's bytes came too slowly; the bytes received so far are kept
 │   ├── TooManyTransfers   429  the tenant sends too many bodies at a time
-│   ├── UploadNotFound     404  no such upload; the same answer for another tenant's
-│   ├── WrongOffset        409  the file continues elsewhere; `received` says where
+│   ├── UploadNotFound     404  no such upload, or it is another tenant's
+│   ├── WrongOffset        409  the file continues at another offset, which `received` gives
 │   ├── UploadIncomplete   409  bytes are missing
 │   └── UploadClosed       409  the upload accepts no more bytes, or cannot be cancelled now
-└── UploadRejected         400  the files became no revision; carries the Rejection
+└── UploadRejected         400  the files did not become a revision; it has the Rejection
 
 UploadSuperseded is not a refusal: it ends the work on an upload that was cancelled or taken over by another server.
 """
@@ -28,7 +28,7 @@ class UploadError(RegistryError):
 
 
 class UploadNotFound(UploadError):
-    """The same answer for an upload that does not exist and for one of another tenant."""
+    """There is no such upload, or it is another tenant's: the answer is the same."""
 
     code = "upload_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -38,26 +38,26 @@ class UploadNotFound(UploadError):
 
 
 class InvalidUpload(UploadError):
-    """The message states what is accepted."""
+    """The announced files or the source cannot be accepted. The message states what is accepted."""
 
     code = "invalid_upload"
 
 
 class TooManyUploads(UploadError):
-    """The message names the limit."""
+    """A limit on the tenant's open uploads is reached. The message names it."""
 
     code = "too_many_uploads"
 
 
 class UploadTooSlow(UploadError):
-    """A connection must not be held open by a client that sends nothing."""
+    """The client's bytes came too slowly. A client that sends nothing must not hold a connection open."""
 
     code = "upload_too_slow"
     status = HTTPStatus.REQUEST_TIMEOUT
 
 
 class TooManyTransfers(UploadError):
-    """The message names the limit."""
+    """The tenant sends too many bodies at a time. The message names the limit."""
 
     code = "too_many_transfers"
     status = HTTPStatus.TOO_MANY_REQUESTS
@@ -65,7 +65,7 @@ class TooManyTransfers(UploadError):
 
 
 class WrongOffset(UploadError):
-    """Bytes are accepted in order, each once."""
+    """The file continues at another offset: bytes are accepted in order, each once."""
 
     code = "wrong_offset"
     status = HTTPStatus.CONFLICT
@@ -76,14 +76,14 @@ class WrongOffset(UploadError):
 
 
 class UploadIncomplete(UploadError):
-    """The message names the file and the offset at which it continues."""
+    """Bytes are missing. The message names the file and the offset at which it continues."""
 
     code = "upload_incomplete"
     status = HTTPStatus.CONFLICT
 
 
 class UploadClosed(UploadError):
-    """The message names the upload's state."""
+    """The upload accepts no bytes in its state, which the message names."""
 
     code = "upload_closed"
     status = HTTPStatus.CONFLICT
@@ -104,4 +104,4 @@ def rejected(code: str, field: str | None, message: str) -> UploadRejected:
 
 
 class UploadSuperseded(Exception):
-    """The upload was cancelled, or another server finished it; the message says which."""
+    """The upload was cancelled, or another server has finished it; the message says which."""

@@ -1,8 +1,8 @@
-"""Adapters that the server fetches by itself, from places that the settings list.
+"""Imports: the server fetches adapters itself, from places that the settings list.
 
 A source is checked when the upload is opened and again when it is fetched, because the settings may have changed in
-between. Fetches are bounded in bytes and in time; a hub may redirect only to hosts that the settings name, and every
-address called must be public or in a network of the settings (`loramux.common.public_http`).
+between. Fetches have limits in bytes and in time. A hub may redirect only to hosts that the settings name. Every called
+address must be public or in a network of the settings (`loramux.common.public_http`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from loramux.data.storage.errors import StorageUnavailable
 from loramux.data.storage.objects import open_objects
 
 SILENCE_SECONDS = 30.0
-"""The time for which a hub may send nothing."""
+"""The time in seconds for which a hub may send nothing."""
 LONGEST_SECONDS = 3600.0
 MIN_BYTES_PER_SECOND = 16 << 10
-"""The least rate of a transfer from a hub or an object store."""
+"""The least rate of a transfer from a hub or an object store, in bytes per second."""
 WINDOW_SECONDS = 30.0
 """The time of waiting over which the least rate is measured."""
 THREADS, THREADS_PER_TENANT = 16, 4
@@ -52,7 +52,7 @@ class BucketSource(msgspec.Struct, frozen=True, kw_only=True, tag="bucket"):
     """A folder in an object store."""
 
     url: str
-    """s3://bucket/path/"""
+    """The folder's URL: s3://bucket/path/"""
 
 
 class HubSource(msgspec.Struct, frozen=True, kw_only=True, tag="hub"):
@@ -73,10 +73,10 @@ Source = BucketSource | HubSource | FolderSource
 
 
 class Importer:
-    """Fetches the files of an adapter; those of a bundle where they exist."""
+    """Fetches the files of an adapter, and those of its bundle if they exist."""
 
     def __init__(self, settings: UploadSettings, max_bytes: Mapping[str, int], local_root: str | None = None) -> None:
-        """`max_bytes` by file name; folders are read below `local_root` only."""
+        """`max_bytes` is by file name. Folders are read only below `local_root`."""
         self._settings = settings
         self._max_bytes = max_bytes
         self._resolver = Resolver("imports")
@@ -129,7 +129,7 @@ class Importer:
                     _demand_optional(folder, name)
                 except NotPublic as why:
                     raise rejected("source_not_allowed", "source", f"The hub is not called: {why}.") from None
-                except (httpx.HTTPError, httpx.InvalidURL):  # a redirect may lead to nonsense
+                except (httpx.HTTPError, httpx.InvalidURL):  # a redirect may lead to an invalid URL
                     raise _unavailable("the hub does not answer") from None
 
     async def _from_folder(self, source: FolderSource, threads: Threads, folder: Path) -> None:
@@ -154,7 +154,7 @@ class Importer:
 async def _hub_response(
     client: httpx.AsyncClient, hub: HubSettings, source: HubSource, token: str | None, name: str
 ) -> AsyncIterator[httpx.Response]:
-    """Request the file; follow redirects only to hosts that the settings name, and never with the hub's token."""
+    """Request the file. Follow redirects only to hosts that the settings name, and never with the hub's token."""
     url = httpx.URL(f"{hub.url}/{source.repo}/resolve/{source.commit}/{name}")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     for _ in range(MAX_REDIRECTS + 1):
@@ -197,7 +197,7 @@ async def _token(threads: Threads, hub: HubSettings) -> str | None:
 
 
 def _chunks_of(file: Path, root: Path | None) -> Iterator[bytes]:
-    """Read a file whose real path is below `root`: a link may have been changed since the upload was opened."""
+    """Read a file if its real path is below `root`: a link may have changed since the upload was opened."""
     real = file.resolve()
     if root is None or not real.is_relative_to(root):
         raise _not_listed()
@@ -207,7 +207,7 @@ def _chunks_of(file: Path, root: Path | None) -> Iterator[bytes]:
 
 
 def _demand_optional(folder: Path, name: str) -> None:
-    """Forget a file that is not there. Raises UploadRejected for one that every adapter has."""
+    """Skip a missing file. Raises UploadRejected if it is a file that every adapter must have."""
     if name in FILES:
         raise _absent(name)
     (folder / name).unlink(missing_ok=True)
@@ -222,12 +222,12 @@ def _unavailable(why: str) -> UploadRejected:
 
 
 def _not_listed() -> UploadRejected:
-    """The settings have changed since the upload was opened."""
+    """Return the refusal of a source that the settings no longer list."""
     return rejected("source_not_allowed", "source", "Adapters are not fetched from there any more.")
 
 
 def check_source(source: Source, principal: Principal, settings: UploadSettings) -> Source:
-    """Return the source as it will be fetched. Raises InvalidUpload where the settings do not allow it."""
+    """Return the source as it will be fetched. Raises InvalidUpload if the settings do not allow it."""
     if isinstance(source, FolderSource):
         return source  # the importer checks the path when it reads
     if isinstance(source, BucketSource):
@@ -253,7 +253,7 @@ def check_source(source: Source, principal: Principal, settings: UploadSettings)
 
 
 def bucket_of(source: BucketSource, tenant_name: str, settings: UploadSettings) -> BucketSettings | None:
-    """Find the listed place that contains the folder."""
+    """Return the listed bucket that contains the folder."""
     for bucket in settings.buckets:
         place = bucket.url.replace("{tenant}", tenant_name)
         path = source.url.removeprefix(place)
@@ -263,7 +263,7 @@ def bucket_of(source: BucketSource, tenant_name: str, settings: UploadSettings) 
 
 
 def hub_of(source: HubSource, settings: UploadSettings) -> HubSettings | None:
-    """Find the listed hub of that name."""
+    """Return the listed hub of that name."""
     return next((hub for hub in settings.hubs if hub.name == source.hub), None)
 
 

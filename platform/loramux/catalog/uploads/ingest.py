@@ -1,12 +1,12 @@
 """Complete uploads become revisions in the background: checked in a sandbox, stored, registered in one transaction.
 
-`Ingest` makes a revision of files. The stored and digested bytes are exactly the bytes that the engine reads later. A
+`Ingest` makes a revision from files. The stored and digested bytes are exactly the bytes that the engine reads later. A
 crash between storing and registering leaves blobs without a row, which `BlobCollector.sweep` removes.
 
-`UploadWorker` runs one server's jobs. Every upload in the state `validating` belongs to one server. A server that dies
-leaves its uploads to the others, which adopt them; one under which MAX_ATTEMPTS servers have died is rejected. Failures
-that may pass (the database, the store, the sandbox) leave the upload as it is, and `tend` starts it again until
-CHECK_SECONDS are over. Fetching and checking have slots of their own, and each tenant has a share of them: imports from
+`UploadWorker` runs one server's jobs. Every upload in the state `validating` belongs to one server. If a server dies,
+others adopt its uploads. An upload is rejected if MAX_ATTEMPTS servers have died while they checked it. Temporary
+failures (of the database, the store, the sandbox) leave the upload as it is, and `tend` starts it again until
+CHECK_SECONDS are over. Fetching and checking have separate slots, and each tenant has a share of them. So imports from
 a slow place delay neither checks nor other tenants.
 """
 
@@ -66,18 +66,18 @@ from loramux.money.limits.definitions import AdapterQuota, adapter_quota
 
 THREADS, THREADS_PER_TENANT = 8, 2
 OnRegistered = Callable[[AsyncSession, RevisionRow], Awaitable[None]]
-"""Runs in the transaction that registers the revision; may raise UploadSuperseded to roll it back."""
+"""A function that runs in the transaction that registers the revision. It may raise UploadSuperseded to roll back."""
 CHECKS, CHECKS_PER_TENANT = 2, 1
-"""Uploads that are assembled, checked and registered at a time: a sandbox takes a core and much memory."""
+"""The most uploads that are checked and registered at a time: a sandbox needs a core and much memory."""
 FETCHES, FETCHES_PER_TENANT = 16, 2
-"""Imports that are fetched, or wait in the staging folder for their check."""
+"""The most imports that are fetched, or wait in the staging folder for their check."""
 MAX_ATTEMPTS = 3
 MAX_UNAVAILABLE = 5
-"""Times that one server finds the checks of an upload unavailable before it refuses the upload."""
+"""The number of times that one server finds an upload's checks unavailable before it refuses the upload."""
 KEEP_FINISHED = 30 * DAY
 """The time for which a finished upload is listed."""
 TRANSIENT = (RecordsError, StorageError, ValidationUnavailable)
-"""Failures that may pass: the same upload may succeed later."""
+"""Temporary failures: the same upload may succeed later."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class StagedUpload:
     adapter: str
     """The adapter's own name."""
     promote: bool
-    """True moves the default alias to a new revision."""
+    """True: the default alias moves to a new revision."""
     folder: Path
     report: ValidationReport
     quota: AdapterQuota
@@ -117,7 +117,7 @@ class Ingest:
         self._threads = ThreadPool("ingest", THREADS, THREADS_PER_TENANT)
 
     async def check_name(self, principal: Principal, name: str) -> str:
-        """Return the adapter's own name where the caller may upload under `name` and has room for a revision.
+        """Return the adapter's own name if the caller may upload under `name` and has room for a revision.
 
         Raises InvalidName, AdapterNotFound or TooManyAdapters.
         """
@@ -130,7 +130,7 @@ class Ingest:
         return adapter
 
     def check_base(self, name: str | None) -> None:
-        """Raise InvalidUpload where a base is named that this server does not serve, BaseRetired for a retired one."""
+        """Raise InvalidUpload if this server does not serve the named base, or BaseRetired if the base is retired."""
         if name is None or self._bases.named(name) is not None:
             return
         absent = self._bases.absent(name)
@@ -151,11 +151,10 @@ class Ingest:
     async def check_files(
         self, principal: Principal, folder: Path, base_model: str | None, ignored: Sequence[str] = ()
     ) -> tuple[ValidationReport, AdapterQuota]:
-        """Check the folder's files against a base and the tenant's limits. Raises as `check_base` does, and
-        ValidationUnavailable.
+        """Check files against a base and the tenant's limits. Raises as `check_base` does, and ValidationUnavailable.
 
         `base_model`: the base that the caller has named; None: the files decide. The report names the `ignored` files,
-        which were announced and not taken.
+        which were announced but not stored.
         """
         from loramux_adapters.plan import PlanLimits
 
@@ -172,9 +171,9 @@ class Ingest:
         return report.followed_by(ValidationReport(checks=(), warnings=_notes(ignored))), quota
 
     async def register(self, principal: Principal, staged: StagedUpload, on_registered: OnRegistered) -> AdapterInfo:
-        """Store and register sound files; return the adapter as the registering transaction sees it.
+        """Store and register checked files; return the adapter as the registering transaction sees it.
 
-        Raises UploadRejected, TooManyAdapters, UploadSuperseded or StorageUnavailable, and then nothing is registered.
+        Raises UploadRejected, TooManyAdapters, UploadSuperseded or StorageUnavailable; then no revision is registered.
         """
         if staged.report.refusal is not None:
             raise UploadRejected(staged.report.refusal)
@@ -187,7 +186,7 @@ class Ingest:
         except (RegistryError, UploadSuperseded):
             await self._blob_gc.remove_unused(frozenset({content.digest}))
             raise
-        except BaseException:  # the registration may have been committed or not: the collector asks the rows
+        except BaseException:  # it is unknown whether the registration was committed: the collector reads the rows
             self._blob_gc.remove_later(content.digest)
             raise
         await self._threads.run(principal.tenant, self._blobs.adopt, staged.folder, content.digest)
@@ -210,7 +209,7 @@ class Ingest:
     async def _register(
         self, principal: Principal, staged: StagedUpload, content: RevisionContent, on_registered: OnRegistered
     ) -> AdapterInfo | None:
-        """Register the content; None where the store does not have it any more."""
+        """Register the content; None if the store does not have it any more."""
         async with self._database.begin() as session:
             await advisory_lock(session, CONTENTS)
             adapters = AdapterRepository(session, principal.tenant)
@@ -276,7 +275,7 @@ class UploadWorker:
         tenants: Tenants,
         server_id: str,
     ) -> None:
-        """`server_id` counts as alive for as long as the process is (`records.database.server_liveness`)."""
+        """`server_id` counts as alive as long as the process runs (`records.database.server_liveness`)."""
         self.server_id = server_id
         self._database = database
         self._blobs = blobs
@@ -289,11 +288,11 @@ class UploadWorker:
         self.jobs = JobRunner("upload", self._find, self._run)
         self._awaited: dict[str, asyncio.Future[AdapterInfo]] = {}
         self._unavailable: Counter[str] = Counter()
-        """Failed attempts of uploads whose checks were unavailable, since this server started."""
+        """Attempts of uploads that failed because checks were unavailable, since this server started."""
 
     @contextmanager
     def awaiting(self, id: str) -> Iterator[asyncio.Future[AdapterInfo]]:
-        """Yield a future of the upload's end: the adapter as registered, or the error that ended this attempt."""
+        """Yield a future of the upload's end: the registered adapter, or the error that ended this attempt."""
         ended = self._awaited[id] = asyncio.get_running_loop().create_future()
         try:
             yield ended
@@ -312,7 +311,7 @@ class UploadWorker:
             await self._threads.run(SERVER, self._blobs.objects.delete_under, folder_of(id))
 
     async def sweep(self) -> int:
-        """Remove parts of closed uploads, and forget old ones; return how many uploads had parts left."""
+        """Remove parts of closed uploads, and delete old uploads; return the number of uploads that had parts left."""
         async with self._database.begin() as session:
             await UploadJobs(session).forget(self._database.now() - KEEP_FINISHED)
         names = await self._threads.run(SERVER, self._blobs.objects.names, FOLDER)
@@ -347,7 +346,7 @@ class UploadWorker:
             raise
 
     def _end(self, id: str, outcome: AdapterInfo | Exception) -> None:
-        """Pass the outcome to the caller that awaits the upload, if there is one."""
+        """Pass the outcome to the caller that waits for the upload, if there is one."""
         ended = self._awaited.get(id)
         if ended is None or ended.done():
             return
@@ -357,7 +356,7 @@ class UploadWorker:
             ended.set_result(outcome)
 
     async def _process(self, job: UploadJob) -> AdapterInfo | Exception:
-        """Make the upload a revision, or write the reason why not and return it."""
+        """Make the upload a revision, or write and return the reason why this is not possible."""
         report: ValidationReport | None = None
         try:
             if job.attempts > MAX_ATTEMPTS:
@@ -400,7 +399,7 @@ class UploadWorker:
             return error
 
     async def _author(self, job: UploadJob, upload: Upload) -> Principal:
-        """Return the platform as it acts for the upload's submitter, whichever server that one called."""
+        """Return the platform as a caller for the upload's submitter, whichever server the submitter has called."""
         system = await self._tenants.system_principal(job.tenant_name)
         if upload.submitter is None:
             return system

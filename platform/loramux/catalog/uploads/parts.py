@@ -1,8 +1,8 @@
 """Parts of files: each part is an object in the store, so that any server can append the next one or assemble them.
 
-Files are written and hashed while their bytes arrive: memory holds SPOOL_BYTES and one chunk of the network, however
-large the file. A part is durable once its client has the answer. A body that stalls is ended, and each tenant has a
-limited number of them, so that open connections cannot be used up.
+Files are written and hashed while their bytes arrive: memory holds SPOOL_BYTES and one chunk from the network, however
+large the file is. A part is durable when its client gets the answer. A body that stalls is ended, and each tenant has a
+limited number of bodies at a time, so that it cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from loramux.data.storage.blobs import BlobStore
 from loramux.data.storage.objects import Objects
 
 PART_BYTES = 8 << 20
-"""Bytes of a request's body that are lost where the server dies."""
+"""The most bytes of a request's body that are lost if the server dies."""
 SPOOL_BYTES = 1 << 18
 """Bytes of a request's body that are kept in memory."""
 TRANSFERS = 512
-"""Bodies that are received at a time."""
+"""The most bodies that are received at a time."""
 TRANSFERS_PER_TENANT = 32
 THREADS, THREADS_PER_TENANT = 16, 4
 MIN_BYTES_PER_SECOND = 1024
-"""Far below any real connection's rate: it ends connections that are only held open."""
+"""The least rate of a body in bytes per second. It is far below a real connection's rate, and ends idle connections."""
 WINDOW_SECONDS = 60.0
 SPARE_PARTS = 1000
-"""Parts of a file beyond those that it needs, for clients that are cut off or send little at a time."""
+"""The most parts of a file in addition to those that it needs: clients may be cut off or send little at a time."""
 FOLDER = "uploads"
 
 
@@ -79,9 +79,8 @@ class PartReceiver:
     ) -> UploadFile:
         """Store the body as the bytes of a file from `offset` on; return the file with the bytes it has then.
 
-        A body that ends early counts as far as it came, and so does one that is too slow. Raises UploadNotFound,
-        UploadClosed, InvalidUpload, WrongOffset, TooManyTransfers or UploadTooSlow, and keeps the parts stored until
-        then.
+        If a body ends early or is too slow, the bytes that have arrived are kept. Raises UploadNotFound, UploadClosed,
+        InvalidUpload, WrongOffset, TooManyTransfers or UploadTooSlow, and keeps the parts that are already stored.
         """
         async with self._database.read() as session:
             upload = await UploadRepository(session, principal.tenant).get(id)
@@ -106,7 +105,7 @@ class PartReceiver:
             return await self._append(principal, id, file, spool) if spool.size else file
 
     async def append_file(self, principal: Principal, upload: Upload, path: Path) -> None:
-        """Store a whole local file as the one part of the upload's file of that name."""
+        """Store a whole local file as the only part of the upload's file of that name."""
         file = _file_at(upload, path.name, 0)
         part = UploadPart(file=file.name, start=0, size=file.size, object=object_name(upload.id))
         await self.threads.run(principal.tenant, self._objects.put_file, part.object, path)
@@ -154,7 +153,7 @@ class Spool:
             await self._flush()
 
     async def take(self) -> tuple[Path, int]:
-        """Return the file and its size, and begin another one: a stored file is not written to again."""
+        """Return the file and its size, and begin another file: a stored file is never written to again."""
         await self._flush()
         taken = self._path, self.size
         self._path, self.size = self._folder / secrets.token_hex(8), 0
@@ -173,9 +172,9 @@ def _append_to(path: Path, data: bytearray) -> None:
 async def paced(
     chunks: AsyncIterator[bytes], bytes_per_second: int | None = None, window_s: float | None = None
 ) -> AsyncIterator[bytes]:
-    """Yield the same chunks; raise UploadTooSlow where a window of waiting brings less than the minimum rate.
+    """Yield the same chunks; raise UploadTooSlow if a window of waiting brings less than the minimum rate.
 
-    Only the time spent waiting for the sender counts, not the time that the receiver takes to store a chunk.
+    Only the time of waiting for the sender counts, not the time that the receiver needs to store a chunk.
     """
     bytes_per_second = MIN_BYTES_PER_SECOND if bytes_per_second is None else bytes_per_second
     window_s = WINDOW_SECONDS if window_s is None else window_s
@@ -207,7 +206,7 @@ def folder_of(upload_id: str) -> str:
 
 
 def object_name(upload_id: str) -> str:
-    """Make a name that no other part has: two requests with the same bytes must not share an object."""
+    """Return a name that no other part has: two requests with the same bytes must not share an object."""
     return f"{folder_of(upload_id)}/{secrets.token_hex(8)}"
 
 
@@ -217,7 +216,7 @@ def max_parts(size: int) -> int:
 
 
 def visible(principal: Principal, id: str, upload: Upload | None) -> Upload:
-    """Return the upload where it exists and the caller may use its adapter. Raises UploadNotFound."""
+    """Return the upload if it exists and the caller may use its adapter. Raises UploadNotFound."""
     if upload is None or not principal.may_use(f"{principal.tenant_name}/{upload.adapter}"):
         raise UploadNotFound(id)
     return upload
@@ -226,7 +225,7 @@ def visible(principal: Principal, id: str, upload: Upload | None) -> Upload:
 async def assemble(
     threads: Threads, objects: Objects, file: UploadFile, parts: Sequence[UploadPart], folder: Path
 ) -> None:
-    """Write the file into `folder`. Raises UploadRejected where it differs from the announcement."""
+    """Write the file into `folder`. Raises UploadRejected if the file differs from the announcement."""
     try:
         written = await write_file(threads, folder / file.name, _read_parts(threads, objects, parts), file.size)
     except FileNotFoundError:
@@ -250,7 +249,7 @@ class WrittenFile(NamedTuple):
 
 
 class UploadFileTooLarge(Exception):
-    """More bytes came than were allowed."""
+    """More bytes came than are allowed."""
 
 
 async def write_file(threads: Threads, target: Path, chunks: AsyncIterator[bytes], limit: int) -> WrittenFile:

@@ -1,4 +1,4 @@
-"""Upload sessions: opened, filled, completed, awaited, cancelled. The one way in for an adapter.
+"""Upload sessions: opened, filled, completed, awaited, cancelled. Every adapter enters the system through a session.
 
 A client announces its files, sends them in parts (`parts`), completes the upload, and reads its state while the worker
 checks and registers it (`ingest`). With a `source` the server fetches the files instead (`imports`).
@@ -34,11 +34,11 @@ from loramux.data.storage.blobs import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobSto
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_FILES = 1000
-"""Files that an upload may announce, those that are ignored included."""
+"""The most files that an upload may announce, including ignored ones."""
 CHECK_SECONDS = 7200
-"""A complete upload, or an import, ends within this time."""
+"""Seconds within which a complete upload, or an import, ends."""
 WAIT_SECONDS = 900.0
-"""A request that uploads and waits is answered within this time."""
+"""Seconds within which a request that uploads and waits is answered."""
 
 logger = logging.getLogger(__name__)
 _sha256 = re.compile("[0-9a-f]{64}")
@@ -56,14 +56,14 @@ class UploadRequest:
     """A caller's request for an upload: either `files` that it will send, or a `source` to fetch them from."""
 
     adapter: str
-    """`adapter` or `tenant/adapter`."""
+    """The adapter's name: `adapter` or `tenant/adapter`."""
     files: Mapping[str, AnnouncedFile] | None
     source: Source | None = None
     promote: bool = True
     base_model: str | None = None
-    """The adapter's base; None: the files decide."""
+    """The adapter's base; None: the files decide the base."""
     ignored: tuple[str, ...] = ()
-    """Files that came with the others and were not taken."""
+    """Names of files that came with the others and were not stored."""
 
 
 class UploadSessions:
@@ -103,8 +103,8 @@ class UploadSessions:
     ) -> AdapterInfo:
         """Upload the files of a staging folder as the next revision of `name`, and wait for the end.
 
-        `ignored` are names of files that came with them and were not taken. Raises UploadRejected for files that cannot
-        be served, and the errors of `open`.
+        `ignored` are names of files that came with them and were not stored. Raises UploadRejected for files that
+        cannot be served, and the errors of `open`.
         """
         names = [file for file in (*FILES, *SOURCES) if (folder / file).is_file()]
         threads = self.parts.threads.of(principal.tenant)
@@ -112,7 +112,7 @@ class UploadSessions:
         return await self.run(principal, UploadRequest(name, files, base_model=base_model, ignored=ignored), folder)
 
     async def run(self, principal: Principal, request: UploadRequest, folder: Path | None = None) -> AdapterInfo:
-        """Open an upload, append the files of `folder`, complete it, and wait for its end; imports have no folder.
+        """Open an upload, append the files of `folder`, complete it, and wait for its end. Imports have no folder.
 
         Any failure ends the upload, so that the caller may try again. Raises UploadRejected, and the errors of `open`.
         """
@@ -146,7 +146,7 @@ class UploadSessions:
     async def complete(self, principal: Principal, id: str) -> Upload:
         """Start the checks; a repeated call changes nothing.
 
-        Raises UploadNotFound, UploadIncomplete, or UploadClosed where it has expired.
+        Raises UploadNotFound, UploadIncomplete, or UploadClosed if it has expired.
         """
         async with self._database.begin() as session:
             uploads = UploadRepository(session, principal.tenant)
@@ -168,9 +168,9 @@ class UploadSessions:
         return msgspec.structs.replace(upload, state=VALIDATING, expires_at=expires_at)
 
     async def cancel(self, principal: Principal, id: str) -> Upload:
-        """Cancel the upload, or forget a finished one.
+        """Cancel the upload, or delete a finished one.
 
-        Raises UploadNotFound, and UploadClosed while sent files are checked; an import can be cancelled at any time.
+        Raises UploadNotFound, and UploadClosed while sent files are checked. An import can be cancelled at any time.
         """
         async with self._database.begin() as session:
             uploads = UploadRepository(session, principal.tenant)
@@ -273,7 +273,7 @@ class UploadSessions:
 
 
 def _sorted_out(files: Mapping[str, AnnouncedFile]) -> tuple[dict[str, AnnouncedFile], tuple[str, ...]]:
-    """Return the files to take, and the names of those that mean nothing for serving. Raises InvalidUpload."""
+    """Return the files to store, and the names of the files that serving does not need. Raises InvalidUpload."""
     if len(files) > MAX_FILES:
         raise InvalidUpload(f"{len(files)} files were announced; at most {MAX_FILES} are looked at", "files")
     ignored = tuple(sorted(name for name in files if name not in SOURCES and is_ignored(name)))
@@ -286,7 +286,7 @@ def max_bytes(limits: AdapterLimits) -> dict[str, int]:
 
 
 def refused_file(name: str) -> InvalidUpload:
-    """Make the refusal of a file that is neither taken nor ignored."""
+    """Return the refusal of a file that is neither stored nor ignored."""
     if is_pickled(name):
         return InvalidUpload(
             f"'{name[:80]}' is a pickle, which may run code and is never read; save the adapter with safetensors "

@@ -1,12 +1,12 @@
 """Uploads are checked in sandboxed processes before anything serves them.
 
-Where a server has several bases and the upload names none, the one that the files are for is chosen first (`files`).
-An upload then passes up to three stages, each in a process that is forked for the job and limited by the kernel:
+If a server has several bases and the upload names none, the base that the files fit is chosen first (`files`). An
+upload then passes up to three stages, each in a process that is forked for the job and limited by the kernel:
 
 1. `files`: the two files against the base's description. No torch, no weights of the base; milliseconds.
 2. `conversion`: adapters of other kinds (LoHa, VeRA, ...) become the LoRA that computes the same, and go through 1.
 3. `parity`: the code that serves against PEFT, in float32, on the base's own weights.
 
-`validator` runs the stages and joins their reports; `sandbox` is both ends of a stage, and `jail` is what a job may
-reach. The server's own process never parses an uploaded byte before stage 1 has passed.
+`validator` runs the stages and joins their reports; `sandbox` has both ends of a stage, and `jail` limits what a job
+can access. The server's own process never parses an uploaded byte before stage 1 has passed.
 """

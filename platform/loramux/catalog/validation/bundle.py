@@ -1,7 +1,7 @@
-"""The bundle stage's process: a trainer's files beside the weights become one `bundle.json`, or are refused by name.
+"""The bundle stage's process: a trainer's other files become one `bundle.json`, or are refused by name.
 
-Nothing that the files ask for is left out silently: a field is served, known to have no effect here, at its neutral
-value, or refused.
+No field of the files is dropped silently: a field is served, is known to have no effect here, has its neutral value, or
+is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ BUNDLE_CHECK = "bundle"
 T = TypeVar("T")
 
 _SECTIONS = ("model", "normalizer", "pre_tokenizer", "post_processor", "decoder")
-"""Parts of tokenizer.json that decide how text becomes tokens; truncation and padding are for training."""
+"""Parts of tokenizer.json that decide how text becomes tokens; truncation and padding matter only for training."""
 
 _GENERATION_READ = frozenset((*RECOMMENDED, "max_new_tokens", "eos_token_id", "stop_strings", "do_sample"))
 _GENERATION_HARMLESS = frozenset(
@@ -65,12 +65,12 @@ _GENERATION_HARMLESS = frozenset(
         *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "length_penalty", "early_stopping"),
     )
 )
-"""Fields that change how an answer is computed and not what it is, or that act on beams alone."""
+"""Fields that change the computation of an answer but not the answer, or that affect only beam search."""
 _GENERATION_NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "top_h", "guidance_scale"), 1.0),
 }
-"""Values that ask for nothing; of any other field null, false, 0 and empty ones."""
+"""Values without effect, by field. For any other field these are null, false, 0 and empty values."""
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -113,13 +113,13 @@ class _Module(msgspec.Struct, kw_only=True):
 
 
 _POOLING: Mapping[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean"}
-"""sentence-transformers' names of what is served."""
+"""sentence-transformers' names of the poolings that are served."""
 _POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean"}
-"""Older names of modes that are not the mode's own behind `pooling_mode_`."""
+"""Modes of older flags, if the flag's name is not `pooling_mode_` followed by the mode's name."""
 
 
 class BundleRejected(Exception):
-    """A file asks for something that cannot be served."""
+    """A file has a setting that cannot be served."""
 
     def __init__(self, file: str, message: str, code: str = "bundle_invalid") -> None:
         super().__init__(message)
@@ -134,33 +134,33 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 class BaseText:
-    """The base's tokenizer and template, to compare with."""
+    """The base's tokenizer and template, with which uploads are compared."""
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
 
     def load(self) -> None:
-        """Read everything, once for all jobs."""
+        """Read the tokenizer and the template, once for all jobs."""
         self.sections  # noqa: B018 - it is cached
 
     @cached_property
     def loaded(self) -> LoadedTokenizer:
-        """The base's tokenizer as it is served."""
+        """Return the base's tokenizer as it is served."""
         return load_tokenizer(self._model_dir)
 
     @property
     def tokenizer(self) -> Any:
-        """transformers' tokenizer of the base."""
+        """Return transformers' tokenizer of the base."""
         return self.loaded.tokenizer
 
     @cached_property
     def backend(self) -> Any:
-        """The tokenizers library's tokenizer, or None where the base has none."""
+        """Return the tokenizers library's tokenizer, or None if the base has none."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @cached_property
     def sections(self) -> list[dict[str, Any]]:
-        """The base's sections, as its tokenizer.json has them and as transformers changes them when it loads it."""
+        """Return the base's sections, as its tokenizer.json has them and as transformers changes them at loading."""
         texts = [made.to_str() for made in (self.backend, self.loaded.rebuilt) if made is not None]
         if (saved := self._model_dir / TOKENIZER_FILE).is_file():
             texts.append(_normalised(saved.read_text()))
@@ -168,13 +168,13 @@ class BaseText:
 
     @property
     def template(self) -> str:
-        """The base's chat template; empty where it has none."""
+        """Return the base's chat template; empty if it has none."""
         template = self.tokenizer.chat_template
         return template if isinstance(template, str) else ""
 
     @cached_property
     def special_tokens(self) -> dict[str, str]:
-        """The template's variables."""
+        """Return the template's variables."""
         return {name: str(token) for name, token in self.tokenizer.special_tokens_map.items() if name in _SPECIAL}
 
 
@@ -193,7 +193,7 @@ def examine(job: BundleJob, base: BaseText) -> ValidationReport:
 
 
 def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
-    """Return the bundle that the files in `folder` ask for; what equals the base's is left out.
+    """Return the bundle of the files in `folder`, without the parts that equal the base's.
 
     `num_tokens` are the rows of the embedding and the head. Raises BundleRejected.
     """
@@ -206,7 +206,7 @@ def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
     special = _special_tokens(config, base)
     own = _template(folder, config)
     if own is None or own == base.template:
-        # The base's own template needs no limited process, unless it would say other special tokens.
+        # The base's own template needs no limited process, unless it would use other special tokens.
         own = base.template if any(name in base.template for name in special) else None
     bundle = Bundle(
         chat_template=own,
@@ -225,7 +225,7 @@ def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
 
 
 def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
-    """Return the bundle with what concerns the task that the adapter was trained for. Raises BundleRejected."""
+    """Return the bundle with the fields of the task for which the adapter was trained. Raises BundleRejected."""
     settings = _of_settings(folder)
     fields = {
         "SEQ_CLS": ("labels", "problem_type"),
@@ -251,7 +251,7 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
 
 
 def _sentence_pooling(folder: Path) -> Literal["last", "mean"] | None:
-    """Return the pooling that sentence-transformers' files ask for; None without them. Raises BundleRejected."""
+    """Return the pooling that sentence-transformers' files set; None without them. Raises BundleRejected."""
     modules = _modules(folder)
     for module in modules:
         kind = module.type.rpartition(".")[2]
@@ -314,7 +314,7 @@ def _pooling_mode(config: Mapping[str, Any]) -> Literal["last", "mean"] | None:
 
 
 def _longest(folder: Path) -> tuple[ReportWarning, ...]:
-    """Return a note where texts were cut in training, which they are not here."""
+    """Return a note if texts were cut in training, because they are not cut here."""
     length = _object(folder, LENGTH_FILE).get("max_seq_length")
     if length is None:
         return ()
@@ -465,7 +465,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], base: BaseText, num_t
 
 
 def _check_served(served: Any, text: str) -> None:
-    """Refuse a tokenizer.json whose tokens of a text are not those of the tokenizer that is served for it."""
+    """Refuse a tokenizer.json that gives other tokens of a text than the tokenizer that is served for it."""
     if (difference := tokenizer_difference(served, read_tokenizer(text))) is not None:
         raise BundleRejected(
             TOKENIZER_FILE,
@@ -476,7 +476,7 @@ def _check_served(served: Any, text: str) -> None:
 
 
 def _check_old_tokens(folder: Path, listed: Set[str], base: BaseText) -> None:
-    """Refuse tokens that added_tokens.json alone names: it does not say how they are cut out of a text."""
+    """Refuse tokens that only added_tokens.json names: it does not say how they are recognised in a text."""
     known = base.tokenizer.get_vocab()
     for token in _object(folder, OLD_TOKENS_FILE):
         if token not in known and token not in listed:
@@ -493,7 +493,7 @@ def _equals(token: AddedToken, other: Any) -> bool:
 
 
 def _of_tokenizer(folder: Path, base: BaseText) -> list[AddedToken] | None:
-    """Return the added tokens of tokenizer.json, whose every other part must be the base's; None without the file."""
+    """Return the added tokens of tokenizer.json, whose other parts must all be the base's; None without the file."""
     if (text := _text(folder, TOKENIZER_FILE)) is None:
         return None
     try:
@@ -524,7 +524,7 @@ def _of_decoder(config: Mapping[str, Any]) -> list[AddedToken]:
 def _eos_token_ids(
     generation: _Generation, special: Mapping[str, str], added: tuple[AddedToken, ...], base: BaseText, num_tokens: int
 ) -> tuple[int, ...]:
-    """Return the ids that end an answer: generation_config's, and an eos_token that is not the base's."""
+    """Return the ids that end an answer: those of generation_config, and an eos_token that is not the base's."""
     given = generation.eos_token_id
     ids = set((given,) if isinstance(given, int) else given or ())
     if (eos := special.get("eos_token")) is not None:

@@ -27,7 +27,7 @@ DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8, "I8": torch.int8, "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-"""Of the tensors of quantized linears, by their names in safetensors."""
+"""Dtypes of the tensors of quantized linears, by their names in safetensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class BaseFiles:
 
     @classmethod
     def of(cls, model_dir: str, base: BaseDescription, quantization: Quantization = "none") -> BaseFiles:
-        """Find the checkpoint's format. Imports transformers where it is quantized, so not in a job without files."""
+        """Find the checkpoint's format. Imports transformers if it is quantized: not for a job without files."""
         fields = json.loads((Path(model_dir) / "config.json").read_bytes())
         form = None
         if (saved := fields.get("quantization_config")) and saved.get("quant_method") != "mxfp4":
@@ -54,7 +54,7 @@ class BaseFiles:
 
     @property
     def precision(self) -> str:
-        """The weights that both sides of a comparison multiply by, as a report says it."""
+        """Return a report's words for the weights that both sides of a comparison use."""
         if self.form is not None:
             return f"on the base's weights dequantized from {self.form.name}"
         if self.quantization != "none":
@@ -63,7 +63,7 @@ class BaseFiles:
 
     @property
     def float32_bytes(self) -> float:
-        """The size of the whole base in float32; infinite where it is not saved as safetensors."""
+        """Return the bytes of the whole base in float32; infinite if it is not saved as safetensors."""
         files = sorted(Path(self.model_dir).glob("*.safetensors"))
         if not files:
             return math.inf
@@ -74,7 +74,7 @@ class BaseFiles:
         return 4 * (rest + coded)
 
     def linear(self, name: str) -> nn.Linear | None:
-        """Read a linear in float32; None where the checkpoint has it under another name or in another shape."""
+        """Read a linear in float32; None if the checkpoint has it under another name or in another shape."""
         weight, bias = (self.parameter(f"{name}.{part}") for part in ("weight", "bias"))
         if weight is None or weight.ndim != 2:
             return None
@@ -85,7 +85,7 @@ class BaseFiles:
         return linear
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """Read a parameter of the model, of quantized linears in float32; None where the checkpoint has none."""
+        """Read a parameter of the model; of a quantized linear, in float32. None if the checkpoint has none."""
         module, _, kind = name.rpartition(".")
         shape = self.modules.get(module) if kind == "weight" else None
         if shape is not None and self.form is not None and (stored := self._stored(module)):
@@ -96,7 +96,7 @@ class BaseFiles:
         return quantize(found, self.quantization).dequantize()
 
     def _stored(self, module: str) -> dict[str, torch.Tensor]:
-        """Return what is stored of a quantized linear; nothing where it is not quantized."""
+        """Return the stored tensors of a quantized linear; empty if it is not quantized."""
         assert self.form is not None, "asked of quantized checkpoints only"
         names = [name for name in _files_of(self.model_dir) if name.startswith(f"{module}.")]
         parts = {name.removeprefix(f"{module}."): name for name in names}
@@ -126,7 +126,7 @@ def _tensor(file: Path, name: str) -> torch.Tensor:
 
 
 def read_parameter(model_dir: str, name: str) -> torch.Tensor | None:
-    """Read a tensor as saved; None where there is none of that name in a float dtype of 16 or 32 bits."""
+    """Read a tensor as saved; None if there is none of that name in a float dtype of 16 or 32 bits."""
     index = Path(model_dir) / _INDEX
     shards = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     file = Path(model_dir) / shards.get(name, _ONE_FILE)
@@ -138,7 +138,7 @@ def read_parameter(model_dir: str, name: str) -> torch.Tensor | None:
 
 
 def _infos(file: Path) -> Mapping[str, TensorInfo]:
-    """Read the header of a file of the operator's own, which is trusted."""
+    """Read the header of a file of the operator, which is trusted."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         document = json.loads(opened.read(length))

@@ -1,4 +1,4 @@
-"""The conversion stage's process: uploads that are not yet the LoRA that would be served become it. Imports torch."""
+"""The conversion stage's process: it turns an upload into the LoRA that is served. Imports torch."""
 
 from __future__ import annotations
 

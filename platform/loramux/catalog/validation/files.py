@@ -1,7 +1,7 @@
-"""The process of the files stage, and that of the choice of a base. Small, because neither imports torch.
+"""The processes of the files stage and of the choice of a base. They are small, because neither imports torch.
 
-The files stage checks both files of an adapter against the base's description (`prepare`). Where a server has several
-bases and an upload names none, the choice finds the one that the files are for by the same checks (`prepare_choice`).
+The files stage checks both files of an adapter against the base's description (`prepare`). If a server has several
+bases and an upload names none, the choice finds the base that the files fit by the same checks (`prepare_choice`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _is_converted_first(folder: Path, base: BaseDescription) -> bool:
     try:
         header = read_header(folder / WEIGHTS_NAME)
     except WeightsFileRejected:
-        return False  # the checks report it in their order
+        return False  # the checks report the fault in their order
     return TensorNames(base).are_other(header.tensors)
 
 
@@ -143,7 +143,7 @@ def claimed_base(folder: Path) -> str | None:
 
 
 def is_name_of(names: Iterable[str], claimed: str | None) -> bool:
-    """Is `claimed` one of these names of a base, whatever folder or organisation is before it?"""
+    """Return whether `claimed` is one of these names of a base, with any folder or organisation before the name."""
     return claimed is not None and _last(claimed) in map(_last, names)
 
 
@@ -157,9 +157,9 @@ def prepare_choice(_: bytes) -> Callable[[bytes], bytes]:
 
 
 def choose(job: ChoiceJob) -> ValidationReport:
-    """Report the one base that the files fit and, where they fit several, that they name; or refuse them.
+    """Report the base that the files fit (if several, the one that they name), or refuse the files.
 
-    An adapter that is converted before it is checked can only be matched by the name that it states.
+    An adapter that must be converted before it is checked can only be matched by the base's name in its files.
     """
     claimed, served = claimed_base(Path(job.files.folder)), job.bases
     named = [name for name, setup in served.items() if is_name_of(setup.base_names, claimed)]

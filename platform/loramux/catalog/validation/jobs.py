@@ -35,11 +35,11 @@ class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetiredBase(msgspec.Struct, frozen=True, kw_only=True):
-    """A base that adapters may name and that takes no more of them."""
+    """A retired base: adapters may name it, and it accepts no more of them."""
 
     names: tuple[str, ...]
     message: str
-    """Says what to upload instead."""
+    """The refusal, which says what to upload instead."""
 
 
 class ChoiceJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class ChoiceJob(msgspec.Struct, frozen=True, kw_only=True):
 
     files: FilesJob
     bases: dict[str, FilesSetup]
-    """By the name in requests."""
+    """The bases, by their names in requests."""
     retired: tuple[RetiredBase, ...] = ()
 
 
@@ -93,7 +93,7 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Fault = Literal["too_long", "too_expensive", "forbidden", "invalid", "refused"]
-"""`refused`: by the template itself, or by an error in it on these messages."""
+"""The faults of a template. `refused`: the template refuses these messages, or fails on them."""
 
 
 class RenderedText(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,13 +113,13 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Memory that one job may use."""
     whole_model_bytes: int
-    """The most bytes of float32 weights of a base that is run whole."""
+    """The most bytes of float32 weights that a base may have to run as a whole."""
     engine_bytes: int = 0
-    """The most bytes of float32 weights of a larger base whose serving engine answers the check's prompts."""
+    """The most bytes of a larger base's float32 weights, if its serving engine is to answer the check's prompts."""
     serving: str = "float32"
     """The serving engine's dtype."""
     block_size: int = EngineSettings().block_size
-    """Tokens of the serving engine's pages: some bases and adapters need pages that are larger than the default."""
+    """Tokens in a page of the serving engine. Some bases and adapters need larger pages than the default."""
     quantization: Quantization = "none"
     """How the base's weights are quantized when it is loaded."""
 
@@ -141,13 +141,14 @@ class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
     """The folder that is served: the same, unless the adapter was converted."""
     limits: PlanLimits
     answers: tuple[EngineAnswer, ...] = ()
-    """The serving engine's answers to the report's `to_answer`, and last the base's own to the first of them. With
-    answers only these are compared."""
+    """The serving engine's answers to the report's `to_answer`, and then the base's own answer to the first prompt.
+
+    If there are answers, only these are compared."""
 
 
 TOKENS_CHECK = "parity_of_tokens"
 NAMES_CHECK = "names"
-"""The check of an adapter whose tensors got other names. PEFT then reads what is served, not what was uploaded."""
+"""The check of an adapter whose tensors got other names. PEFT then reads the served files, not the uploaded ones."""
 
 CheckOutcome = Literal["passed", "failed", "not_run"]
 
@@ -158,12 +159,12 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     outcome: CheckOutcome
     detail: str = ""
-    """The reason that it failed or was not run; the method of a parity check."""
+    """The reason why it failed or was not run; for a parity check, the method."""
     figures: dict[str, float] = {}
 
 
 class ReportWarning(msgspec.Struct, frozen=True, kw_only=True):
-    """A fact that is no fault, and that the owner may not have intended."""
+    """A fact that is not a fault, but that the owner may not have intended."""
 
     code: str
     field: str | None
@@ -176,9 +177,9 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     peft_type: str
     peft_version: str | None
     base_model_name_or_path: str | None
-    """The base that the adapter claims to be trained on. Nothing in the files can prove it."""
+    """The base on which the adapter claims to be trained. The files cannot prove it."""
     task: str = "CAUSAL_LM"
-    """PEFT's task type; an adapter that names none generates text."""
+    """PEFT's task type. An adapter that names none generates text."""
     labels: int = 0
     """Rows of a classifier's head."""
     architecture: str
@@ -190,14 +191,14 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     targets: dict[str, int]
     """Number of modules by the last part of their names."""
     layers: int
-    """Decoder layers with at least one of them."""
+    """Number of decoder layers with at least one of these modules."""
     tensors: int
     parameters: int
     dtypes: dict[str, int]
     """Number of tensors by dtype."""
     weights_bytes: int
     tokens: int
-    """Rows of the embedding and the head that it is served with."""
+    """Rows of the embedding and the head with which it is served."""
     ignored_fields: dict[str, str]
     """Fields of adapter_config.json that have no effect here, and why."""
 
@@ -207,15 +208,15 @@ class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
 
     checks: tuple[Check, ...]
     base_model: str | None = None
-    """The base that the files were checked against; None where none was found for them."""
+    """The base that the files were checked against; None if none was found for them."""
     found: AdapterSummary | None = None
-    """None where the files were refused before they were understood."""
+    """Contents of the files; None if the files were refused before they were understood."""
     converted: str | None = None
-    """The conversion's kind and method, where the served adapter is not the uploaded one."""
+    """The conversion's kind and method, if the served adapter is not the uploaded one."""
     to_convert: bool = False
-    """The adapter is of a kind, or in a spelling, that is converted first; nothing was checked yet."""
+    """True: the adapter's kind, or the form of its names, is converted first, and no check has run yet."""
     to_answer: tuple[list[int], ...] = ()
-    """Prompts that the serving engine is to answer before tokens can be compared; empty in a report that is shown."""
+    """Prompts that the serving engine must answer before tokens can be compared; empty in a report for the owner."""
     warnings: tuple[ReportWarning, ...] = ()
     refusal: Rejection | None = None
     usage: ResourceUsage | None = None

@@ -1,9 +1,9 @@
-"""The parity stage's process: the code that serves must compute what PEFT computes, on the base's own weights.
+"""The parity stage's process: the serving code must compute the same as PEFT, on the base's own weights.
 
-`compare_layers` always runs: PEFT's own linears against ours, in float32, for the adapted linears of three sampled
-layers, on the same inputs and the checkpoint's weights. Then a few greedy tokens are compared (`parity_tokens`): those
-of an engine of the check's own where the base is small enough to be held twice, else those of the serving engine.
-`ParityComparison` joins both to a report.
+`compare_layers` always runs: it compares PEFT's own linears with ours, in float32, on the same inputs and the
+checkpoint's weights. It takes the adapted linears of three sampled layers. Then a few greedy tokens are compared
+(`parity_tokens`): those of a separate engine if memory can hold the base twice, else those of the serving engine.
+`ParityComparison` joins both results in a report.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ _SENTENCES = {
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Load PEFT, and the base where it is small enough; return the function that does one job."""
+    """Load PEFT, and the base if it is small enough; return the function that does one job."""
     torch.set_num_threads(1)
     native_library()  # here, because a job may neither compile it nor open its cache
     warnings.simplefilter("ignore")  # advice for training does not belong in a server's log
     transformers.logging.set_verbosity_error()
     disable_progress_bar()
-    # PEFT would build a CUDA extension here, for forms of BOFT that are refused. False: there is none.
+    # PEFT would build a CUDA extension here, but only forms of BOFT that are refused need it. False: there is none.
     boft._FBD_CUDA = False
     comparison = ParityComparison.over(msgspec.json.decode(setup, type=ParitySetup))
     return lambda job: msgspec.json.encode(comparison.report(msgspec.json.decode(job, type=ParityJob)))
@@ -90,11 +90,11 @@ class ParityComparison:
     files: BaseFiles
     whole: WholeModel | None
     streamed: StreamedModel | None = None
-    """Where the serving engine's answers are compared. It has no weights, so that a job's copy costs nothing."""
+    """The model with which the serving engine's answers are compared. It has no weights, so a job's copy is cheap."""
 
     @classmethod
     def over(cls, setup: ParitySetup) -> ParityComparison:
-        """Load the base whole if it is small enough; layers are read from the checkpoint job by job."""
+        """Load the whole base if it is small enough. Each job reads its layers from the checkpoint."""
         files = BaseFiles.of(setup.model_dir, setup.base, setup.quantization)
         if (size := files.float32_bytes) <= setup.whole_model_bytes:
             return cls(setup, files, WholeModel.load(setup, files))
@@ -115,7 +115,7 @@ class ParityComparison:
             return ValidationReport(checks=(failed,), refusal=refusal)
 
     def _compare(self, job: ParityJob) -> ValidationReport:
-        """Compare layers first: they are cheaper and more sensitive."""
+        """Compare layers first, because this is cheaper and more sensitive."""
         layers = compare_layers(self.setup, self.files, job)
         report = replace(self._report({"parity_of_layers": layers}), warnings=_warnings(layers))
         if report.refusal is not None:
@@ -195,7 +195,7 @@ def _own(setup: ParitySetup, files: BaseFiles, copy: BaseCopy) -> torch.Tensor |
 
 
 class Measured(NamedTuple):
-    """Figures of one linear; the first two in units of the allowed difference."""
+    """Numbers of one linear; the first two are in units of the allowed difference."""
 
     apart: float
     """Distance of PEFT's output from ours, in rows with the adapter."""
@@ -244,7 +244,7 @@ def _together(names: Iterable[str]) -> Iterable[list[str]]:
 
 
 def _too_large(names: Iterable[str], setup: ParitySetup) -> bool:
-    """True if COPIES of these linears might exceed the job's memory."""
+    """Return whether COPIES of these linears might exceed the job's memory."""
     shapes = [setup.base.modules[name] for name in names]
     return COPIES * sum(4 * shape.in_features * shape.out_features for shape in shapes) > setup.memory_bytes
 
@@ -275,7 +275,7 @@ def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, to
     for field in ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "target_parameters"):
         if hasattr(config, field):
             setattr(config, field, None)
-    if config.target_modules == "all-linear":  # PEFT resolves it for whole transformers models only
+    if config.target_modules == "all-linear":  # PEFT resolves it only for whole transformers models
         config.target_modules = set(linears)
     path = Path(folder) / WEIGHTS_NAME
     with path.open("rb") as file:
@@ -352,7 +352,7 @@ def _inputs(linear: nn.Linear) -> torch.Tensor:
 
 
 def _copy(linear: nn.Linear) -> nn.Linear:
-    """Return another module, which may be taken apart: PEFT changes weights (PiSSA) and loads trained biases."""
+    """Return a copy that PEFT may change: it changes weights (PiSSA) and loads trained biases."""
     copy = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
     copy.weight = nn.Parameter(linear.weight.detach().clone(), requires_grad=False)
     if linear.bias is not None:
@@ -361,7 +361,7 @@ def _copy(linear: nn.Linear) -> nn.Linear:
 
 
 def _skeleton(linears: Mapping[str, nn.Linear]) -> nn.Module:
-    """Return a model that has these linears under their names, and nothing else."""
+    """Return a model that has only these linears, under their names."""
     root = nn.Module()
     for name, linear in linears.items():
         parent = root

@@ -1,12 +1,12 @@
-"""A few greedy tokens compared with PEFT's forward: those of an engine of the check's own, or of the serving engine.
+"""Compare a few greedy tokens with PEFT's forward: those of the check's own engine, or of the serving engine.
 
 `WholeModel` is for bases that are small enough to be held twice: an engine answers in float32, and PEFT's forward runs
 on a second copy.
 
 `StreamedModel` is PEFT's forward of a base that is too large to be held: one decoder layer's weights are in memory at a
 time. The model is built without weights. Before a unit (a decoder layer, the embedding, the head, a norm) runs, its
-weights are read from the checkpoint in float32; after it they are dropped. The adapter's own weights stay. What it is
-compared with are the serving engine's answers, in its own dtype (`compare_answers`).
+weights are read from the checkpoint in float32; after it they are dropped. The adapter's own weights stay. It is
+compared with the serving engine's answers, in that engine's dtype (`compare_answers`).
 
 The tolerances say when two computations count as equal: LOGPROB_TOLERANCE for tokens, OUTPUT_TOLERANCE for vectors and
 for the outputs of single linears.
@@ -56,18 +56,18 @@ from loramux_adapters.weights_file import read_header
 from loramux_kernels.quantized_weight import quantize
 
 LOGPROB_TOLERANCE = 2e-3
-"""Nats. Orders of magnitude above float32 rounding, and below the effect of any fault in an adapter."""
+"""The allowed difference of log probabilities in nats: far above float32 rounding, below the effect of any fault."""
 OUTPUT_TOLERANCE = 1e-3
-"""A share of the adapter's largest contribution to a linear's output."""
+"""The allowed difference, as a share of the adapter's largest contribution to a linear's output."""
 ROUNDING = 2e-5
-"""A share of the output itself: the difference of float32 sums in another order."""
+"""The allowed rounding, as a share of the output itself: float32 sums differ in another order."""
 
 PARITY_FAILED = "parity_failed"
 OUTPUTS_NOT_FINITE = "outputs_not_finite"
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
 SPECIAL_TOKENS = 8
-"""Most tokens with trained embeddings that a prompt contains."""
+"""The most tokens with trained embeddings in a prompt."""
 SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 _HEADS = ("classifier", "score")
@@ -76,7 +76,7 @@ _HEADS = ("classifier", "score")
 
 @dataclass(frozen=True, slots=True)
 class ParityFault:
-    """The reason for an adapter's refusal: PARITY_FAILED or OUTPUTS_NOT_FINITE, and a sentence with the figures."""
+    """The reason for an adapter's refusal: PARITY_FAILED or OUTPUTS_NOT_FINITE, and a sentence with the numbers."""
 
     code: str
     sentence: str
@@ -84,7 +84,7 @@ class ParityFault:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The method, the figures and the fault, if any, of one comparison."""
+    """The method, the numbers and the fault, if any, of one comparison."""
 
     method: str
     figures: dict[str, float]
@@ -93,7 +93,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class NotRun:
-    """The reason that nothing was compared."""
+    """The reason why no tokens were compared."""
 
     reason: str
 
@@ -103,8 +103,8 @@ def compare_tokens(
 ) -> dict[str, float]:
     """Compare greedy tokens and their log probabilities with PEFT's float32`[tokens, vocab]` at the same positions.
 
-    `differing` counts tokens that PEFT would not have chosen. A tie within the tolerance is counted apart: rounding
-    decides which of two equally likely tokens comes first.
+    `differing` counts tokens that PEFT would not have chosen. A tie within the tolerance is counted separately, because
+    rounding decides which of two equally likely tokens comes first.
     """
     reference = logits.double().log_softmax(-1)
     theirs = reference.gather(1, torch.tensor(ours)[:, None])[:, 0]
@@ -119,7 +119,7 @@ def compare_tokens(
 
 
 def compare_outputs(ours: torch.Tensor, theirs: torch.Tensor, base: torch.Tensor) -> float:
-    """Return the distance of two outputs of one linear in units of the allowed one: above 1 is a fault.
+    """Return the distance of two outputs of one linear in units of the allowed distance. Above 1 is a fault.
 
     All three are float32`[rows, out_features]`; `base` is the output without the adapter.
     """
@@ -175,7 +175,7 @@ class WholeModel:
         return cls(load_model(settings), settings, reference, setup.base)
 
     def compare(self, job: ParityJob) -> Verdict | NotRun:
-        """Run the adapter in the engine and in PEFT. NotRun if it would fill the engine's pool."""
+        """Run the adapter in the engine and in PEFT. Returns NotRun if the adapter would fill the engine's pool."""
         if self._fills_the_pool(job):
             return NotRun("the adapter is too large beside its base to be run whole in a check")
         plan = inspect_adapter(Path(job.served), self.base, job.limits)
@@ -188,8 +188,8 @@ class WholeModel:
         ours = [GreedyOutput.of(one) for one in events]
         asked = list(zip(prompts, ours, strict=True))
         if plan.num_tokens is not None:
-            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has every row
-        base = torch.cat([logits_of(self.reference, *one) for one in asked])  # before an adapter changes its weights
+            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has all rows
+        base = torch.cat([logits_of(self.reference, *one) for one in asked])  # before an adapter changes the weights
         config = peft.PeftConfig.from_pretrained(job.uploaded)
         if getattr(config, "init_lora_weights", True) is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
@@ -202,18 +202,18 @@ class WholeModel:
         return Verdict(METHOD, figures | {"mean_divergence_from_base": divergence(logits, base)}, token_fault(figures))
 
     def _compare_vectors(self, job: ParityJob, plan: AdapterPlan, prompts: list[list[int]]) -> Verdict:
-        """Compare vectors of the last tokens, or a classifier's numbers for them."""
+        """Compare the vectors of the last tokens, or a classifier's numbers for these tokens."""
         method = f"{len(prompts)} vectors of the engine against PEFT's forward, in float32"
         events = self._answers(job.served, prompts, "last" if plan.classifier is None else "classify")
         if isinstance(events, ParityFault):
             return Verdict(method, {}, events)
         ours = torch.stack([torch.frombuffer(bytearray(one.pooled or b""), dtype=torch.float32) for [one] in events])
         if plan.num_tokens is not None:
-            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has every row
+            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has all rows
         head = _head_of(plan, Path(job.served))
         base = _through(head, [last_state(self.reference, prompt) for prompt in prompts])
         config = peft.PeftConfig.from_pretrained(job.uploaded)
-        config.task_type = "CAUSAL_LM"  # the same layers; the head is multiplied by here
+        config.task_type = "CAUSAL_LM"  # the layers are the same; the head is applied here
         trained = [name for name in getattr(config, "modules_to_save", None) or () if name not in _HEADS]
         config.modules_to_save = trained or None
         model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
@@ -230,7 +230,7 @@ class WholeModel:
     def _answers(
         self, folder: str, prompts: Sequence[list[int]], pooling: Pooling | None = None
     ) -> list[list[TokenEvent]] | ParityFault:
-        """Have the engine answer every prompt, in one batch beside a row of the base; return the events of each."""
+        """Let the engine answer every prompt, in one batch with a row of the base; return the events of each."""
         ref = AdapterRef(digest="candidate", path=folder)
         asked = [_request(str(index), prompt, ref, pooling) for index, prompt in enumerate(prompts)]
         known = [token for token in prompts[0] if token < self.served.facts.vocab_size]
@@ -244,7 +244,7 @@ class WholeModel:
 
 
 def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
-    """Load the base in float32 for PEFT, with the weights that quantized linears stand for."""
+    """Load the base in float32 for PEFT, with the dequantized weights of quantized linears."""
     if files.form is None:
         config = AutoConfig.from_pretrained(setup.model_dir)
         model: PreTrainedModel = auto_class(config).from_pretrained(setup.model_dir, dtype=torch.float32).eval()
@@ -264,7 +264,7 @@ def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
 
 
 def task_of(job: ParityJob) -> Task:
-    """Return the task that the adapter was trained for."""
+    """Return the task for which the adapter was trained."""
     return read_config(Path(job.served)).task_type or "CAUSAL_LM"
 
 
@@ -276,7 +276,7 @@ def prompts_of(job: ParityJob, plan: AdapterPlan, vocab_size: int) -> list[list[
 
 
 def _prompt(length: int, num_tokens: int, special: Sequence[int]) -> list[int]:
-    """Return `length` random tokens with the `special` ones in their midst."""
+    """Return `length` random tokens with the `special` tokens in the middle."""
     generator = torch.Generator().manual_seed(length)
     tokens: list[int] = torch.randint(num_tokens, (length,), generator=generator).tolist()
     return [*tokens[: length // 2], *special, *tokens[length // 2 :]]
@@ -301,7 +301,7 @@ def _request(name: str, prompt: list[int], adapter: AdapterRef | None, pooling: 
 def _run(
     served: LoadedModel, settings: Settings, requests: Iterable[Request]
 ) -> dict[str, list[TokenEvent]] | ParityFault:
-    """Answer the requests by an engine of their own, in one batch."""
+    """Answer the requests by a separate engine, in one batch."""
     woken = threading.Event()
     engine = build_engine(served, settings, wake=woken.set)
     for request in requests:
@@ -335,7 +335,7 @@ def _through(head: torch.Tensor | None, states: list[torch.Tensor]) -> torch.Ten
 
 @torch.inference_mode()
 def last_state(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """Return float32`[1, hidden]`: the hidden state of the last token, behind the last norm."""
+    """Return float32`[1, hidden]`: the hidden state of the last token, after the last norm."""
     states: torch.Tensor = decoder_of(model)(input_ids=torch.tensor([prompt]), use_cache=False).last_hidden_state
     return states[0, -1:].float()
 
@@ -347,7 +347,8 @@ def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer
     offset = None
     if isinstance(model, peft.PeftModel):
         [offset] = calculate_alora_offsets(model.peft_config, model.active_adapter, ids[:, : len(prompt)])
-    # Counted from the end. PEFT's generate looks for the invocation in the prompt; its forward, in the whole input.
+    # Offsets count from the end. PEFT's generate searches the invocation in the prompt; its forward, in the whole
+    # input.
     keywords = {} if offset is None else {"alora_offsets": [offset + len(answer.tokens) - 1]}
     return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
 
@@ -371,13 +372,14 @@ def token_fault(figures: dict[str, float], tolerance: float = LOGPROB_TOLERANCE)
 
 
 ROUNDING_FACTOR = 16
-"""The engine's log probabilities with the adapter may be so many times as far from PEFT's as the base's own are. Of
-random models and adapters in bfloat16 some were 6 times as far."""
+"""The largest allowed ratio of two distances: engine to PEFT with the adapter, and without it.
+
+The distances are those of log probabilities. Random models and adapters in bfloat16 reached 6."""
 ROUNDED_TOLERANCE = 0.1
-"""Nats that an engine in 16 bits may always be apart. The answers of another adapter are 0.7 and more apart."""
+"""The difference in nats that an engine in 16 bits may always have. Another adapter's answers differ by 0.7 or more."""
 TAKES_FROM_THE_BASE = ("pissa", "olora")
 BYTES_PER_ENTRY = 6
-"""Of a unit's weights while they are read: as they are saved, in 16 bits, and in float32."""
+"""Bytes for each weight of a unit while it is read: 2 as saved in 16 bits, and 4 in float32."""
 
 
 class _Missing(Exception):
@@ -387,8 +389,8 @@ class _Missing(Exception):
 def compare_answers(streamed: StreamedModel, setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
     """Compare the serving engine's `job.answers`, the last of them the base's own, with PEFT's forward.
 
-    The engine rounds to its own dtype. How far that moves log probabilities is measured on the base's answer, which
-    no adapter touches.
+    The engine rounds to its own dtype. The effect on log probabilities is measured on the base's answer, which no
+    adapter changes.
     """
     method = (
         f"{len(job.answers) - 1} x {len(job.answers[0].tokens)} greedy tokens of the serving engine ({setup.serving}) "
@@ -430,18 +432,18 @@ class StreamedModel:
             self._model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self._layer_classes = frozenset(self._model._no_split_modules or ())
         self._names: dict[nn.Parameter, str] = {}
-        """The base's parameters, whose entries are one and the same zero in memory, and their names."""
+        """The base's parameters and their names. All entries of a parameter are one and the same zero in memory."""
         for module_name, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 own = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
                 module._parameters[name] = own
                 self._names[own] = f"{module_name}.{name}"
         self._held: list[tuple[nn.Module, str, nn.Parameter]] = []
-        """What was read: the module, the parameter's name in it, and the one that it had."""
+        """The parameters that were read: the module, the parameter's name in it, and its former parameter."""
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the largest unit while it is read."""
+        """Return the bytes of the largest unit while it is read."""
         sizes = (sum(parameter.numel() for parameter in unit.parameters()) for unit in self._units(self._model))
         return BYTES_PER_ENTRY * max(sizes)
 

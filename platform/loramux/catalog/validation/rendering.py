@@ -12,16 +12,16 @@ from loramux.common.errors import Rejection
 from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobOutOfMemory, Sandbox
 
 RENDER_SECONDS = 0.05
-"""Processor time of one rendering, the compilation of the template included."""
+"""Processor time of one rendering, including the compilation of the template, in seconds."""
 WALL_SECONDS = 5.0
-"""A safety net for a process that a starved machine hardly runs; a template can wait for nothing."""
+"""Elapsed time of one rendering in seconds: a safety net for an overloaded machine, since a template cannot wait."""
 RENDER_BYTES = 64 << 20
 TEMPLATE_CHECK = "template"
 TRIAL_CHARACTERS = 1 << 20
 
 
 class TemplateFailed(Exception):
-    """A template gave no text: `fault` as in RenderedText, or `too_expensive` where its process was ended."""
+    """A template gave no text: `fault` is as in RenderedText, or `too_expensive` if its process was ended."""
 
     def __init__(self, fault: str, reason: str) -> None:
         super().__init__(reason)
@@ -30,10 +30,10 @@ class TemplateFailed(Exception):
 
 
 class TemplateRenderer:
-    """Renders templates, each time in a process of its own. Blocks: call it from a thread."""
+    """Renders templates, each time in a separate process. It blocks: call it from a thread."""
 
     def __init__(self) -> None:
-        # Behind the engine's threads where processors are short, and before uploads: requests wait for it.
+        # The priority is below the engine's threads, and above uploads, because requests wait for it.
         self._sandbox = Sandbox("loramux.catalog.validation.template", b"", niceness=5)
 
     def render(self, template: str, variables: Mapping[str, Any], max_characters: int) -> str:
@@ -91,13 +91,13 @@ TRIALS: Mapping[str, dict[str, Any]] = {
     "long": {"messages": [_turn("user", "naïve 日本 🙂\n" * 2000)]},
     "odd_roles": {"messages": [_turn("assistant", "first"), _turn("critic", "second"), _turn("user", "third")]},
 }
-"""Conversations that every template is tried with. The first must render; a template may refuse others."""
+"""Conversations with which every template is tried. The first must render; a template may refuse the others."""
 
 _FATAL = ("too_expensive", "too_long", "forbidden", "invalid")
 
 
 def try_template(renderer: TemplateRenderer, template: str, special_tokens: Mapping[str, str]) -> ValidationReport:
-    """Report on a template. Refused is one that fails on a plain conversation, or hangs or forbids itself on any."""
+    """Report on a template. It is refused if it fails on the plain conversation, or fatally on any other one."""
     refused: list[str] = []
     for name, conversation in TRIALS.items():
         try:

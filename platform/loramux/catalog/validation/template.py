@@ -1,8 +1,8 @@
-"""The process that renders chat templates: `prepare` for the fork server. Small, because it imports jinja2 alone.
+"""The process that renders chat templates: `prepare` for the fork server. It is small, because it imports only jinja2.
 
-A template is code of a customer's. Each rendering has a process of its own, with limits of the kernel's on time and
-memory, so a template that never ends, or takes all memory, ends with its process; nothing stays for the next one. The
-environment is that of transformers (`transformers.utils.chat_template_utils`), so a template renders as in training.
+A template is a customer's code. Each rendering has a separate process, with the kernel's limits on time and memory. A
+template that never ends, or takes all memory, ends with its process and cannot affect the next one. The environment is
+that of transformers (`transformers.utils.chat_template_utils`), so a template renders as in training.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def render(job: RenderJob, environment: ImmutableSandboxedEnvironment) -> Render
                 return RenderedText(fault="too_long", reason=f"it renders more than {job.max_characters} characters")
             pieces.append(piece)
         return RenderedText(text="".join(pieces))
-    except Exception as error:  # a template may do with our values what it likes
+    except Exception as error:  # a template may use our values in any way, so any error may occur
         line = (str(error).splitlines() or [""])[0][:300]
         at = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
         name = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
@@ -76,7 +76,7 @@ def template_environment() -> ImmutableSandboxedEnvironment:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's tokens in training; here its text is text like any other."""
+    """`{% generation %}` marks the assistant's tokens in training; here its content is normal text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -87,7 +87,7 @@ class _GenerationTag(Extension):
 
 
 class _TemplateDict:
-    """Makes dicts, and is none, so that no attribute of the class itself is in reach."""
+    """Makes dicts, but is not a dict, so that a template cannot reach the attributes of the class itself."""
 
     def __call__(self, *pairs: Any, **items: Any) -> dict[Any, Any]:
         return dict(*pairs, **items)
@@ -98,7 +98,7 @@ class _TemplateDict:
 
 
 class _TemplateNamespace(Namespace):
-    """A namespace that stores no name with an underscore in front."""
+    """A namespace that stores no name that begins with an underscore."""
 
     def __init__(*args: Any, **items: Any) -> None:
         self, args = args[0], args[1:]

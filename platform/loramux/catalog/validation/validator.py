@@ -1,4 +1,4 @@
-"""Validation as the registry sees it: a folder goes in, a report comes out. No uploaded byte is parsed here."""
+"""Validation as the registry uses it: it takes a folder and returns a report. No uploaded byte is parsed here."""
 
 from __future__ import annotations
 
@@ -46,35 +46,35 @@ from loramux_adapters.base import BaseDescription
 from loramux_adapters.plan import PlanLimits
 
 HEADER_ALLOWANCE = 8 << 20
-"""Bytes of the two files that are not matrices."""
+"""The most bytes of the two files that are not matrices."""
 TIMEOUT, OUT_OF_MEMORY = "validation_timeout", "validation_out_of_memory"
 UNUSABLE = "validation_impossible"
-"""Uploading the files again does not help; the operator has to change the base's settings."""
+"""Code of a refusal that a second upload cannot avoid: the operator must change the base's settings."""
 SAFETENSORS_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 logger = logging.getLogger(__name__)
 
 
 class Unanswered(NamedTuple):
-    """The reason that the serving engine has not answered, and the refusal where the adapter is the reason."""
+    """The reason why the serving engine has not answered, and the refusal if the adapter is the reason."""
 
     reason: str
     refusal: Rejection | None = None
 
 
 AskEngine = Callable[[Path, Sequence[list[int]]], tuple[EngineAnswer, ...] | Unanswered]
-"""Answers the prompts with the adapter in the folder, and the first of them, as the last answer, without it. Blocks."""
+"""A blocking function that answers the prompts with the adapter in the folder, and then the first one without it."""
 
 
 class Validator:
-    """Checks folders against one base model as it is served. Blocks: call it from a thread."""
+    """Checks folders against one base model as it is served. It blocks: call it from a thread."""
 
     def __init__(
         self, settings: Settings, base: BaseDescription, dtype: str, ask_engine: AskEngine | None = None
     ) -> None:
-        """`dtype` is the serving one, by torch's name. `ask_engine` answers where a base is too large to be copied."""
+        """`dtype` is the serving dtype, by torch's name. `ask_engine` answers if a base is too large to be copied."""
         self.files_setup = _files_setup(settings, base, dtype)
-        """The base as the files stage knows it."""
+        """The base's description for the files stage."""
         self._files = _Stage("files", "loramux.catalog.validation.files", self.files_setup, _file_limits(settings))
         self._bundle = _bundle_stage(settings)
         self._renderer = TemplateRenderer()
@@ -87,8 +87,7 @@ class Validator:
         """Report on the adapter in `folder`. Raises SandboxDied while no check can run.
 
         An adapter of another kind, or with other names, is replaced in `folder` by the LoRA that computes the same; the
-        report is on that. What a trainer saved beside the weights is replaced by one BUNDLE_FILE, if it asks for
-        anything.
+        report describes this LoRA. The other files of a trainer are replaced by one BUNDLE_FILE, if they set anything.
         """
         folder = folder.resolve()
         with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as uploaded:
@@ -167,7 +166,7 @@ class Validator:
 class BaseValidators:
     """The validators of a server's bases, and the choice among them for an upload that names no base.
 
-    Uploads are examined on threads while bases come and go: both mappings are replaced, and never changed.
+    Uploads are examined on threads while bases are added and removed, so both mappings are replaced and never changed.
     """
 
     def __init__(self, settings: Settings, validators: Mapping[str, Validator]) -> None:
@@ -180,11 +179,11 @@ class BaseValidators:
         )
 
     def put(self, name: str, validator: Validator) -> None:
-        """Take uploads for one more base."""
+        """Accept uploads for one more base."""
         self._validators = {**self._validators, name: validator}
 
     def remove(self, name: str) -> None:
-        """Take uploads for a base no longer, and end its processes: jobs under way raise SandboxDied."""
+        """Accept no more uploads for a base, and end its processes: running jobs raise SandboxDied."""
         validator = self._validators[name]
         self._validators = {other: one for other, one in self._validators.items() if other != name}
         validator.close()
@@ -237,10 +236,10 @@ def _without_tokens(reason: str, refusal: Rejection | None = None) -> Validation
 
 
 class _Stage:
-    """One stage: its sandbox, the limits of its jobs, and a report for every way in which a job can end."""
+    """One stage: its sandbox, the limits of its jobs, and a report for every end of a job."""
 
     def __init__(self, name: str, module: str, setup: msgspec.Struct | None, limits: JobLimits) -> None:
-        """`module` answers jobs with reports; without a `setup` its jobs say everything."""
+        """`module` answers jobs with reports. Without a `setup`, its jobs have all information."""
         self._name = name
         self._sandbox = Sandbox(module, b"" if setup is None else msgspec.json.encode(setup))
         self._limits = limits
@@ -349,6 +348,6 @@ def _parity_stage(settings: Settings, base: BaseDescription, dtype: str, engine_
 
 
 def _model_folders(settings: Settings) -> tuple[str, ...]:
-    """Return the base's folder, and those that its files lie in where they are links, as in a hub's cache."""
+    """Return the base's folder, and the folders of its files if these are links, as in a hub's cache."""
     folder = Path(settings.model.path).resolve()
     return tuple(sorted({str(folder), *(str(file.resolve().parent) for file in folder.glob("*"))}))

@@ -1,10 +1,10 @@
-"""A jail that a process enters by itself: no network, and of the filesystem only what it is given.
+"""A jail that a process enters by itself: no network, and only those parts of the filesystem that it is given.
 
 The filesystem is closed by Landlock, which needs neither root nor a container.
 
-A process lists the folders that it may still open and restricts itself for good; its children inherit that. All else
-is refused with EACCES, `/proc` of other processes included. Later kernels also take away TCP (ABI 4), signals to
-processes outside and abstract Unix sockets (ABI 6). A descriptor that is open already stays usable.
+A process lists the folders that it may still open and restricts itself for good; its children inherit the restriction.
+Everything else is refused with EACCES, also `/proc` of other processes. Later kernels also take away TCP (ABI 4),
+signals to processes outside and abstract Unix sockets (ABI 6). A descriptor that is already open stays usable.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -52,17 +52,17 @@ _FACTS = (
     "/sys/devices/system/cpu",
     "/usr/share/zoneinfo",
 )
-"""What libraries read about the machine. None of it is a secret of the server."""
+"""Files in which libraries read facts about the machine. They hold no secret of the server."""
 
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x1000_0000, 0x4000_0000
 
 
 def leave_network() -> bool:
-    """Move to a network namespace of our own, which has no interface; False where the kernel allows none.
+    """Move to a new network namespace without any interface. Return False if the kernel does not allow it.
 
-    An unprivileged process needs a user namespace around it, which many containers forbid. Root takes none: it would
-    lose the right to read files of other users there, such as the model's.
+    An unprivileged process needs a new user namespace for this, which many containers forbid. Root takes no user
+    namespace: in one, root would lose the right to read files of other users, such as the model's.
     """
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     return bool(unshare(CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET) == 0)
@@ -70,7 +70,7 @@ def leave_network() -> bool:
 
 @cache
 def may_leave_network() -> bool:
-    """Ask the kernel in a process of its own whether `leave_network` would succeed."""
+    """Return whether `leave_network` would succeed; a separate process tries it."""
     return subprocess.run([sys.executable, "-I", __file__], check=False, capture_output=True).returncode == 0  # noqa: S603 - our own file
 
 
@@ -91,15 +91,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def landlock_abi() -> int:
-    """Return the version of the kernel's Landlock; 0 where it has none, or it is switched off."""
+    """Return the version of the kernel's Landlock; 0 if the kernel has none, or if it is switched off."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _CREATE_RULESET_VERSION)))
 
 
 def enter_jail(readable: Iterable[str], writable: Iterable[str]) -> bool:
-    """Restrict this process to Python's own files and these folders, for ever; False where the kernel cannot.
+    """Restrict this process to Python's own files and these folders for good; return False if the kernel cannot.
 
-    Paths that do not exist are left out: they could not be opened either. The process should have one thread: others
-    keep their rights.
+    Paths that do not exist are left out, because they cannot be opened anyway. The process should have one thread: its
+    other threads would keep their rights.
     """
     abi = landlock_abi()
     if abi == 0:
@@ -108,7 +108,8 @@ def enter_jail(readable: Iterable[str], writable: Iterable[str]) -> bool:
     handled = _RulesetAttributes(
         filesystem, _BIND_AND_CONNECT_TCP if abi >= 4 else 0, _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= 6 else 0
     )
-    # An older kernel knows a shorter structure, and refuses a longer one unless the rest of it is zero, as it is.
+    # An older kernel knows a shorter structure. It refuses a longer one unless the additional bytes are zero, and they
+    # are.
     ruleset = _call(_CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(ctypes.sizeof(handled)), 0)
     try:
         for paths, rights in (
@@ -151,10 +152,10 @@ def _call(number: int, *arguments: object) -> int:
 
 @cache
 def code_paths() -> tuple[str, ...]:
-    """Return the interpreter, its libraries and the packages: what a process needs to import and to start Python.
+    """Return the paths that a process needs to start Python and to import: interpreter, libraries and packages.
 
-    The folders of sys.path are not among them: one is the server's working folder where it was started by
-    `python -m`, and its database may lie there. The packages that are loaded from such a folder are.
+    The folders of sys.path are left out. One of them is the server's working folder if it was started by `python -m`,
+    and its database may be there. The packages that are loaded from such a folder are included.
     """
     interpreter = {sys.executable, os.path.realpath(sys.executable), str(Path(sys.prefix) / "pyvenv.cfg")}
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -164,7 +165,7 @@ def code_paths() -> tuple[str, ...]:
 
 
 def _loaded_packages() -> set[str]:
-    """Return the folders of top-level packages that are loaded, and the files of modules that are none."""
+    """Return the folders of loaded top-level packages, and the files of modules that are not packages."""
     found = set[str]()
     for name, module in list(sys.modules.items()):
         if "." not in name and name != "__main__":

@@ -1,18 +1,18 @@
-"""Sandboxes: jobs on hostile bytes, each in a limited process that is forked from a warm one.
+"""Sandboxes run jobs on untrusted bytes, each in a limited process that is forked from a warm one.
 
     server: Sandbox.run ── a socket for each job ──> warm process: serve ── fork ──> limits, jail (`jail`), one job
 
 `Sandbox` is the server's end. `main` is the warm process, with the arguments MODULE, FD and NICENESS. MODULE has
-`prepare(setup)`: it loads what every job needs, once, and returns the function that does one job. The setup comes on
-standard input. Each job comes as a socket of its own over the Unix socket FD; when FD closes, the process ends.
-multiprocessing's fork server is no alternative: it runs the parent's main module again in every child, limits nothing,
-and answers with pickles. What crosses here is JSON, never a pickle: a process that was taken over may answer anything.
+`prepare(setup)`: it loads once the data that every job needs, and returns the function that does one job. The setup
+comes on standard input. Each job comes as a new socket over the Unix socket FD; when FD closes, the process ends. The
+fork server of multiprocessing is not used: it runs the parent's main module again in every child, sets no limits, and
+answers with pickles. Here all messages are JSON, never pickles: a process that an attacker controls may send anything.
 
 SandboxError
-├── SandboxDied     the warm process ended or never started: the operator's side
-│   └── SandboxUnusable  its `prepare` raised, as it will again; the message says what
+├── SandboxDied     the warm process ended or never started: a fault of the server
+│   └── SandboxUnusable  its `prepare` raised, and will raise again; the message has the error
 ├── JobEnded        the kernel ended the job at one of its time limits
-├── JobOutOfMemory  the job asked for more memory than it may have
+├── JobOutOfMemory  the job needed more memory than it may have
 └── JobCrashed      the job raised an unexpected exception; the message says where
 """
 
@@ -46,14 +46,14 @@ START_SECONDS = 120.0
 """Time for a warm process to start on a busy machine."""
 MAX_ANSWER_BYTES = 16 << 20
 _START = (
-    # Before anything else: an interrupt from the terminal is for the server, which closes the socket when it ends.
+    # First of all, ignore interrupts: one from the terminal is for the server, which closes the socket when it ends.
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from loramux.common.sandbox.sandbox import main; main()"
 )
 _PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CXX", "LORAMUX_CACHE_DIR")
-"""Environment variables that are passed on; any other may hold a secret of the server."""
+"""Environment variables that the process gets. Any other variable may hold a secret of the server."""
 _OWN = {
-    # One thread each: forking leaves the others of a pool behind, and serving needs the cores.
+    # One thread each: a forked child has none of a pool's other threads, and serving needs the cores.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -61,14 +61,14 @@ _OWN = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 PR_SET_CHILD_SUBREAPER = 36
-"""Of linux/prctl.h."""
+"""Constant of linux/prctl.h."""
 OPEN_FILES = 256
 IDLE_SECONDS = 900.0
-"""The time after which an idle warm process ends and frees its memory; the next job starts another."""
+"""Seconds after which an idle warm process ends and frees its memory. The next job starts another one."""
 UNUSABLE_SECONDS = 60.0
-"""The same of a process whose preparation failed: the operator may have mended the base's folder since."""
+"""Seconds after which an idle process ends if its preparation failed: the operator may have repaired the base."""
 MAX_REASON = 1000
-"""Characters of the reason for such a failure."""
+"""Characters of a preparation's error that are kept."""
 Work = Callable[[bytes], bytes]
 
 logger = logging.getLogger(__name__)
@@ -99,13 +99,13 @@ class JobLimits(msgspec.Struct, frozen=True):
     file_bytes: int = 0
     """Size of the largest file that the job may write."""
     readable: tuple[str, ...] = ()
-    """Folders that the job may read, by absolute paths; all others but Python's own are closed to it."""
+    """Folders that the job may read, by absolute paths; it cannot open others, except Python's own."""
     writable: tuple[str, ...] = ()
-    """Folders that it may read and write."""
+    """Folders that the job may read and write."""
 
 
 class SandboxJob(msgspec.Struct, frozen=True):
-    """One job, as it is sent."""
+    """A job as it is sent to the warm process."""
 
     limits: JobLimits
     payload: msgspec.Raw
@@ -114,14 +114,14 @@ class SandboxJob(msgspec.Struct, frozen=True):
 class JobResult(msgspec.Struct, frozen=True):
     """A job's `value`, or its `fault`: out_of_memory, crashed or unusable.
 
-    A process that the kernel ended sends nothing.
+    A process that the kernel ended sends no result.
     """
 
     usage: ResourceUsage
     value: msgspec.Raw = msgspec.Raw(b"null")
     fault: str | None = None
     trace: str = ""
-    """The place at which a crash was raised; of an unusable sandbox, what its preparation raised."""
+    """The place at which a crash was raised; for an unusable sandbox, the error of its preparation."""
 
 
 class SandboxError(Exception):
@@ -129,11 +129,11 @@ class SandboxError(Exception):
 
 
 class SandboxDied(SandboxError):
-    """No job can run."""
+    """No job can run at present."""
 
 
 class SandboxUnusable(SandboxDied):
-    """No job can run until the setup, or the module, is another. The setup is ours, so the message may be shown."""
+    """No job can run until the setup or the module changes. The setup is the server's, so the message may be shown."""
 
 
 class JobEnded(SandboxError):
@@ -145,7 +145,7 @@ class JobOutOfMemory(SandboxError):
 
 
 class JobCrashed(SandboxError):
-    """A fault of our own, met on uploaded bytes."""
+    """A bug of ours that uploaded bytes have triggered."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ def _charge(cpu_seconds: float) -> None:
 
 
 class Sandbox:
-    """Runs the jobs of one module, each in a process of its own that is forked from a warm one.
+    """Runs the jobs of one module, each in a separate process that is forked from a warm one.
 
     The warm process starts with the first job. It has no secrets, no connections and one thread, and a low priority
     (`niceness`). Threads may share a Sandbox; `run` blocks.
@@ -196,7 +196,7 @@ class Sandbox:
         except SandboxUnusable:
             raise
         except SandboxDied:
-            return self._run(payload, limits)  # the warm process left as idle, or was ended, just now
+            return self._run(payload, limits)  # the warm process has just ended: it was idle, or was killed
 
     def _run(self, payload: bytes, limits: JobLimits) -> JobResult:
         ours, theirs = socket.socketpair()
@@ -252,7 +252,7 @@ class Sandbox:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        # Waits for its end at once, so that an idle process that left is no zombie until the next job.
+        # Wait for its end from now on. Otherwise an idle process that ends would be a zombie until the next job.
         threading.Thread(target=self._process.wait, name=f"{self._module} ends", daemon=True).start()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as standard_input:
@@ -262,13 +262,13 @@ class Sandbox:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()  # it holds no state that could be left half-written
+            self._process.kill()  # it has no state that could be half-written
             self._process.wait()
         self._control = self._process = None
 
     @property
     def _died(self) -> bool:
-        """True once the warm process is gone: its end of the control socket is then closed."""
+        """Return whether the warm process has ended: its end of the control socket is then closed."""
         if self._control is None:
             return True
         try:
@@ -306,23 +306,23 @@ def _checked(answer: JobResult) -> JobResult:
 
 
 def main() -> NoReturn:
-    """Serve the stage and descriptor of the command line, then end at once."""
+    """Serve the stage and the descriptor that the command line names, then exit at once."""
     stage, descriptor, niceness = sys.argv[1:]
     serve(stage, int(descriptor), int(niceness))
-    os._exit(0)  # without the finalisation of libraries, which write to standard error about leaks
+    os._exit(0)  # skip the finalisation of libraries, which report leaks on standard error
 
 
 def serve(stage: str, descriptor: int, niceness: int) -> None:
     """Fork a child for each job until the socket closes or no job has come for IDLE_SECONDS.
 
-    `stage` names what makes the work: a module with a `prepare`, or `module:function`.
+    `stage` names the function that returns the work: a module that has `prepare`, or `module:function`.
     """
     os.nice(niceness)
     _adopt_orphans()
     leave_network()
     module, _, function = stage.partition(":")
     work = _prepared(getattr(importlib.import_module(module), function or "prepare"), sys.stdin.buffer.read())
-    code_paths()  # collected once, with the modules that every job has
+    code_paths()  # collected once, when the modules of every job are loaded
     gc.collect()
     gc.freeze()  # a collection in a child must not copy shared pages
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
@@ -340,7 +340,7 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Stands in for the work of a module whose `prepare` raised: every job is answered with the reason."""
+    """Replaces the work of a module whose `prepare` raised: every job is answered with the reason."""
 
     reason: str
 
@@ -350,7 +350,7 @@ class Unusable:
 
 
 def _prepared(prepare: Callable[[bytes], Work], setup: bytes) -> Work:
-    """Return the work. An error that depends on the machine ends the process, and the next job tries again."""
+    """Return the work. If an error depends on the machine, the process ends, and the next job tries again."""
     try:
         return prepare(setup)
     except (MemoryError, OSError):
@@ -361,14 +361,14 @@ def _prepared(prepare: Callable[[bytes], Work], setup: bytes) -> Work:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of processes whose job was ended, so that they are reaped here and not left to process 1."""
+    """Become the parent of processes whose job was ended. So they are reaped here, not by process 1."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _serve(descriptor: int, work: Work) -> NoReturn:
     """Run one job, in the child."""
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may wait for children of its own
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may wait for its own children
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
             job = msgspec.json.decode(incoming.read(), type=SandboxJob)
             _limit(job.limits)
@@ -418,7 +418,7 @@ def _private_bytes() -> int:
 
 
 def _trace(error: Exception) -> str:
-    """Name where `error` was raised, without its message, which may quote a tenant's file."""
+    """Return the place where `error` was raised, without its message, which may quote a tenant's file."""
     frames = traceback.extract_tb(error.__traceback__)
     places = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
     return f"{type(error).__name__} at {places}"

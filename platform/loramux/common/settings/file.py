@@ -1,4 +1,4 @@
-"""Reading the settings file: checked, renamed settings accepted, paths made absolute."""
+"""Read the settings file: check it, accept renamed settings, make paths absolute."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ RENAMED_SETTINGS: dict[str, str] = {
     "scheduler.quantum": "scheduler.affinity_window",
     "scheduler.overhead_target": "scheduler.adapter_overhead_target",
 }
-"""Old spelling -> new one, as `section.field`. The old one is accepted, with a warning, for one release."""
+"""Old name -> new name, as `section.field`. The old name is accepted with a warning during one release."""
 
 FONT_MAGIC = (b"\0\1\0\0", b"true", b"OTTO", b"ttcf")
 """The beginnings of font files."""
@@ -59,7 +59,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """The whole file."""
 
     model: ModelSettings
-    """Of a file with `[[bases]]`: the first of them."""
+    """The base of `[model]`; in a file with `[[bases]]`, the first of them."""
     bases: tuple[BaseSettings, ...] = ()
     server: ServerSettings = ServerSettings()
     console: ConsoleSettings = ConsoleSettings()
@@ -75,7 +75,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     batches: BatchSettings = BatchSettings()
     privacy: PrivacySettings = PrivacySettings()
     issuers: tuple[IssuerSettings, ...] = ()
-    """People's; keys need none."""
+    """Issuers with which people sign in; keys need none."""
     sinks: tuple[SinkSettings, ...] = ()
     billing: BillingSettings = BillingSettings()
     webhooks: WebhookSettings = WebhookSettings()
@@ -98,7 +98,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         )
 
     def of_base(self, base: BaseSettings) -> Settings:
-        """Return the settings of a process that serves `base` alone."""
+        """Return the settings of a process that serves only `base`."""
         return msgspec.structs.replace(self, model=base.model, engine=base.engine, bases=())
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 def ensure_files(settings: Settings) -> None:
-    """Raise SettingsError unless the files and folders that a server needs later are there now."""
+    """Raise SettingsError unless all files and folders exist that a server needs later."""
     for issuer in settings.issuers:
         if issuer.sign_in is not None and issuer.sign_in.secret_file is not None:
             _ensure_readable(f"issuers.{issuer.issuer}.sign_in.secret_file", Path(issuer.sign_in.secret_file))
@@ -129,7 +129,7 @@ def ensure_files(settings: Settings) -> None:
 
 
 def _ensure_readable(setting: str, path: Path) -> bytes:
-    """Return the first four bytes. Raises SettingsError."""
+    """Return the first four bytes of a file. Raises SettingsError if it cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(4)
@@ -140,7 +140,7 @@ def _ensure_readable(setting: str, path: Path) -> bytes:
 def load_settings(path: Path) -> Settings:
     """Read and check a settings file; relative paths in it come back absolute.
 
-    Raises SettingsError naming the file and the field.
+    Raises SettingsError, which names the file and the field.
     """
     try:
         data = tomllib.loads(path.read_text())
@@ -162,10 +162,10 @@ def load_settings(path: Path) -> Settings:
 
 
 def _complete_bases(data: dict[str, Any], path: Path) -> None:
-    """Give each base the settings of `[engine]` that its own table leaves out, and `model` the first base, in place."""
+    """Complete in place: each base gets the settings of `[engine]` that it leaves out; `model` is the first base."""
     bases = data.get("bases")
     if not isinstance(bases, list) or not all(isinstance(base, dict) for base in bases) or not bases:
-        return  # the conversion names it
+        return  # the conversion reports it
     if "model" in data:
         raise SettingsError(f"{path}: [model] is the short form of one [[bases]], and both are set; remove [model]")
     for base in bases:
@@ -176,7 +176,7 @@ def _complete_bases(data: dict[str, Any], path: Path) -> None:
 
 
 def _check_names(settings: Settings, path: Path) -> None:
-    """Raise SettingsError where a name means two bases."""
+    """Raise SettingsError if a name means two bases."""
     names = Counter(name for base in settings.bases for name in {base.name, *base.former_names})
     for name, count in names.items():
         if count > 1:
@@ -184,7 +184,7 @@ def _check_names(settings: Settings, path: Path) -> None:
 
 
 def _accept_old_spellings(data: dict[str, Any], path: Path) -> None:
-    """Move every value under an old spelling to its new one, in place, and log where. Raises SettingsError for both."""
+    """Move each value with an old name to the new name, in place, and log it. Raises SettingsError if both are set."""
     for old, new in RENAMED_SETTINGS.items():
         *sections, field = old.split(".")
         table = _table(data, sections)
@@ -193,7 +193,7 @@ def _accept_old_spellings(data: dict[str, Any], path: Path) -> None:
         *new_sections, new_field = new.split(".")
         target = _table(data, new_sections, create=True)
         if target is None:
-            continue  # a section that is no table: the conversion names it
+            continue  # a section that is not a table: the conversion reports it
         if new_field in target:
             raise SettingsError(f"{path}: {old} is the old spelling of {new}, and both are set; remove {old}")
         target[new_field] = table.pop(field)
@@ -210,7 +210,7 @@ def _table(data: dict[str, Any], sections: list[str], *, create: bool = False) -
 
 
 def resolve_paths(settings: Settings, root: Path) -> Settings:
-    """Return the settings with every relative path made absolute, starting at `root`."""
+    """Return the settings with absolute paths; relative ones start at `root`."""
 
     def at(value: str) -> str:
         return os.path.normpath(root / Path(value).expanduser())

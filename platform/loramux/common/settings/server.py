@@ -15,7 +15,7 @@ Seconds = Annotated[float, Meta(ge=0, le=7 * 86_400)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 HttpUrl = Annotated[str, Meta(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 ORIGIN = r"^(https://[^/\s]+|http://(127\.0\.0\.1|localhost|\[::1\])(:\d+)?)/?$"
-"""A server's address without a path; without TLS only on this machine."""
+"""Pattern of a server's address without a path. http is allowed only on this machine."""
 _origin = re.compile(r"https?://[A-Za-z0-9.\-]+(:[0-9]{1,5})?|https?://\[[0-9a-fA-F:]+\](:[0-9]{1,5})?")
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Share = Annotated[float, Meta(gt=0, le=1_000_000)]
@@ -23,40 +23,41 @@ Share = Annotated[float, Meta(gt=0, le=1_000_000)]
 Signature = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519"
 ]  # fmt: skip
-"""Algorithms with a public key: a secret that is shared with an issuer does not prove the signer."""
+"""Signature algorithms with a public key. A secret that is shared with an issuer does not prove the signer."""
 
 
 class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The API's address and its limits."""
 
     host: str = "127.0.0.1"
-    """The listen address. 0.0.0.0 is every interface; set tls_certificate, or put TLS in front of it."""
+    """The listen address. 0.0.0.0 is every interface; set tls_certificate, or put a TLS proxy in front of it."""
     port: Port = 8000
     """The port."""
     tls_certificate: str | None = None
-    """A PEM file with the certificate and its chain; TLS 1.2 at least. Files that change are used for new
-    connections within seconds."""
+    """A PEM file with the certificate and its chain; TLS 1.2 at least. If the files change, new connections use them
+    within seconds."""
     tls_key: str | None = None
     """The PEM file with the certificate's private key."""
     internal_port: Port | None = None
-    """A second port, without TLS, for /metrics, /health and /schema: then the first port answers 404 for them."""
+    """A second port without TLS that serves /metrics, /health and /schema; the first port then answers 404 for them."""
     internal_host: str | None = None
     """The listen address of internal_port. Unset: `host`."""
     root_path: str = ""
-    """A path below which the API is answered too, such as /llm, for a proxy that sends it along. The console is not."""
+    """A path, such as /llm, below which the API is served too, if a proxy does not remove it. The console is not served
+    there."""
     cors_origins: tuple[str, ...] = ()
     """Origins whose pages may call the API from a browser, with a key: https://app.example, or * for all."""
     ready_when: Literal["any", "all"] = "any"
-    """any: /health/ready answers 200 while any base has an engine that serves, and a base whose engines cannot be
-    started is loaded again after a pause. all: 200 only while every base has one, and the server ends when a base has
-    lost its engines, so that its supervisor starts it again."""
+    """any: /health/ready answers 200 if at least one base has an engine that serves. A base whose engines cannot be
+    started is loaded again after a pause. all: it answers 200 only if every base has such an engine, and the server
+    ends if a base loses its engines, so that its supervisor starts it again."""
     max_upload_bytes: Positive = 2 << 30
     """The largest upload."""
     lame_duck_seconds: Seconds = 1.0
-    """Seconds after SIGTERM in which requests are still served while /health/ready already answers 503. Set it to the
-    time in which your load balancer notices."""
+    """Seconds after SIGTERM during which requests are still served and /health/ready already answers 503. Set it to the
+    time that your load balancer needs to notice."""
     drain_seconds: Seconds = 30.0
-    """Seconds that running requests have to finish after SIGTERM."""
+    """Seconds after SIGTERM within which running requests must finish."""
 
     def __post_init__(self) -> None:
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
@@ -71,12 +72,12 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The form and the level of the log, which goes to stderr: one line an event, one for each request."""
+    """The form and the level of the log, which goes to stderr: one line for each event and each request."""
 
     format: Literal["auto", "json", "text"] = "auto"
     """auto: text on a terminal, JSON elsewhere."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The least level. PUT /admin/log-level changes it while the server runs."""
+    """The lowest level that is logged. PUT /admin/log-level changes it while the server runs."""
 
 
 class TracingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,7 +90,7 @@ class TracingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     service_name: str = "loramux"
     """The service's name in traces."""
     sample_ratio: Fraction = 1.0
-    """Share of requests that are traced where the client's `traceparent` does not decide it."""
+    """Share of requests that are traced, if the client's `traceparent` does not decide it."""
 
 
 class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -100,13 +101,14 @@ class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     blobs: str = "var/blobs"
     """The store of adapters' files: a folder, or s3://BUCKET/PREFIX, gs://..., az://..."""
     blob_options: dict[str, str] = {}
-    """Options of obstore for that store, such as `endpoint` and `region`; credentials are better in the environment."""
+    """Options of obstore for that store, such as `endpoint` and `region`; put credentials in the environment instead.
+    """
     cache: str = "var/cache"
     """A folder on this machine, from which the engine reads adapters."""
     cache_bytes: Positive = 64 << 30
-    """Above this size, contents that are not in use leave the cache."""
+    """Size of the cache in bytes. Above it, adapters that are not in use are removed from the cache."""
     pepper_file: str = "var/pepper"
-    """The secret under which keys are stored as MACs; made at the first start, mode 0600. Back it up."""
+    """The secret under which keys are stored as MACs; it is made at the first start, with mode 0600. Back it up."""
 
 
 class SignInSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -116,11 +118,12 @@ class SignInSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
 
     client_id: Annotated[str, Meta(min_length=1, max_length=200)]
-    """The client's id at the issuer; the ID tokens that it gives have it in `aud`."""
+    """The client's id at the issuer. The issuer's ID tokens have it in `aud`."""
     secret_file: str | None = None
     """The file with the client's secret. Unset: a public client, which PKCE alone protects."""
     scopes: tuple[Annotated[str, Meta(pattern=r"^[\x21\x23-\x5b\x5d-\x7e]+$")], ...] = ("email", "profile")
-    """The scopes to ask for beside `openid`: ID tokens must have `identity_claim` and `operator_claim`."""
+    """The scopes to request in addition to `openid`. With them, ID tokens must have `identity_claim` and
+    `operator_claim`."""
     label: Annotated[str, Meta(max_length=60)] = ""
     """The issuer's name on the button. Empty: its host."""
 
@@ -129,7 +132,7 @@ class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """An OIDC issuer whose tokens members may use; https, or http on this machine."""
 
     issuer: Annotated[str, Meta(pattern=r"^(https://[^/]|http://(127\.0\.0\.1|localhost|\[::1\])[:/])")]
-    """The issuer exactly as in the tokens' `iss`; its discovery document lies under it."""
+    """The issuer exactly as in the tokens' `iss`; its discovery document is at a path below it."""
     audience: Annotated[str, Meta(min_length=1)]
     """The value that tokens must have in `aud`."""
     identity_claim: str = "sub"
@@ -137,9 +140,9 @@ class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     algorithms: tuple[Signature, ...] = ("RS256", "ES256")
     """The accepted signature algorithms of tokens."""
     operator_claim: str = "groups"
-    """The claim, a text or a list of texts, in which members of a tenant are made operators."""
+    """The claim that makes members of a tenant operators; its value is a text or a list of texts."""
     operators: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-    """Values of the claim that make a member an operator; none: no member is one."""
+    """Values of the claim that make a member an operator; Empty: no member is an operator."""
     sign_in: SignInSettings | None = None
     """The client with which members sign in to the console. Unset: this issuer's tokens are for the API only."""
 
@@ -150,15 +153,15 @@ class ConsoleSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     enabled: bool = True
     """Serve the console."""
     url: Annotated[str, Meta(pattern=ORIGIN)] | None = None
-    """The server's address as browsers see it, such as https://llm.example.com; sign-in at an issuer returns there."""
+    """The server's address as browsers see it, such as https://llm.example.com. Issuers send browsers back there."""
     idle_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 7200
-    """A session ends when it was not used for so long."""
+    """Seconds without use after which a session ends."""
     session_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 43_200
-    """A session ends after so long, however much it is used."""
+    """Seconds after which a session ends, even if it is in use."""
 
 
 class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A sink: an outside service that receives usage."""
+    """A sink: an external service that receives usage."""
 
     name: Name
     """The name of the sink; its position in the ledger is stored under it."""
@@ -169,7 +172,7 @@ class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     secret_file: str
     """The file with its API key, or the webhook's `whsec_...`."""
     customers: dict[str, str] = {}
-    """The sink's names of tenants: Stripe's customer id, Lago's external_subscription_id."""
+    """The sink's names of tenants, by tenant: Stripe's customer id, Lago's external_subscription_id."""
 
 
 class BillingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -186,9 +189,9 @@ class BillingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     tax_percent: str = "0"
     """The tax on every invoice, such as "19" or "8.875"; tenants can be exempt."""
     payment_days: Annotated[int, Meta(ge=0, le=365)] | None = None
-    """Days from an invoice's date until it is due. None: no due date is printed."""
+    """Days from an invoice's date until payment is due. None: no due date is printed."""
     payment_note: str = ""
-    """Printed below the total, such as the bank account."""
+    """A text below the total, such as the bank account."""
     font: str | None = None
     """A TrueType file for PDFs. None: Helvetica, which has Latin-1's letters only."""
     bill_abandoned: bool = False
@@ -211,7 +214,7 @@ class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Tenants' own webhooks."""
 
     max_per_tenant: Annotated[int, Meta(ge=0)] = 10
-    """The most webhooks of a tenant."""
+    """The largest number of webhooks of a tenant."""
     allow_private_addresses: bool = False
     """Let them lead into this network, and to http://: only where every tenant is trusted."""
     ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = (443, 8443)
@@ -219,10 +222,11 @@ class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Prompts and answers at rest. docs/privacy.md says what is stored where."""
+    """How long prompts and answers are stored. docs/privacy.md lists the stored data and their places."""
 
     idempotency_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 86_400
-    """Seconds for which answers to requests with an Idempotency-Key are kept, encrypted; 0 refuses such requests."""
+    """Seconds for which answers to requests with an Idempotency-Key are kept, encrypted. 0: such requests are refused.
+    """
     file_seconds: Annotated[int, Meta(ge=3600)] = 30 * 86_400
     """Seconds after which a file is deleted, inputs and outputs of batches alike."""
     response_seconds: Annotated[int, Meta(ge=0, le=365 * 86_400)] = 0
@@ -235,7 +239,7 @@ class PrivacySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 FORM_BYTES = 1 << 20
-"""Bytes of a form beside its file."""
+"""Bytes of a form in addition to its file."""
 
 
 class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -244,23 +248,24 @@ class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_file_bytes: Positive = 200 << 20
     """The largest file that a client may send."""
     max_lines: Positive = 50_000
-    """The most lines of a batch."""
+    """The largest number of lines of a batch."""
     bytes_per_tenant: Positive = 20 << 30
-    """The most bytes of a tenant's files together; the limit `file_bytes` of a tier or tenant takes precedence."""
+    """The largest total size of a tenant's files, in bytes. The limit `file_bytes` of a tier or tenant takes
+    precedence."""
     unfinished_per_tenant: Positive = 50
-    """The most unfinished batches of a tenant."""
+    """The largest number of unfinished batches of a tenant."""
     max_in_flight: Positive = 64
-    """The most lines of batches that one server has in the engine at a time."""
+    """The largest number of lines of batches that one server has in the engine at a time."""
     max_in_flight_per_tenant: Positive = 32
-    """The most lines of one tenant's batches that one server has in the engine at a time."""
+    """The largest number of lines of one tenant's batches that one server has in the engine at a time."""
     max_in_flight_beside_others: Positive = 8
-    """The most lines of batches that one server has in the engine while other requests run."""
+    """The largest number of lines of batches that one server has in the engine while other requests run."""
     judge_seconds: Annotated[float, Meta(gt=0, le=600)] = 60.0
-    """Seconds that a judge of evaluations has for one answer."""
+    """Seconds within which a judge of evaluations must answer one call."""
     allow_private_judges: bool = False
-    """Let judges have addresses in this network, and http://: only where every tenant is trusted."""
+    """Allow judges with addresses in private networks, and http://. Only if every tenant is trusted."""
 
     @property
     def max_body_bytes(self) -> int:
-        """The most bytes of a body that brings a file."""
+        """The largest body that brings a file, in bytes."""
         return self.max_file_bytes + FORM_BYTES

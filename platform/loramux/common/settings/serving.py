@@ -1,4 +1,4 @@
-"""What is served: base models with their engines, the scheduler, and adapters from their upload to their memory."""
+"""Settings of base models and their engines, of the scheduler, and of adapters from their upload to their memory."""
 
 from __future__ import annotations
 
@@ -34,25 +34,27 @@ Address = Annotated[str, Meta(max_length=300, pattern=r"^tcp://(\[[0-9a-fA-F:.]+
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The base model of a server with one: the short form of one entry of `[[bases]]`."""
+    """The base model of a server that has only one: the short form of one entry of `[[bases]]`."""
 
     path: str
     """A local transformers checkpoint; relative paths start at the settings file."""
     served_model_name: Name
     """The base model's name in requests."""
     dtype: Dtype = "auto"
-    """auto (as saved, or float32 on a CPU that would emulate half precision), bfloat16, float16 or float32."""
+    """Type of the weights and of the computation: auto, bfloat16, float16 or float32. auto: as saved, or float32 on a
+    CPU that would emulate half precision."""
     quantization: Quantization = "none"
-    """How weights of linears are held: none (as saved; a quantized checkpoint as its codes), int8 (integers with one
-    scale for each output), nf4 or nf4-double (as bitsandbytes quantizes for QLoRA; double: the scales too)."""
+    """The form of the linears' weights in memory. none: as saved; a quantized checkpoint as its codes. int8: integers
+    with one scale for each output. nf4 and nf4-double: as bitsandbytes quantizes for QLoRA; double: the scales too."""
     generation_config: GenerationConfig = "auto"
-    """auto: the sampling parameters of the checkpoint's generation_config.json apply to requests that leave them out.
-    none: the API's own defaults do (temperature 1, top_p 1, all tokens, no penalty)."""
+    """Source of the sampling parameters that requests leave out. auto: the checkpoint's generation_config.json. none:
+    the API's own defaults (temperature 1, top_p 1, all tokens, no penalty)."""
     tool_parser: ToolParser | None = None
-    """How the base writes calls of tools, where its chat template does not show it; none refuses `tools`."""
+    """The form in which the base writes calls of tools, if its chat template does not show it. none: `tools` is
+    refused."""
     json_white_space: WhiteSpace = "bounded"
     """White space that constrained answers may have between two tokens of JSON. bounded: one blank, or a line break and
-    two. free: up to 40 of any."""
+    two blanks. free: up to 40 of any."""
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -61,56 +63,59 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     device: str = "auto"
     """auto (a GPU if there is one), cuda, cuda:N or cpu."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Ranks that each hold a share of every weight and compute a share of every step: processes of this machine. For a
-    base that one device cannot hold."""
+    """Number of ranks: processes of this machine that each hold a share of every weight and compute a share of every
+    step. For a base that one device cannot hold."""
     max_num_seqs: Positive = 64
-    """The most sequences in one step."""
+    """The largest number of sequences in one step."""
     max_num_batched_tokens: Positive = 1024
-    """The most tokens in one step: decoding first, prefill fills the rest."""
+    """The largest number of tokens in one step: decoding first, then prefill with the rest."""
     max_mixed_prefill_tokens: Positive | None = None
-    """The most prompt tokens in a step in which sequences decode: their next tokens wait for it. Unset: 256 on a CPU,
-    512 on a GPU."""
+    """The largest number of prompt tokens in a step in which sequences decode: the next tokens of these sequences wait
+    for the step. Unset: 256 on a CPU; 512 on a GPU."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
-    """The longest prompt and answer together. Unset: the model's own limit."""
+    """The largest length of a prompt with its answer, in tokens. Unset: the model's own limit."""
     block_size: Annotated[int, Meta(ge=1, le=256)] = 16
-    """Tokens of a page."""
+    """Tokens in a page of KV."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
-    """How keys and values are held. auto: in the model's dtype. fp8: in eight bits (E4M3) with a scale for each page,
-    layer and head: pages of half the bytes, or a quarter in float32, at the cost of slightly different answers."""
+    """The form of keys and values in memory. auto: the model's dtype. fp8: eight bits (E4M3) with a scale for each
+    page, layer and head. With fp8 a page has half the bytes, or a quarter if the model is in float32, and answers
+    differ slightly."""
     pool_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """Bytes of the pool, which KV and adapters share; each rank has one. Unset: as gpu_memory_utilization says, 2 GiB
-    on a CPU."""
+    """Bytes of the pool that KV and adapters share; each rank has its own pool. Unset: as gpu_memory_utilization says,
+    or 2 GiB on a CPU."""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for the weights and the pool."""
     prefix_cache: bool = True
-    """Keep full pages of KV for requests of the same tenant and revision that begin with the same tokens."""
+    """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"
-    """ngram: draft the tokens that followed an earlier occurrence of the latest ones, and verify several in one step,
-    where that is faster by the measured times. Answers stay the same. On a CPU; on a GPU, and for models with linear
-    attention, it has no effect, and the log says so at start."""
+    """ngram: draft the tokens that followed an earlier occurrence of the latest tokens, and verify several in one step,
+    if the measured times say that this is faster. Answers stay the same. Works on a CPU. On a GPU, and for models with
+    linear attention, it has no effect, and the log says so at start."""
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
-    """The longest draft of a sequence in one step."""
+    """The longest draft of a sequence in one step, in tokens."""
     share_base_cache_between_projects: bool = False
-    """Let a tenant's projects find each other's KV of the base model, as they do an adapter's. Tenants never do."""
+    """Let a tenant's projects share the cached KV of the base model, as they share an adapter's. Tenants never share
+    it."""
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Host memory of each rank for KV of preempted requests, used where a copy is faster than computing. 0: none."""
+    """Bytes of host memory of each rank for KV of preempted requests, used if a copy is faster than computing. 0: none.
+    """
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    """CPU threads of the engine, of each rank. Unset: all, shared among the ranks."""
+    """CPU threads of each rank of the engine. Unset: all threads of the machine, divided among the ranks."""
     step_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Seconds that one step may take; an engine that has requests and is silent for longer is ended."""
+    """Seconds that one step may take. An engine that has requests and is silent for longer is killed."""
     in_process: bool = False
-    """Run the engine on a thread of the server instead of in a process of its own."""
+    """Run the engine on a thread of the server instead of in a separate process."""
 
 
 class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Number of a base's engines."""
 
     min: Annotated[int, Meta(ge=0)] = 1
-    """Engines that are kept. 0: after ten minutes without a request there is none until one comes."""
+    """Engines that always run. 0: after ten minutes without a request no engine runs until the next request."""
     max: Positive | None = None
-    """The most engines. Unset: as many as `min`, one at least."""
+    """The largest number of engines. Unset: as many as `min`, but at least one."""
     target_wait_s: Annotated[float, Meta(gt=0)] = 1.0
-    """Seconds of predicted wait for a first token above which more engines are started, up to `max`."""
+    """Seconds of predicted wait for a first token. Above it more engines are started, up to `max`."""
     max_wait_s: Annotated[float, Meta(gt=0)] = 60.0
     """Seconds that a request waits for an engine while none serves; set it above the time that one takes to start."""
     devices: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=MAX_ENGINES)] = ()
@@ -131,37 +136,37 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def most(self) -> int:
-        """The most engines."""
+        """The largest number of engines."""
         return max(1, self.min) if self.max is None else self.max
 
 
 class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base models, one table each, where a server has several. Each adapter belongs to one of them."""
+    """Base models of a server with several, one table each. Each adapter belongs to one of them."""
 
     name: str
     """The base model's name in requests."""
     path: str
     """A local transformers checkpoint; relative paths start at the settings file."""
     dtype: Dtype = "auto"
-    """As in `[model]`."""
+    """Type of the weights and of the computation, as in `[model]`."""
     quantization: Quantization = "none"
-    """As in `[model]`."""
+    """The form of the linears' weights in memory, as in `[model]`."""
     generation_config: GenerationConfig = "auto"
-    """As in `[model]`."""
+    """Source of the sampling parameters that requests leave out, as in `[model]`."""
     tool_parser: ToolParser | None = None
-    """As in `[model]`."""
+    """The form in which the base writes calls of tools, as in `[model]`."""
     json_white_space: WhiteSpace = "bounded"
-    """As in `[model]`."""
+    """White space in constrained answers, as in `[model]`."""
     former_names: tuple[str, ...] = ()
     """Names that this base had: adapters uploaded under them are served on it."""
     engines: EngineRange = EngineRange()
     """Engines of this base: `min` are kept, and at most `max` run."""
     engine: EngineSettings = EngineSettings()
-    """Settings of its engines: what this table leaves out is as in `[engine]`."""
+    """Settings of this base's engines. Settings that this table leaves out are as in `[engine]`."""
 
     @property
     def model(self) -> ModelSettings:
-        """The base as an engine's settings name it."""
+        """Return the base in the form of `[model]`."""
         return ModelSettings(
             path=self.path,
             served_model_name=self.name,
@@ -187,11 +192,11 @@ class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     resources: dict[str, float] = {}
     """Other resources of Ray that an engine needs, by name."""
     unused_s: Annotated[float, Meta(ge=1)] = 120.0
-    """Seconds without any server after which an engine ends."""
+    """Seconds without any server, after which an engine ends."""
 
     @property
     def needs(self) -> dict[str, Any]:
-        """What Ray reserves for an engine, in Ray's words."""
+        """Return the resources that Ray reserves for an engine, as options of Ray."""
         return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "resources": self.resources}
 
 
@@ -203,14 +208,13 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     keys: str = "var/fleet"
     """The folder with the keys of the channel to `engines.addresses`, as `loramux engine keys` makes it."""
     lease_s: Annotated[float, Meta(ge=1, le=600)] = 10.0
-    """Seconds of silence after which an engine is lost for a server, or a server for an engine."""
+    """Seconds of silence after which a server treats an engine as lost, or an engine a server."""
     ray: RaySettings = RaySettings()
-    """The Ray cluster: its address, the namespace whose servers share engines, the CPUs, GPUs and other resources of an
-    engine, and the seconds without any server after which an engine ends."""
+    """The Ray cluster and the resources of an engine. The fields are described below."""
 
 
 class ClassShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Shares of the engine by service class, when all of them have work."""
+    """Shares of the engine by service class, while all classes have work."""
 
     interactive: Share = 8.0
     standard: Share = 3.0
@@ -218,7 +222,7 @@ class ClassShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class ClassDeadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Milliseconds to the first token, for requests that bring no deadline of their own; None: as long as it takes."""
+    """Deadlines in milliseconds to the first token, if a request has no deadline itself. None: no deadline."""
 
     interactive: Positive | None = None
     standard: Positive | None = None
@@ -226,7 +230,7 @@ class ClassDeadlines(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class ReservedPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Share of the pool that is kept for a class while it holds less."""
+    """Share of the pool that is reserved for a class while it holds less."""
 
     interactive: Fraction = 0.0
     standard: Fraction = 0.0
@@ -238,46 +242,49 @@ class ReservedPages(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Shares, bounds and deadlines of scheduling. docs/scheduling.md explains each."""
+    """Shares, limits and deadlines of scheduling. docs/scheduling.md explains each."""
 
     class_shares: ClassShares = ClassShares()
-    """Shares of the engine by service class, when all classes have work."""
+    """Shares of the engine by service class, while all classes have work."""
     max_service_lead: Annotated[float, Meta(ge=0)] = 8192.0
-    """Units of service over weight that a tenant may be ahead of another one that waits."""
+    """The largest lead of a tenant over another one that waits, in units of service divided by weight."""
     max_lift: Annotated[float, Meta(ge=0)] = 131_072.0
-    """Units over weight that others get, at most, before a tenant that was served on other engines of the base is
-    admitted here; 0: engines do not count what others serve."""
+    """The most service, in units divided by weight, that others get before this engine admits a tenant that other
+    engines of the base have served. 0: engines do not count what others serve."""
     affinity_window: Annotated[float, Meta(ge=0)] = 512.0
-    """Units over weight by which a tenant may be admitted early because its adapter is in the batch already."""
+    """Units of service divided by weight by which a tenant may be admitted early, because its adapter is in the batch
+    already."""
     adapter_overhead_target: Annotated[float, Meta(gt=0)] = 0.1
-    """Bytes of the batch's adapters over the bytes that a step reads anyway, above which `affinity_window` applies."""
+    """Bytes of the batch's adapters divided by the bytes that a step reads anyway. Above this ratio `affinity_window`
+    applies."""
     reserved_pages: ReservedPages = ReservedPages()
-    """Shares of the pool that are kept for a class while it holds less."""
+    """Shares of the pool that are reserved for a class while it holds less."""
     tenant_guaranteed_pages: Fraction = 0.0
-    """Share of the pool, times its weight, that a tenant can reclaim from tenants that have borrowed it."""
+    """Share of the pool that a tenant can reclaim from tenants that have borrowed it; multiplied by its weight."""
     tenant_max_pages: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the pool that one tenant may hold."""
     deadlines_ms: ClassDeadlines = ClassDeadlines()
-    """Milliseconds to the first token, by class, for requests without their own deadline."""
+    """Deadlines in milliseconds to the first token, by class, if a request has no deadline itself."""
 
 
 class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Limits of adapters and of their memory."""
+    """Limits on adapters and on their memory."""
 
     max_rank: Annotated[int, Meta(ge=1, le=16_384)] = 256
     """The largest rank of an adapter."""
     max_bytes: Positive = 2 << 30
     """The largest adapter, in bytes of its weights."""
     max_vocabulary_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """The most bytes of one adapter for the embedding and the head: LoRA, whole matrices, trained tokens."""
+    """The most bytes that one adapter may have for the embedding and the head: LoRA, whole matrices, trained tokens."""
     max_adapters_per_tenant: Positive = 10_000
-    """The most adapters of a tenant."""
+    """The largest number of adapters of a tenant."""
     host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Bytes of adapters kept in the host's memory, so that one that returns to the pool is not read from disk again."""
+    """Bytes of host memory for adapters. An adapter that is kept there need not be read from disk to return to the
+    pool."""
     max_loading: Annotated[int, Meta(ge=1, le=64)] = 4
-    """The most adapters that are loaded into the pool at a time."""
+    """The largest number of adapters that are loaded into the pool at the same time."""
     load_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
-    """Seconds that reading one adapter may take; then the requests that wait for it end with an error."""
+    """Seconds that reading one adapter may take. After it, the requests that wait for the adapter end with an error."""
     preload: tuple[str, ...] = ()
     """Adapters that are in the pool before the first request and stay: `tenant/adapter`, `tenant/adapter@3`."""
     pinned_pool_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.25
@@ -285,30 +292,31 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     local_root: str | None = None
     """A folder from which operators may load adapters with POST /v1/load_lora_adapter. None: this route is off."""
     pins_per_tenant: Annotated[int, Meta(ge=0)] = 2
-    """The most pinned revisions of a tenant."""
+    """The largest number of pinned revisions of a tenant."""
     pin_idle_seconds: Positive | None = 7 * 86_400
     """Seconds without a request after which a pin ends; None: never."""
     undo_seconds: Annotated[int, Meta(ge=0, le=365 * 86_400)] = 7 * 86_400
-    """Seconds in which a deletion can be undone and its files stay (a minute at least, for running requests)."""
+    """Seconds during which a deletion can be undone and its files are kept. The files are kept at least a minute,
+    because running requests may need them."""
     max_revisions: Positive = 1000
-    """The most revisions of an adapter: people read the list, and every look-up reads the rows."""
+    """The largest number of revisions of an adapter. People read the list, and every look-up reads the rows."""
     max_aliases: Positive = 20
-    """The most aliases of an adapter: stages of a release, not a database of names."""
+    """The largest number of aliases of an adapter. Aliases are stages of a release, not a database of names."""
     max_grants: Positive = 1000
-    """The most tenants to which an adapter is granted."""
+    """The largest number of tenants to which an adapter is granted."""
 
 
 class BucketSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A place in an object store from which tenants may have adapters fetched."""
+    """A prefix in an object store from which the server may fetch tenants' adapters."""
 
     url: Annotated[str, Meta(pattern=r"^(s3|gs|az)://[^/]+/(.*/)?$")]
-    """A prefix such as `s3://bucket/imports/{tenant}/`, where `{tenant}` is the caller's tenant."""
+    """A prefix such as `s3://bucket/imports/{tenant}/`; `{tenant}` is replaced by the caller's tenant."""
     options: dict[str, str] = {}
-    """The same options as in records.blob_options."""
+    """Options of obstore for this bucket, as in records.blob_options."""
 
 
 class HubSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A model hub, such as `https://huggingface.co`, from which tenants may have adapters fetched."""
+    """A model hub, such as `https://huggingface.co`, from which the server may fetch tenants' adapters."""
 
     name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     """The hub's name in requests."""
@@ -316,7 +324,8 @@ class HubSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     redirects: tuple[str, ...] = ()
     """Hosts to which the hub may redirect a download; every other redirect is refused."""
     networks: tuple[str, ...] = ()
-    """Private networks that the hub may be in, such as `10.1.0.0/16`; every other address must be public."""
+    """Private networks that the hub's addresses may be in, such as `10.1.0.0/16`. All other addresses must be public.
+    """
     token_file: str | None = None
     """The file with the bearer token for the hub; it is sent to no other host."""
 
@@ -327,12 +336,12 @@ class HubSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class UploadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Upload sessions, and the sources from which the server fetches adapters itself: none unless listed."""
+    """Upload sessions, and the sources from which the server fetches adapters. Without a list there is no source."""
 
     session_seconds: Positive = 86_400
     """Seconds that an upload waits for its client's next bytes."""
     open_per_tenant: Positive = 32
-    """The most unfinished uploads of a tenant."""
+    """The largest number of unfinished uploads of a tenant."""
     open_bytes_per_tenant: Positive = 32 << 30
     """The most announced bytes of a tenant's unfinished uploads."""
     buckets: tuple[BucketSettings, ...] = ()
@@ -345,27 +354,30 @@ class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """Resources of the processes that check uploads before they are served."""
 
     memory_bytes: Positive = 128 << 20
-    """Memory for one upload, beside about 45 MiB of a waiting process."""
+    """Bytes of memory for the check of one upload, in addition to about 45 MiB of a waiting process."""
     bundle_memory_bytes: Positive = 1 << 30
-    """Memory for the files beside the weights (tokenizer, template), beside about 250 MiB of a waiting process."""
+    """Bytes of memory for the check of the other files (tokenizer, template), in addition to about 250 MiB of a waiting
+    process."""
     conversion_memory_bytes: Positive = 512 << 20
-    """Memory for one that is converted to a LoRA first, beside about 200 MiB of a waiting process."""
+    """Bytes of memory for the conversion of an upload to a LoRA, in addition to about 200 MiB of a waiting process."""
     cpu_seconds: Positive = 60
-    """CPU time of one validation."""
+    """Seconds of CPU time for one validation."""
     conversion_cpu_seconds: Positive = 240
-    """CPU time of a conversion; only those that compute with the base's weights (PiSSA) take more than seconds."""
+    """Seconds of CPU time for a conversion. Only a conversion that computes with the base's weights (PiSSA) takes long.
+    """
     wall_seconds: Annotated[float, Meta(gt=0)] = 300.0
-    """Time of one validation."""
+    """Seconds of elapsed time for one validation."""
     parity: bool = True
-    """Compare what would be served with what PEFT computes."""
+    """Compare the outputs that would be served with PEFT's outputs."""
     parity_model_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     """Bases up to this size, in float32 bytes, are compared as a whole model, which takes twice as much memory."""
     parity_engine_bytes: Annotated[int, Meta(ge=0)] = 16 << 30
-    """Larger bases up to this size, in float32 bytes, have their engine answer the check's prompts, as class batch and
-    unbilled, and the answers are compared with PEFT's forward, layer by layer; 0: linears alone are compared."""
+    """Larger bases up to this size, in float32 bytes, are compared through their engine: it answers the check's
+    prompts, as class batch and unbilled. The answers are compared with PEFT's forward, layer by layer. 0: only linears
+    are compared."""
     parity_engine_seconds: Annotated[float, Meta(gt=0)] = 60.0
-    """Time for the engine's answers; without them the report says that tokens were not compared."""
+    """Seconds within which the engine must answer. Otherwise the report says that tokens were not compared."""
     parity_memory_bytes: Positive = 2 << 30
-    """Private memory of one comparison with PEFT."""
+    """Bytes of private memory for one comparison with PEFT."""
     parity_cpu_seconds: Positive = 300
-    """CPU time of one comparison with PEFT."""
+    """Seconds of CPU time for one comparison with PEFT."""

@@ -12,7 +12,7 @@ _unknown = re.compile(r"unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<place>[
 
 
 def suggestion_for(refusal: str, settings: type[msgspec.Struct]) -> str:
-    """Return a sentence with what was probably meant; empty if nothing is near.
+    """Return a sentence with the setting that was probably meant; empty if no name is near.
 
     `refusal` is msgspec's, such as "Object contains unknown field `prot` - at `$.server`".
     """
@@ -36,7 +36,7 @@ def _fields(table: inspect.Type) -> tuple[inspect.Field, ...]:
 
 
 def _tables_of(table: inspect.Type) -> dict[str, inspect.Type]:
-    """Return the tables inside a table, by name: its structs, and the items of its lists of structs."""
+    """Return the tables in a table, by name: its structs, and the items of its lists of structs."""
     found: dict[str, inspect.Type] = {}
     for field in _fields(table):
         for kind in field.type.types if isinstance(field.type, inspect.UnionType) else (field.type,):

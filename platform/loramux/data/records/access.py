@@ -33,7 +33,7 @@ class GrantRow(Base):
     grantee: Mapped[str] = mapped_column(primary_key=True)
     """A tenant's name, which never changes. It need not exist: a grant does not reveal the names of customers."""
     tenant_id: Mapped[TenantId]
-    """The owner."""
+    """The owner of the adapter."""
     granted_by: Mapped[str]
     granted_at: Mapped[int]
 
@@ -67,7 +67,7 @@ class AccessibleRevision(msgspec.Struct, frozen=True, kw_only=True):
     """A revision that the tenant may call under a name."""
 
     tenant_id: TenantId
-    """The owner."""
+    """The owner of the adapter."""
     adapter_id: str
     revision_id: str
     number: int
@@ -75,7 +75,7 @@ class AccessibleRevision(msgspec.Struct, frozen=True, kw_only=True):
     base: str
     base_model: str
     key: str = ""
-    """The alias's, by which one of its targets is chosen."""
+    """The alias's id, which keys the choice of one of its targets."""
     weight: int = 1
 
 
@@ -104,7 +104,7 @@ class AccessRepository(TenantScoped):
         return None if row is None else AccessibleRevision(**row._mapping)
 
     async def aliased(self, owner: str, adapter: str, alias: str) -> list[AccessibleRevision]:
-        """Return the targets of `owner/adapter:alias` by revision number; none where there is no such alias."""
+        """Return the targets of `owner/adapter:alias` by revision number; empty if there is no such alias."""
         columns = (*_FOUND, AliasRow.id.label("key"), AliasTargetRow.weight)
         statement = self._callable(select(*columns), owner, adapter)
         statement = (
@@ -120,9 +120,9 @@ class AccessRepository(TenantScoped):
     async def own(
         self, names: Collection[str] | None = None, search: str | None = None, limit: int | None = None
     ) -> Sequence[Row[str, int, str]]:
-        """Return the tenant's own adapters by name, as `granted` has others': there may be ten thousand.
+        """Return the tenant's own adapters by name, in the form of `granted`. There may be ten thousand.
 
-        `names`: among these. `search`: only those with it in their name. The time is the main revision's.
+        `names`: only these. `search`: only those with this text in their name. The time is the main revision's.
         """
         adapters = select(AdapterRow.id, AdapterRow.name).where(
             AdapterRow.tenant_id == self._tenant, AdapterRow.deleted_at.is_(None)
@@ -139,11 +139,12 @@ class AccessRepository(TenantScoped):
             .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
             .order_by(found.c.name, AliasTargetRow.weight, RevisionRow.number)
         )
-        mains = {row.name: row for row in await self._session.execute(statement)}  # of an adapter's targets the last
+        # Of an adapter's targets the dict keeps the last.
+        mains = {row.name: row for row in await self._session.execute(statement)}
         return list(mains.values())
 
     async def granted(self) -> Sequence[Row[str, int, str]]:
-        """Return other tenants' adapters that the tenant may call, by name: also when granted, and for which base."""
+        """Return other tenants' adapters that the tenant may call, by name, with the time of the grant and the base."""
         name = (TenantRow.name + "/" + AdapterRow.name).label("name")
         statement = (
             select(name, GrantRow.granted_at.label("created_at"), _default_base().label("base_model"))
@@ -195,7 +196,7 @@ async def same_content(
 
 
 def _default_base() -> ColumnElement[str]:
-    """The base of the revision that an adapter's default alias mostly means."""
+    """Return the base of the revision with the largest share of an adapter's default alias."""
     return (
         select(RevisionRow.base_model)
         .join(AliasTargetRow, AliasTargetRow.revision_id == RevisionRow.id)

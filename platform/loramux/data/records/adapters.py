@@ -1,4 +1,4 @@
-"""Adapters and their revisions: rows and statements, and the ones that have expired."""
+"""Adapters and their revisions, and those that have expired: rows and statements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DELETED = "deleted"
 
 
 class AdapterRow(Base):
-    """A name that a tenant owns; it survives deletion so that a revision number names one content for ever."""
+    """A name that a tenant owns; it survives deletion, so a revision number always names the same content."""
 
     __tablename__ = "adapters"
     __table_args__ = (
@@ -48,13 +48,13 @@ class AdapterRow(Base):
     created_at: Mapped[int]
     deleted_at: Mapped[int | None]
     version: Mapped[int] = mapped_column(server_default=text("1"))
-    """Counts every change of the adapter or of anything under its name: its ETag."""
+    """The number of changes of the adapter and of everything under its name: its ETag."""
     expires_at: Mapped[int | None]
     """The time of its automatic deletion."""
 
 
 class RevisionRow(Base):
-    """An adapter's immutable, content-addressed weights; what is not its content may change."""
+    """An adapter's immutable, content-addressed weights; columns that are not about the content may change."""
 
     __tablename__ = "revisions"
     __table_args__ = (
@@ -77,19 +77,19 @@ class RevisionRow(Base):
     rank: Mapped[int]
     size_bytes: Mapped[int]
     base: Mapped[str]
-    """Fingerprint of the base model that it was last validated against."""
+    """Fingerprint of the base model against which the revision was last validated."""
     base_model: Mapped[str] = mapped_column(server_default=text("''"))
     """That base's name; empty for revisions of releases with one base. The same files may be revisions of two bases."""
     bundle: Mapped[str | None] = deferred(mapped_column())
-    """JSON: a `loramux.common.bundle.Bundle`; null where there is none. Not read with the row."""
+    """A `loramux.common.bundle.Bundle` as JSON; null if there is none. It is not read with the row."""
     state: Mapped[str]
     created_at: Mapped[int]
     deleted_at: Mapped[int | None]
-    """The end of its storage charge."""
+    """The time of its deletion, which ends its storage charge."""
     counted_until: Mapped[int | None]
-    """Up to when its storage is on the bill; None: not at all yet."""
+    """The time up to which its storage is billed; None: not billed yet."""
     purge_at: Mapped[int | None]
-    """The time at which a deleted one's content goes; until then it can be undeleted. None: not deleted, or gone."""
+    """The time at which a deleted revision's content is removed. None: not deleted, or already removed."""
     expires_at: Mapped[int | None]
     """The time of its automatic deletion."""
 
@@ -99,7 +99,7 @@ KEPT = or_(RevisionRow.state == READY, RevisionRow.purge_at.is_not(None))
 
 
 class RevisionContent(msgspec.Struct, frozen=True):
-    """The facts of a revision apart from its name."""
+    """The facts of a revision, without its name."""
 
     digest: str
     rank: int
@@ -107,7 +107,7 @@ class RevisionContent(msgspec.Struct, frozen=True):
     base: str
     base_model: str = ""
     bundle: str | None = None
-    """JSON, as the content's file has it."""
+    """The bundle as JSON, as in the content's file."""
 
 
 class Stamp(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ class Stamp(msgspec.Struct, frozen=True):
 
 
 class DeletedAdapter(msgspec.Struct, frozen=True):
-    """A deleted adapter that can be undeleted until `purge_at`, with as many revisions. Times in microseconds."""
+    """A deleted adapter that can be undeleted until `purge_at`. Times in microseconds since the epoch."""
 
     name: str
     deleted_at: int
@@ -135,14 +135,14 @@ class AdapterRepository(TenantScoped):
         return await self._session.scalar(statement.where(*self._visible())) or 0
 
     async def bytes_besides(self, digest: str) -> int:
-        """Sum the bytes of the tenant's kept revisions, those with this very content left out."""
+        """Sum the bytes of the tenant's kept revisions, without those that have this content."""
         statement = select(func.sum(RevisionRow.size_bytes)).where(
             RevisionRow.tenant_id == self._tenant, KEPT, RevisionRow.digest != digest
         )
         return int(await self._session.scalar(statement) or 0)
 
     async def version(self, name: str) -> int:
-        """Return the adapter's version, the count of its changes; 0 where there is none."""
+        """Return the adapter's version, the count of its changes; 0 if there is no such adapter."""
         statement = select(AdapterRow.version).where(*self._visible(), AdapterRow.name == name)
         return await self._session.scalar(statement) or 0
 
@@ -155,7 +155,7 @@ class AdapterRepository(TenantScoped):
         return await self._session.scalar(select(AdapterRow).where(*self._visible(), AdapterRow.name == name))
 
     async def lock(self, name: str) -> AdapterRow | None:
-        """Find the adapter of that name and lock it until this transaction ends: every change of it begins here.
+        """Find the adapter of that name and lock it until this transaction ends. Every change begins here.
 
         An adapter is locked before the rows that belong to it, and after the lock CONTENTS.
         """
@@ -176,11 +176,11 @@ class AdapterRepository(TenantScoped):
         names: Collection[str] | None = None,
         search: str | None = None,
     ) -> Sequence[AdapterRow]:
-        """List at most `limit` adapters by name: those after the adapter with that id, of these names or of all.
+        """List at most `limit` adapters by name, after the adapter with that id, among these names or among all.
 
-        `search`: only those with it in their name.
+        `search`: only those with this text in their name.
 
-        The id may be that of an adapter deleted meanwhile, so that a deletion does not break a listing in progress.
+        `after` may be the id of a deleted adapter, so that a deletion does not break a listing in progress.
         """
         statement = select(AdapterRow).where(*self._visible()).order_by(AdapterRow.name).limit(limit)
         if after is not None:
@@ -197,7 +197,7 @@ class AdapterRepository(TenantScoped):
     ) -> list[DeletedAdapter]:
         """List at most `limit` adapters that `undelete` would restore, the newest deletion first.
 
-        `names`: only these; `search`: only those with it in their name.
+        `names`: only these; `search`: only those with this text in their name.
         """
         statement = (
             select(AdapterRow.name, AdapterRow.deleted_at, func.min(RevisionRow.purge_at), func.count())
@@ -226,7 +226,7 @@ class AdapterRepository(TenantScoped):
         return (await self._session.scalars(statement.order_by(RevisionRow.number.desc()))).all()
 
     async def revision(self, adapter_id: str, number: int) -> RevisionRow | None:
-        """Find one of those."""
+        """Find one of the adapter's kept revisions."""
         statement = select(RevisionRow).where(
             RevisionRow.tenant_id == self._tenant,
             RevisionRow.adapter_id == adapter_id,
@@ -236,7 +236,7 @@ class AdapterRepository(TenantScoped):
         return await self._session.scalar(statement)
 
     async def bundle(self, revision_id: str) -> str | None:
-        """Return a revision's bundle as JSON; None where it has none."""
+        """Return a revision's bundle as JSON; None if it has none."""
         statement = select(RevisionRow.bundle).where(
             RevisionRow.tenant_id == self._tenant, RevisionRow.id == revision_id
         )
@@ -261,7 +261,7 @@ class AdapterRepository(TenantScoped):
         await self._record_event(webhooks.RETIRED, adapter, revision, at)
 
     async def undelete(self, adapter: AdapterRow, at: int) -> int:
-        """Undo `delete`; return the number of restored revisions, 0 where their contents are gone."""
+        """Undo `delete`; return the number of restored revisions, 0 if their contents are removed."""
         statement = select(RevisionRow).where(
             RevisionRow.adapter_id == adapter.id,
             RevisionRow.deleted_at == adapter.deleted_at,
@@ -322,7 +322,7 @@ class AdapterRepository(TenantScoped):
 
 
 async def name_bases(session: AsyncSession, names: Mapping[str, str]) -> int:
-    """Give every tenant's revisions without a base's name the one that `names` has for their fingerprint."""
+    """Set the base's name in all tenants' revisions without one: the name that `names` has for their fingerprint."""
     named = 0
     for fingerprint, name in names.items():
         nameless = update(RevisionRow).where(RevisionRow.base_model == "", RevisionRow.base == fingerprint)
@@ -344,7 +344,7 @@ class ExpiryRepository(Repository):
     """Every tenant's adapters and revisions that have expired and are not deleted yet."""
 
     async def overdue(self, now: int, limit: int) -> list[Overdue]:
-        """List at most `limit` adapters, and as many revisions."""
+        """List at most `limit` adapters and at most `limit` revisions."""
         names = (TenantRow.id.label("tenant"), TenantRow.name.label("tenant_name"), AdapterRow.name.label("adapter"))
         adapters = (
             select(*names)
@@ -364,7 +364,7 @@ class ExpiryRepository(Repository):
 
 
 async def names_of_digests(session: AsyncSession, digests: Collection[str]) -> dict[tuple[str, TenantId], str]:
-    """Return `tenant/adapter@3` for each digest and owner, the first name of several: for operators only."""
+    """Return `tenant/adapter@3` for each digest and owner, of several names the first. For operators only."""
     statement = (
         select(RevisionRow.digest, RevisionRow.tenant_id, TenantRow.name, AdapterRow.name, RevisionRow.number)
         .join(AdapterRow, AdapterRow.id == RevisionRow.adapter_id)

@@ -1,8 +1,8 @@
 """Aliases: movable names of revisions, their targets and the history of both. Rows and statements.
 
-An alias may have a release policy, which says what a revision must show before it takes most of the alias's requests,
-and a canary guard, which takes a new revision back where it is worse. The policy outlives the alias, the guard goes
-with it.
+An alias may have a release policy and a canary guard. A policy states the demands that a revision must meet before it
+gets most of the alias's requests. A guard removes a new revision that is worse. The policy outlives the alias; the
+guard is deleted with it.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ DEFAULT_ALIAS = "default"
 WHOLE = 100
 """The weight of an alias's only target."""
 KEPT_VERSIONS = 100
-"""Versions kept of an alias; older ones are in the audit log."""
+"""The most versions that are kept of an alias. Older versions are in the audit log."""
 
 
 class AliasRow(Base):
-    """A movable name for an adapter's revisions; its targets are rows of their own."""
+    """A movable name for an adapter's revisions; its targets are rows of `AliasTargetRow`."""
 
     __tablename__ = "aliases"
     __table_args__ = (
@@ -38,10 +38,10 @@ class AliasRow(Base):
     adapter_id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
     id: Mapped[str] = mapped_column(unique=True)
-    """Keys the choice between targets, so that two aliases choose independently."""
+    """The id, which keys the choice between targets, so that two aliases choose independently."""
     tenant_id: Mapped[TenantId]
     version: Mapped[int]
-    """The latest of its history."""
+    """The latest version of its history."""
     updated_at: Mapped[int]
 
 
@@ -81,7 +81,7 @@ class AliasVersionRow(Base):
     version: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     tenant_id: Mapped[TenantId]
     targets: Mapped[str]
-    """JSON: revision numbers to weights; empty where the alias was removed."""
+    """Revision numbers to weights, as JSON; empty if the alias was removed."""
     restores: Mapped[int | None]
     """The version that a rollback restored."""
     changed_by: Mapped[str]
@@ -107,7 +107,7 @@ Weights = Mapping[int, int]
 
 
 def targets_of(version: AliasVersionRow) -> dict[int, int]:
-    """Return the targets of this version, revision numbers to weights; empty where the alias was removed."""
+    """Return the targets of this version, revision numbers to weights; empty if the alias was removed."""
     return msgspec.json.decode(version.targets, type=dict[int, int])
 
 
@@ -141,7 +141,7 @@ class AliasRepository(TenantScoped):
         return await self._session.get(AliasRow, (adapter_id, name))
 
     async def weights(self, adapter_id: str, name: str) -> dict[int, int]:
-        """Return the alias's targets; empty where there is no such alias."""
+        """Return the alias's targets; empty if there is no such alias."""
         statement = (
             select(RevisionRow.number, AliasTargetRow.weight)
             .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
@@ -226,7 +226,7 @@ class ReleasePolicyRow(Base):
     alias: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[TenantId]
     policy: Mapped[str]
-    """JSON."""
+    """The policy as JSON."""
     changed_by: Mapped[str]
     changed_at: Mapped[int]
 
@@ -249,7 +249,7 @@ class ReleasePolicyRepository(Repository):
 
 
 class CanaryGuardRow(Base):
-    """A guard on one alias; it goes with the alias."""
+    """A guard on one alias; it is deleted with the alias."""
 
     __tablename__ = "canary_guards"
     __table_args__ = (
@@ -264,9 +264,9 @@ class CanaryGuardRow(Base):
     alias: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[TenantId]
     measures: Mapped[str]
-    """What is compared, sorted, separated by spaces."""
+    """The measures that are compared, sorted, separated by spaces."""
     first_token_seconds: Mapped[float | None]
-    """For `latency`: a first token within it is a good one."""
+    """The bound in seconds for `latency`: a first token within it is good."""
     created_at: Mapped[int]
 
 
@@ -281,7 +281,7 @@ class GuardedCanary(msgspec.Struct, frozen=True, kw_only=True):
     measures: tuple[str, ...]
     first_token_seconds: float | None
     since: int
-    """The last change of the alias."""
+    """The time of the alias's last change."""
     targets: tuple[tuple[int, int], ...]
     """Revision and weight, by revision."""
 

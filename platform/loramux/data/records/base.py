@@ -1,10 +1,10 @@
-"""The bases of every table and every repository, the types that rows are made of, and the SQL that several share.
+"""Base classes of tables and repositories, the columns' types, and the SQL that several repositories share.
 
 Times are integer microseconds since the epoch, UTC; tokens and bytes are integers; money is in nano-units of the
-tenant's currency. Foreign keys carry the tenant along, so the database itself refuses a row that joins two tenants.
+tenant's currency. Foreign keys include the tenant, so the database itself refuses a row that joins two tenants.
 
-A settlement's cost is mostly its round trips and their parsing, so rows are written in bulk. A terabyte held for four
-months is 10^19 byte-seconds, more than a 64-bit column holds, so a sum is taken in two halves.
+The cost of a settlement is mostly round trips and their parsing, so rows are written in bulk. A terabyte that is stored
+for four months is 10^19 byte-seconds. A 64-bit column cannot hold that, so a sum is computed in two halves.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 Found = TypeVar("Found", bound="Base")
 
 BigInt = BigInteger().with_variant(Integer(), "sqlite")
-"""64 bits on both; SQLite calls every integer so, and makes an INTEGER primary key the row's own address."""
+"""A 64-bit integer on both databases. In SQLite every INTEGER has 64 bits, and an INTEGER primary key is the rowid."""
 
 
 class Base(DeclarativeBase):
-    """Common to every table: the names of constraints and the types of columns."""
+    """Base of every table: the names of constraints and the types of columns."""
 
     metadata = MetaData(
         naming_convention={
@@ -77,7 +77,7 @@ def index_where_set(table: str, column: str) -> Index:
 
 
 class Repository:
-    """Statements over some tables in one session; its owner commits."""
+    """Statements over some tables in one session. The session's owner commits."""
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
@@ -98,7 +98,7 @@ class Repository:
 
 
 class TenantScoped(Repository):
-    """A repository that sees the rows of one verified tenant only."""
+    """A repository that sees only the rows of one verified tenant."""
 
     def __init__(self, session: AsyncSession, tenant: TenantId) -> None:
         super().__init__(session)
@@ -123,24 +123,24 @@ class Viewpoint(msgspec.Struct, frozen=True):
 
 
 def table_of(model: type[DeclarativeBase]) -> Table:
-    """Return the table behind a model: statements over it bypass the session, whose identity map keeps every row."""
+    """Return the table of a model. Statements over it bypass the session, whose identity map keeps every row."""
     assert isinstance(model.__table__, Table)
     return model.__table__
 
 
 def to_struct(kind: type[Struct], row: Any, **others: Any) -> Struct:
-    """Return a struct of the row's columns that have the names of its fields; `others` are the fields that differ."""
+    """Return a struct filled from the row's columns of the same names; `others` are the other fields."""
     columns = {name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}
     return kind(**columns, **others)
 
 
 async def insert_rows(session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> None:
-    """Insert `rows`, which all have the same keys; texts, integers and booleans only."""
+    """Insert `rows`, which all have the same keys. Values are texts, integers and booleans only."""
     await _insert(session, model, rows, "")
 
 
 async def insert_new(session: AsyncSession, model: type[DeclarativeBase], rows: Sequence[dict[str, Any]]) -> int:
-    """Insert the rows whose keys are not there already; return their number."""
+    """Insert the rows whose keys do not exist yet; return their number."""
     return await _insert(session, model, rows, "ON CONFLICT DO NOTHING")
 
 
@@ -162,14 +162,14 @@ def newest_first(statement: Select[Found], row: Any, tenant: TenantId, before: s
 
 
 def among(session: AsyncSession, column: SQLColumnExpression[str], values: Collection[str]) -> ColumnElement[bool]:
-    """Return `column IN values` with one parameter, so that it is compiled once whatever their number."""
+    """Return `column IN values` with one parameter, so that it is compiled once for any number of values."""
     if is_postgresql(session):
         return column == any_(literal(list(values), ARRAY(Text)))
     return column.in_(select(func.json_each(literal(json.dumps(list(values)))).table_valued("value").c.value))
 
 
 def model_name(session: AsyncSession, column: SQLColumnExpression[str]) -> SQLColumnExpression[str]:
-    """Return a resolved model without its revision: `tenant/adapter` of `tenant/adapter@3`."""
+    """Return a column's resolved model without its revision: `tenant/adapter` for `tenant/adapter@3`."""
     if is_postgresql(session):
         return func.split_part(column, "@", 1)
     return func.substr(column, 1, func.instr(column + "@", "@") - 1)
@@ -192,7 +192,7 @@ async def _insert(
 
 @cache
 def _records(model: type[DeclarativeBase], names: tuple[str, ...], conflict: str) -> str:
-    """Pass the rows as one JSON text: the driver would look at every item of an array."""
+    """Pass the rows as one JSON text, because the driver inspects every item of an array."""
     columns = model.__table__.c
     kinds = ", ".join(f"{name} {columns[name].type.compile(postgresql.dialect())}" for name in names)
     source = f"SELECT * FROM json_to_recordset(CAST(%s AS json)) AS one({kinds})"  # noqa: S608  our own names
@@ -212,7 +212,7 @@ HALF = 1 << 31
 
 
 def exact_sum(column: SQLColumnExpression[int]) -> tuple[ColumnElement[int], ColumnElement[int]]:
-    """Return two columns for a SELECT, whose values `exact_value` puts together; both 0 over no rows."""
+    """Return two columns for a SELECT, whose values `exact_value` combines. Both are 0 if there are no rows."""
     high, low = func.sum(column // HALF), func.sum(column % HALF)
     return cast(func.coalesce(high, 0), BigInt), cast(func.coalesce(low, 0), BigInt)
 

@@ -1,7 +1,7 @@
 """Base models that differ from the servers' settings files, and migrations of adapters from base to base.
 
-A row of `bases` is a base that was added to running servers, or retired. A migration has one row, and one for every
-revision that it checks.
+A row of `bases` is a base that was added to running servers, or retired. A migration has one row, and one more for
+every revision that it checks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class BaseRow(Base):
 
     name: Mapped[str] = mapped_column(primary_key=True)
     settings: Mapped[str | None]
-    """JSON, as one table of `[[bases]]`; null: the servers' settings files have it."""
+    """The base's settings as JSON, like one table of `[[bases]]`; null: the servers' settings files have them."""
     successor: Mapped[str | None]
     """The base to use instead of a retired one."""
     retired_at: Mapped[int | None]
@@ -51,15 +51,15 @@ class BaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BaseRepository(Repository):
-    """The added and the retired bases, and what every tenant has on a base."""
+    """The added and the retired bases, and the tenants' adapters on a base."""
 
     async def all(self) -> list[BaseRecord]:
-        """List the bases by the time of their last change, oldest first."""
+        """List the bases in the order of their last change, oldest first."""
         rows = await self._session.scalars(select(BaseRow).order_by(BaseRow.changed_at, BaseRow.name))
         return [to_struct(BaseRecord, row) for row in rows]
 
     async def lock(self) -> list[BaseRecord]:
-        """List the same, and let no other transaction change them until this one ends."""
+        """List the bases, and lock them against other transactions until this one ends."""
         await advisory_lock(self._session, BASES)
         return await self.all()
 
@@ -104,11 +104,11 @@ class BaseMigrationRow(LeasedRow, Base):
     source: Mapped[str]
     target: Mapped[str]
     tenant: Mapped[str | None]
-    """The name of the only tenant that it is about; null: all."""
+    """The name of the only tenant that the migration is about; null: all tenants."""
     adapter: Mapped[str | None]
-    """The own name of the tenant's only adapter that it is about; null: all."""
+    """The own name of the tenant's only adapter that the migration is about; null: all adapters."""
     evaluates: Mapped[int]
-    """1: customers' evaluation sets are asked."""
+    """1: customers' evaluation sets are used."""
     created_by: Mapped[str]
     state: Mapped[str]
     error: Mapped[str | None]
@@ -136,21 +136,21 @@ class BaseMigrationItemRow(Base):
     digest: Mapped[str]
     outcome: Mapped[str]
     code: Mapped[str | None]
-    """Stable; null where there is nothing to say."""
+    """A stable code of the outcome; null if there is none."""
     reason: Mapped[str | None]
-    """A sentence."""
+    """The reason of the outcome, as a sentence."""
     new_number: Mapped[int | None]
-    """The revision for the target."""
+    """The number of the new revision for the target base."""
     evaluation_id: Mapped[str | None]
     weight: Mapped[int]
-    """Percent of its share of aliases that was moved to the new revision last."""
+    """Percent of the old revision's share of aliases that the last shift moved to the new revision."""
 
 
 class BaseUpgradeRepository(Repository):
-    """Migrations of every tenant's adapters, for operators and for the servers that run them."""
+    """Migrations of every tenant's adapters, which operators read and servers run."""
 
     async def begin(self, migration: BaseUpgrade, names: Collection[str]) -> int:
-        """Insert a migration with every revision for the bases `names` that an alias points at; return their number."""
+        """Insert a migration, with an item for every revision on `names` that has an alias; return their number."""
         await self._insert(BaseMigrationRow(**msgspec.structs.asdict(migration)))
         aliased = select(AliasTargetRow.revision_id)
         statement = (
@@ -231,7 +231,7 @@ class BaseUpgradeRepository(Repository):
         after: int = -1,
         limit: int = 1,
     ) -> list[UpgradeItem]:
-        """List at most `limit` revisions of a migration with these outcomes by position, those behind `after`."""
+        """List at most `limit` revisions of a migration with these outcomes by position, after the position `after`."""
         statement = select(BaseMigrationItemRow).where(
             BaseMigrationItemRow.migration_id == id,
             BaseMigrationItemRow.outcome.in_(outcomes),
@@ -259,7 +259,7 @@ class BaseUpgradeRepository(Repository):
         ]
 
     async def decide(self, item: UpgradeItem, server_id: str) -> bool:
-        """Write an outcome where this server still holds the migration; return whether it does."""
+        """Write an outcome if this server still holds the migration; return whether it does."""
         held = select(BaseMigrationRow.id).where(
             BaseMigrationRow.id == item.migration_id,
             BaseMigrationRow.server_id == server_id,
@@ -271,7 +271,7 @@ class BaseUpgradeRepository(Repository):
         return True
 
     async def change(self, item: UpgradeItem) -> None:
-        """Write what may change of a revision's part."""
+        """Write the columns of an item that may change."""
         names = ("outcome", "code", "reason", "new_number", "evaluation_id", "weight")
         place = (
             BaseMigrationItemRow.migration_id == item.migration_id,
@@ -283,7 +283,7 @@ class BaseUpgradeRepository(Repository):
     async def end(
         self, id: str, state: str, at: int, *, server_id: str | None = None, error: str | None = None
     ) -> bool:
-        """Write the end of a migration under way, where `server_id` holds it; return whether it was under way."""
+        """Write the end of a migration under way, if `server_id` holds it; return whether it was under way."""
         mine = [BaseMigrationRow.id == id, BaseMigrationRow.state == RUNNING]
         if server_id is not None:
             mine.append(BaseMigrationRow.server_id == server_id)
@@ -298,10 +298,10 @@ class BaseUpgradeRepository(Repository):
 
 
 class UpgradeReports(TenantScoped):
-    """What migrations found about one tenant's adapters."""
+    """The results of migrations for one tenant's adapters."""
 
     async def newest(self, limit: int) -> list[tuple[BaseUpgrade, UpgradeItem]]:
-        """List at most `limit` revisions of the tenant, of the newest migration first."""
+        """List at most `limit` revisions of the tenant, those of the newest migration first."""
         statement = (
             select(BaseMigrationRow, BaseMigrationItemRow)
             .join(BaseMigrationItemRow, BaseMigrationItemRow.migration_id == BaseMigrationRow.id)

@@ -1,6 +1,7 @@
 """Batches, the files that they read and write, chunks of finished lines, and the jobs of the servers that run them.
 
-The bytes of files and chunks are objects in the store. A file's object is there before its row, and goes after it.
+The bytes of files and chunks are objects in the store. A file's object is stored before its row is inserted, and
+removed after its row is deleted.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cance
 
 
 class FileRow(Base):
-    """A stored file; its object is there before the row and goes after it."""
+    """A stored file. Its object is stored before the row is inserted, and removed after the row is deleted."""
 
     __tablename__ = "files"
     __table_args__ = (
@@ -50,7 +51,7 @@ class FileRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     project_id: Mapped[ProjectId]
     owner: Mapped[str]
-    """The first key of the chain of rotations that made it, or the member."""
+    """The first key in the chain of rotations of the key that made the file, or the member."""
     purpose: Mapped[str]
     filename: Mapped[str]
     size: Mapped[int]
@@ -92,7 +93,7 @@ class FileRepository(TenantScoped):
         ]
 
     async def total_size(self) -> int:
-        """Return the bytes of all files; the tenant adds none until this transaction ends."""
+        """Return the bytes of all files; no file of the tenant is added until this transaction ends."""
         await lock_tenant(self._session, self._tenant)
         statement = select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant_id == self._tenant)
         return int(await self._session.scalar(statement) or 0)
@@ -119,7 +120,7 @@ async def known_files(session: AsyncSession, ids: Collection[str]) -> frozenset[
 
 
 class BatchRow(LeasedRow, Base):
-    """A batch. The lines before `flushed` have their outcomes in chunks; the others run, or are still to run."""
+    """A batch. The outcomes of the lines before `flushed` are in chunks. The other lines run or will run."""
 
     __tablename__ = "batches"
     __table_args__ = (
@@ -139,20 +140,20 @@ class BatchRow(LeasedRow, Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     project_id: Mapped[ProjectId]
     owner: Mapped[str]
-    """The first key of its creator's chain of rotations, or the member: it runs with the rights of that."""
+    """The first key of its creator's chain of rotations, or the member. The batch runs with this owner's rights."""
     endpoint: Mapped[str]
     input_file_id: Mapped[str]
     completion_window: Mapped[str]
     tags: Mapped[str]
-    """JSON: the creator's `metadata`."""
+    """The creator's `metadata` as JSON."""
     state: Mapped[str]
     lines: Mapped[int]
-    """0 until it is validated."""
+    """The number of lines; 0 until the input is validated."""
     flushed: Mapped[int]
     completed: Mapped[int]
     failed: Mapped[int]
     errors: Mapped[str | None]
-    """JSON: a list of `LineError`."""
+    """A list of `LineError` as JSON."""
     output_file_id: Mapped[str | None]
     error_file_id: Mapped[str | None]
     created_at: Mapped[int]
@@ -162,7 +163,7 @@ class BatchRow(LeasedRow, Base):
     cancelling_at: Mapped[int | None]
     finished_at: Mapped[int | None]
     output_seconds: Mapped[int | None]
-    """Seconds for which the output and error files are kept; None: as the server keeps files."""
+    """Seconds for which the output and error files are kept; None: the server's retention of files."""
 
 
 class BatchChunkRow(Base):
@@ -198,13 +199,13 @@ class BatchRepository(TenantScoped):
         return [_batch(row) for row in await self._session.scalars(newest)]
 
     async def count_unfinished(self) -> int:
-        """Count the unfinished batches; the tenant adds none until this transaction ends."""
+        """Count the unfinished batches; no batch of the tenant is added until this transaction ends."""
         await lock_tenant(self._session, self._tenant)
         ours = (BatchRow.tenant_id == self._tenant, BatchRow.state.in_(UNFINISHED))
         return await self._session.scalar(select(func.count()).select_from(BatchRow).where(*ours)) or 0
 
     async def user_of(self, file_id: str) -> str | None:
-        """Return an unfinished batch that reads this file."""
+        """Return the id of an unfinished batch that reads this file."""
         ours = (BatchRow.tenant_id == self._tenant, BatchRow.state.in_(UNFINISHED))
         statement = select(BatchRow.id).where(*ours, BatchRow.input_file_id == file_id)
         return await self._session.scalar(statement.limit(1))
@@ -222,10 +223,10 @@ class BatchRepository(TenantScoped):
 
 
 class BatchJobs(Repository):
-    """Every tenant's batches, for the servers that run them."""
+    """Every tenant's batches, as the servers that run them need them."""
 
     async def adopt_abandoned(self, server_id: str) -> bool:
-        """Move the unfinished batches of dead servers to this one; return whether some server is dead."""
+        """Move the unfinished batches of dead servers to this one; return whether any server is dead."""
         return await adopt_abandoned(self._session, BatchRow, BatchRow.state.in_(UNFINISHED), server_id)
 
     async def of(self, server_id: str) -> list[Batch]:
@@ -264,7 +265,7 @@ class BatchJobs(Repository):
         return frozenset(await self._session.scalars(statement))
 
     async def forget(self, before: int) -> None:
-        """Delete the batches finished before that time."""
+        """Delete the batches that finished before that time."""
         await self._session.execute(delete(BatchRow).where(BatchRow.finished_at < before))
 
 

@@ -1,6 +1,6 @@
 """Plans, prices, subscriptions, closed periods, invoices and billing profiles: the operator's tables.
 
-All but the profiles are append-only, by trigger; a subscription may be deleted while its month is not closed.
+Triggers make all tables except the profiles append-only. A subscription may be deleted while its month is not closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from loramux.data.records.base import Base, Repository
 from loramux.data.records.ledger import GENESIS, LedgerRow
 
 CHUNK = 500
-"""Values in one statement."""
+"""The most values in one statement."""
 
 
 class PlanRow(Base):
@@ -27,14 +27,14 @@ class PlanRow(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(unique=True)
     currency: Mapped[str]
-    """ISO 4217."""
+    """The currency's code in ISO 4217."""
     minimum: Mapped[int]
-    """The least that a period costs, in minor units."""
+    """The least price of a period, in minor units."""
     created_at: Mapped[int]
 
 
 class PriceRow(Base):
-    """One price of a plan; a later one for the same takes its place from its `valid_from` on."""
+    """One price of a plan. A later price for the same thing replaces it from the later `valid_from` on."""
 
     __tablename__ = "prices"
     __table_args__ = (
@@ -51,12 +51,12 @@ class PriceRow(Base):
     valid_until: Mapped[int | None]
     per: Mapped[int]
     steps: Mapped[str]
-    """JSON: [[above, nanos], ...]."""
+    """The steps of the price as JSON: [[above, nanos], ...]."""
     created_at: Mapped[int]
 
 
 class SubscriptionRow(Base):
-    """The plan that a tenant has from a moment on."""
+    """The plan that a tenant has from a point in time on."""
 
     __tablename__ = "subscriptions"
 
@@ -67,7 +67,7 @@ class SubscriptionRow(Base):
 
 
 class PeriodRow(Base):
-    """A closed period: the ledger's entries from first_sequence to last_sequence, whatever their date, for ever."""
+    """A closed period: for good, the ledger's entries from first_sequence to last_sequence, whatever their date."""
 
     __tablename__ = "periods"
     __table_args__ = (
@@ -76,14 +76,14 @@ class PeriodRow(Base):
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    """`2026-11`."""
+    """The month, such as `2026-11`."""
     starts_at: Mapped[int]
     ends_at: Mapped[int]
     first_sequence: Mapped[int]
     last_sequence: Mapped[int]
-    """first_sequence - 1 for a period without entries."""
+    """The last entry of the period; first_sequence - 1 if the period has no entries."""
     digest: Mapped[str]
-    """The hash of the last entry, and with it of every entry before."""
+    """The hash of the last entry, which covers all entries before it."""
     closed_at: Mapped[int]
 
 
@@ -94,16 +94,16 @@ class InvoiceRow(Base):
     __table_args__ = (Index("ix_invoices_period_id", "period_id"),)
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    """`INV-2026-11-acme`."""
+    """The invoice's id, such as `INV-2026-11-acme`."""
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     period_id: Mapped[str] = mapped_column(ForeignKey("periods.id"))
     currency: Mapped[str]
     total: Mapped[int]
-    """Minor units."""
+    """The total in minor units of the currency."""
     document: Mapped[str]
     """The invoice as JSON, from which every other form is made."""
     digest: Mapped[str]
-    """sha256 of the document."""
+    """The SHA-256 of the document."""
     created_at: Mapped[int]
 
 
@@ -115,7 +115,7 @@ class BillingProfileRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     name: Mapped[str]
     address: Mapped[str]
-    """Lines, separated by newlines."""
+    """The address; its lines are separated by newlines."""
     tax_id: Mapped[str | None]
     tax_exempt: Mapped[bool]
     updated_at: Mapped[int]
@@ -143,14 +143,14 @@ class PriceRepository(Repository):
         return (await self._session.scalars(statement.order_by(SubscriptionRow.valid_from))).all()
 
     async def remove_subscription(self, tenant: TenantId, valid_from: int) -> None:
-        """Delete a subscription; a trigger refuses it where the month is closed."""
+        """Delete a subscription; a trigger refuses this if the month is closed."""
         statement = delete(SubscriptionRow).where(
             SubscriptionRow.tenant_id == tenant, SubscriptionRow.valid_from == valid_from
         )
         await self._session.execute(statement)
 
     async def add(self, row: PlanRow | PriceRow | SubscriptionRow) -> None:
-        """Insert a row; a violated constraint is raised here."""
+        """Insert a row at once, so that a violated constraint is raised here."""
         await self._insert(row)
 
 
@@ -170,25 +170,25 @@ class PeriodRepository(Repository):
     """Closed periods and their invoices."""
 
     async def all(self) -> Sequence[PeriodRow]:
-        """Every closed period, oldest first."""
+        """List every closed period, oldest first."""
         return (await self._session.scalars(select(PeriodRow).order_by(PeriodRow.starts_at))).all()
 
     async def latest(self) -> PeriodRow | None:
-        """The period that was closed last."""
+        """Return the period that was closed last."""
         return await self._session.scalar(select(PeriodRow).order_by(PeriodRow.starts_at.desc()).limit(1))
 
     async def last_before(self, at: int) -> int:
-        """The last sequence whose entry was written before `at`; 0 when there is none."""
+        """Return the last sequence whose entry was written before `at`; 0 if there is none."""
         statement = select(func.max(LedgerRow.sequence)).where(LedgerRow.created_at < at)
         return await self._session.scalar(statement) or 0
 
     async def hash_at(self, sequence: int) -> str:
-        """The hash of that entry; of the ledger's beginning for 0."""
+        """Return the hash of that entry; for 0, the hash of the ledger's beginning."""
         statement = select(LedgerRow.hash).where(LedgerRow.sequence == sequence)
         return await self._session.scalar(statement) or GENESIS
 
     async def hashes_at(self, sequences: Sequence[int]) -> dict[int, str]:
-        """Return the hashes of these entries, of those that exist."""
+        """Return the hashes of those of these entries that exist."""
         found: dict[int, str] = {}
         for start in range(0, len(sequences), CHUNK):
             statement = select(LedgerRow.sequence, LedgerRow.hash)
@@ -205,6 +205,6 @@ class PeriodRepository(Repository):
         return (await self._session.scalars(select(InvoiceRow).order_by(InvoiceRow.id))).all()
 
     async def invoice(self, tenant: TenantId, period_id: str) -> InvoiceRow | None:
-        """A tenant's invoice for a closed period."""
+        """Return a tenant's invoice for a closed period."""
         statement = select(InvoiceRow).where(InvoiceRow.tenant_id == tenant, InvoiceRow.period_id == period_id)
         return await self._session.scalar(statement)

@@ -1,7 +1,7 @@
 """Comparisons of a candidate revision with the one that serves: evaluations and shadows. Rows and statements.
 
-An evaluation asks two revisions one set of questions, as a batch. A shadow runs a share of an adapter's own requests
-on the candidate too, and keeps sums of how alike the answers are.
+An evaluation asks two revisions one set of questions, as a batch. A shadow also runs a share of an adapter's requests
+on the candidate, and keeps sums of the likeness of the answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ShadowEnd = Literal["stopped", "promoted", "revision_deleted", "adapter_deleted"
 
 
 class EvaluationRow(LeasedRow, Base):
-    """An evaluation, held by the server that grades it when its batch has ended."""
+    """An evaluation, held by the server that grades it after its batch has ended."""
 
     __tablename__ = "evaluations"
     __table_args__ = (
@@ -55,19 +55,19 @@ class EvaluationRow(LeasedRow, Base):
     project_id: Mapped[ProjectId]
     owner: Mapped[str]
     adapter: Mapped[str]
-    """`tenant/adapter`."""
+    """The adapter: `tenant/adapter`."""
     models: Mapped[str]
-    """The two revisions, `tenant/adapter@3 tenant/adapter@2`: the candidate first."""
+    """The two revisions, `tenant/adapter@3 tenant/adapter@2`: with the candidate first."""
     file_id: Mapped[str]
-    """The set of questions."""
+    """The id of the file with the questions."""
     batch_id: Mapped[str]
     grader: Mapped[str]
-    """JSON."""
+    """The grader as JSON."""
     judge_key: Mapped[bytes | None]
     """The judge's API key, encrypted, until the evaluation ends."""
     state: Mapped[str]
     result: Mapped[str | None]
-    """JSON."""
+    """The result as JSON."""
     error: Mapped[str | None]
     created_at: Mapped[int]
     finished_at: Mapped[int | None]
@@ -89,12 +89,12 @@ class EvaluationRepository(TenantScoped):
         return None if row is None else to_struct(Evaluation, row)
 
     async def newest(self, models: str, file_id: str | None) -> str | None:
-        """Return the result of the tenant's newest completed evaluation of these two revisions, on that set or any."""
+        """Return the result of the tenant's newest completed evaluation of two revisions, on that set or on any set."""
         found = await self._newest(*_between(models), *_completed_on(file_id))
         return None if found is None else found.result
 
     async def newest_of(self, adapter: str, file_id: str | None) -> Evaluation | None:
-        """Return the tenant's newest completed evaluation of an adapter (`tenant/adapter`), on that set or any."""
+        """Return the tenant's newest completed evaluation of `tenant/adapter`, on that set or on any set."""
         return await self._newest(EvaluationRow.adapter == adapter, *_completed_on(file_id))
 
     async def newest_between(self, models: str) -> Evaluation | None:
@@ -104,9 +104,9 @@ class EvaluationRepository(TenantScoped):
     async def before(
         self, project: ProjectId, adapter: str | None, id: str | None, limit: int, candidate: str | None = None
     ) -> list[Evaluation]:
-        """List at most `limit` evaluations of the project older than that one, newest first.
+        """List at most `limit` evaluations of the project that are older than the one with this id, newest first.
 
-        Of one adapter, of one candidate (`tenant/adapter@3`), or all.
+        The evaluations are those of one adapter, of one candidate (`tenant/adapter@3`), or all.
         """
         statement = select(EvaluationRow).where(EvaluationRow.project_id == project)
         if adapter is not None:
@@ -132,14 +132,14 @@ def _completed_on(file_id: str | None) -> tuple[ColumnElement[bool], ...]:
 
 
 class EvaluationJobs(Repository):
-    """Every tenant's evaluations, for the servers that grade them."""
+    """Every tenant's evaluations, as the servers that grade them need them."""
 
     async def adopt_abandoned(self, server_id: str) -> None:
         """Move the unfinished evaluations of dead servers to this one."""
         await adopt_abandoned(self._session, EvaluationRow, EvaluationRow.state == RUNNING, server_id)
 
     async def ready(self, server_id: str, unfinished: tuple[str, ...]) -> list[Evaluation]:
-        """List the server's evaluations whose batch is in none of the states `unfinished`, or gone."""
+        """List the server's evaluations whose batch is in none of the states `unfinished`, or is deleted."""
         statement = (
             select(EvaluationRow)
             .outerjoin(BatchRow, BatchRow.id == EvaluationRow.batch_id)
@@ -160,7 +160,7 @@ class EvaluationJobs(Repository):
 
 
 class ShadowRow(Base):
-    """One candidate revision of an adapter, beside which a share of its requests run again."""
+    """A shadow: one candidate revision, on which a share of the adapter's requests run again."""
 
     __tablename__ = "shadows"
     __table_args__ = (
@@ -175,7 +175,7 @@ class ShadowRow(Base):
     revision: Mapped[int]
     """The candidate's number."""
     share: Mapped[int]
-    """Millionths of the requests."""
+    """The share of the requests, in millionths."""
     max_tokens_per_day: Mapped[int]
     keep_outputs: Mapped[bool]
     created_by: Mapped[str]
@@ -183,13 +183,13 @@ class ShadowRow(Base):
     ended_at: Mapped[int | None]
     ended_because: Mapped[str | None]
     day: Mapped[int]
-    """The day, UTC, that `day_tokens` are of."""
+    """The day (UTC) that `day_tokens` count."""
     day_tokens: Mapped[int]
-    """Tokens that ran on that day, and those that running ones may still use."""
+    """Tokens used on that day, plus those that running requests may still use."""
 
 
 class ShadowSumRow(Base):
-    """One sum over a shadow's comparisons; servers add to it."""
+    """One sum over a shadow's comparisons. Several servers add to it."""
 
     __tablename__ = "shadow_sums"
 
@@ -221,11 +221,11 @@ class RunningShadow(msgspec.Struct, frozen=True, kw_only=True):
 
     shadow: Shadow
     adapter: str
-    """`tenant/adapter`."""
+    """The adapter: `tenant/adapter`."""
 
 
 class ShadowRepository(Repository):
-    """Shadows of adapters that the caller has looked up, and of every tenant for the servers that run them."""
+    """Shadows of adapters that the caller has looked up; for the servers that run them, those of every tenant."""
 
     async def add(self, shadow: Shadow) -> None:
         """Insert the row."""
@@ -238,7 +238,7 @@ class ShadowRepository(Repository):
         return [to_struct(Shadow, row) for row in await self._session.scalars(newest)]
 
     async def end(self, id: str, because: ShadowEnd, at: int) -> bool:
-        """End a shadow; False where it has ended before."""
+        """End a shadow; return False if it has already ended."""
         statement = (
             update(ShadowRow)
             .where(ShadowRow.id == id, ShadowRow.ended_at.is_(None))
@@ -260,9 +260,9 @@ class ShadowRepository(Repository):
         return [RunningShadow(shadow=to_struct(Shadow, row), adapter=f"{tenant}/{name}") for row, name, tenant in rows]
 
     async def obsolete(self) -> list[tuple[Shadow, str, ShadowEnd]]:
-        """List the running shadows whose candidate is gone, or is the default alias's only target now.
+        """List the running shadows whose candidate is deleted, or is now the default alias's only target.
 
-        Each with the adapter's own name and the reason.
+        Each comes with the adapter's own name and the reason.
         """
         others = (
             select(AliasTargetRow.revision_id)
@@ -293,7 +293,7 @@ class ShadowRepository(Repository):
         return found
 
     async def reserve(self, id: str, tokens: int, day: int) -> Literal["day_limit", "stopped"] | None:
-        """Take tokens of the day's; return why there are none: too few are left, or the shadow has ended."""
+        """Reserve tokens of the day. Return the reason if this fails: too few are left, or the shadow has ended."""
         used = ShadowRow.day_tokens
         mine = (ShadowRow.id == id, ShadowRow.ended_at.is_(None))
         begun = update(ShadowRow).where(*mine, ShadowRow.day < day).values(day=day, day_tokens=0)
@@ -310,12 +310,12 @@ class ShadowRepository(Repository):
         return "day_limit" if ended is None else "stopped"
 
     async def give_back(self, id: str, tokens: int, day: int) -> None:
-        """Give back what was taken on that day and not used."""
+        """Give back unused tokens that were reserved on that day."""
         same_day = (ShadowRow.id == id, ShadowRow.day == day)
         await self._session.execute(update(ShadowRow).where(*same_day).values(day_tokens=ShadowRow.day_tokens - tokens))
 
     async def add_sums(self, added: Mapping[tuple[str, str], int]) -> None:
-        """Add to sums by shadow and name."""
+        """Add to the sums, by shadow and name."""
         rows = [{"shadow_id": id, "name": name, "value": value} for (id, name), value in sorted(added.items())]
         await self._session.execute(insert_sums(self._session, table_of(ShadowSumRow), ["value"]), rows)
 

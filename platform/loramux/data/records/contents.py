@@ -1,8 +1,8 @@
 """Contents of adapters over their life: registered as revisions, metered for the bill, and freed when unused.
 
 `register_revision` makes an uploaded content a revision, over adapters, aliases and grants. `StorageMeterRepository`
-has the time up to which each stored or pinned revision is billed. `ContentRepository` finds, over all tenants, the
-contents that no revision keeps and no open request runs with. Statements only.
+reads and writes the time up to which each stored or pinned revision is billed. `ContentRepository` finds, over all
+tenants, the contents that no revision keeps and no open request uses. This module has statements only.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from loramux.data.records.requests import RequestRow
 from loramux.data.records.tenants import TenantRow
 
 FOREVER = 2**62
-"""Later than any end."""
+"""A time later than any end."""
 
 
 async def register_revision(
     session: AsyncSession, tenant: TenantId, name: str, content: RevisionContent, stamp: Stamp, *, promote: bool = True
 ) -> tuple[AdapterRow, RevisionRow]:
-    """Make `content` a revision of `name`: a new one unless the adapter already has this very content.
+    """Make `content` a revision of `name`: a new one unless the adapter already has this content.
 
     With `promote`, and always for an adapter's first revision, the default alias moves to a new or restored revision.
-    A release policy of that alias keeps it where it is.
-    Content that the adapter has already changes nothing: an upload that is repeated must not undo a later release. The
-    caller holds the lock CONTENTS, so that revision numbers are assigned one at a time.
+    If that alias has a release policy, it does not move. If the adapter already has the content, nothing changes,
+    because a repeated upload must not undo a later release. The caller holds the lock CONTENTS, so that revision
+    numbers are assigned one at a time.
     """
     adapters, aliases = AdapterRepository(session, tenant), AliasRepository(session, tenant)
     adapter = await _revive(session, tenant, name, stamp.at)
@@ -75,7 +75,7 @@ async def register_revision(
 
 
 async def _revive(session: AsyncSession, tenant: TenantId, name: str, at: int) -> AdapterRow:
-    """Return the adapter of that name, inserted if need be; of a deleted one only its revision numbers stay."""
+    """Return the adapter of that name, inserted if necessary; a deleted one keeps only its revision numbers."""
     adapters = AdapterRepository(session, tenant)
     adapter = await adapters.lock_deleted(name)
     if adapter is not None:
@@ -92,7 +92,7 @@ async def _revive(session: AsyncSession, tenant: TenantId, name: str, at: int) -
 
 @dataclass(frozen=True, slots=True)
 class MeteredRows:
-    """A table whose rows keep a revision's bytes from one moment to another."""
+    """A table whose rows keep a revision's bytes from one time to another."""
 
     row: type[RevisionRow | PinRow]
     revision_id: InstrumentedAttribute[str]
@@ -112,13 +112,13 @@ class UnbilledSpan(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     tenant_id: TenantId
     model: str
-    """`tenant/adapter@3`."""
+    """The revision: `tenant/adapter@3`."""
     digest: str
     size_bytes: int
     counted_until: int
-    """Billed up to here, in microseconds."""
+    """The time up to which it is billed, in microseconds."""
     until: int
-    """Its end, or FOREVER."""
+    """The end of the span, or FOREVER."""
 
 
 class StorageMeterRepository(Repository):
@@ -129,7 +129,7 @@ class StorageMeterRepository(Repository):
         self._rows = rows
 
     async def due(self, before: int, limit: int) -> list[UnbilledSpan]:
-        """List spans that began before that moment and are not billed up to it, or up to their end."""
+        """List spans that began before that time and are not yet billed up to it, or up to their end."""
         row, ended, numbered = self._rows.row, self._rows.ended, aliased(RevisionRow)
         counted = func.coalesce(row.counted_until, self._rows.began)
         statement = (
@@ -164,7 +164,7 @@ class StorageMeterRepository(Repository):
         ]
 
     async def counted(self, until: Mapping[str, int]) -> None:
-        """Record the time up to which these are billed."""
+        """Record the time up to which these spans are billed."""
         row = self._rows.row
         for moment in sorted(set(until.values())):
             ids = [id for id, at in until.items() if at == moment]
@@ -176,7 +176,7 @@ class ContentRepository(Repository):
     """Contents of adapters, by digest."""
 
     async def expire(self, now: int, limit: int) -> frozenset[str]:
-        """End the undeletion period of at most `limit` revisions that are due; return their digests."""
+        """End the undeletion period of at most `limit` due revisions; return their digests."""
         due = select(RevisionRow.id).where(RevisionRow.purge_at <= now).order_by(RevisionRow.purge_at).limit(limit)
         ids = (await self._session.scalars(due)).all()
         statement = (
@@ -189,11 +189,11 @@ class ContentRepository(Repository):
         return frozenset(await self._session.scalars(statement))
 
     async def unused(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that no revision keeps and no open request runs with."""
+        """Return those of `digests` that no revision keeps and no open request uses."""
         return await self.unkept(digests) - await self.running(digests)
 
     async def running(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that an open request runs with."""
+        """Return those of `digests` that an open request uses."""
         running = select(RequestRow.adapter_digest).where(RequestRow.status == "open").distinct()
         return frozenset(digests) & frozenset(await self._session.scalars(running))
 
@@ -212,7 +212,7 @@ class ContentRepository(Repository):
         return frozenset(digests) - frozenset(await self._session.scalars(callable_))
 
     async def uncallable_since(self, moment: int) -> frozenset[tuple[TenantId, str]]:
-        """Return tenants and digests of revisions deleted since then, where the tenant has no callable one."""
+        """Return tenants and digests of revisions deleted since then that the tenant cannot call by any other name."""
         other = aliased(RevisionRow)
         callable_ = exists().where(
             other.tenant_id == RevisionRow.tenant_id, other.digest == RevisionRow.digest, other.state == READY

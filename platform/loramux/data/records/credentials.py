@@ -1,7 +1,7 @@
 """Credentials: API keys, and sessions of the web console with the sign-in links that open them. Rows and statements.
 
-Only MACs of secrets are stored. `CredentialRepository` leads from a secret's MAC, or from a person, to a verified
-tenant. A session copies no rights: it names the key or the member whose rights it has.
+Only MACs of secrets are stored. `CredentialRepository` finds the verified tenant of a secret's MAC or of a person. A
+session stores no rights: it names the key or the member whose rights it has.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class KeyRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     name: Mapped[str]
     scopes: Mapped[str]
-    """Sorted, separated by spaces."""
+    """The key's scopes, sorted, separated by spaces."""
     mac: Mapped[bytes] = mapped_column(unique=True)
     hint: Mapped[str]
     project_id: Mapped[ProjectId]
     models: Mapped[str | None]
-    """The allow-list, sorted, one a line; null allows every model of the tenant."""
+    """The allow-list, sorted, one model per line; null allows every model of the tenant."""
     created_by: Mapped[str]
     created_at: Mapped[int]
     expires_at: Mapped[int | None]
@@ -62,12 +62,12 @@ class KeyRow(Base):
     replaced_by: Mapped[str | None]
     """The key that a rotation made of this one."""
     revoked_at: Mapped[int | None]
-    lineage: Mapped[str] = mapped_column(server_default=text("''"))  # a trigger gives the key's own id
+    lineage: Mapped[str] = mapped_column(server_default=text("''"))  # a trigger sets the key's own id
     """Ids separated by spaces: the first key of this chain of rotations, then the lineage of its maker, if any."""
 
 
 class PepperCheckRow(Base):
-    """One row: a MAC under the pepper, by which a start with a wrong or a new pepper is noticed."""
+    """One row: a MAC under the pepper, which reveals a start with a wrong or a new pepper."""
 
     __tablename__ = "pepper_check"
     __table_args__ = (CheckConstraint("id = 1", name="single"),)
@@ -80,11 +80,11 @@ class PepperRepository(Repository):
     """The check value of the pepper."""
 
     async def check_value(self) -> bytes | None:
-        """Return the stored check value; None where no pepper was ever used."""
+        """Return the stored check value; None if no pepper was ever used."""
         return await self._session.scalar(select(PepperCheckRow.mac))
 
     async def has_keys(self) -> bool:
-        """Return whether there is any key, of any tenant, that is not revoked."""
+        """Return whether any tenant has a key that is not revoked."""
         return await self._session.scalar(select(KeyRow.id).where(KeyRow.revoked_at.is_(None)).limit(1)) is not None
 
     async def set_check_value(self, mac: bytes) -> None:
@@ -99,7 +99,7 @@ class PepperRepository(Repository):
 
 
 class CredentialRepository(Repository):
-    """Lookups from a secret's MAC or a person's identity to a tenant, in one statement each."""
+    """Lookups of the tenant for a secret's MAC or a person's identity, each in one statement."""
 
     async def key(self, mac: bytes) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
         """Return the key with this MAC unless it is revoked, with its tenant, tier and project."""
@@ -114,7 +114,7 @@ class CredentialRepository(Repository):
     async def newest_key(
         self, tenant: TenantId, line: str, now: int
     ) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
-        """Return the newest key of a chain of rotations that still works; `line` is the id of the first."""
+        """Return the newest working key of a chain of rotations; `line` is the id of its first key."""
         statement = _keys().where(KeyRow.tenant_id == tenant, *_in_line(line, now))
         newest = statement.order_by(KeyRow.created_at.desc(), KeyRow.id.desc()).limit(1)
         return (await self._session.execute(newest)).one_or_none()
@@ -122,7 +122,7 @@ class CredentialRepository(Repository):
     async def member(
         self, tenant: TenantId, id: str, project: ProjectId
     ) -> Row[MemberRow, TenantRow, TierRow, ProjectRow] | None:
-        """Return a member of the tenant, as it works in that project unless the project is archived."""
+        """Return a member of the tenant with that project, unless the project is archived."""
         statement = _members().where(
             MemberRow.tenant_id == tenant,
             MemberRow.id == id,
@@ -144,12 +144,12 @@ class CredentialRepository(Repository):
         return (await self._session.execute(statement)).all()
 
     async def macs_since(self, created_at: int) -> Sequence[bytes]:
-        """Return the MACs of the keys that were made since then and are not revoked."""
+        """Return the MACs of keys that were made at or after `created_at` and are not revoked."""
         statement = select(KeyRow.mac).where(KeyRow.created_at >= created_at, KeyRow.revoked_at.is_(None))
         return (await self._session.scalars(statement)).all()
 
     async def lock_maker(self, id: str, now: int) -> bool:
-        """Return whether the key or member still works, and keep it from ending until this transaction ends."""
+        """Return whether the key or member still works, and lock it against ending until this transaction ends."""
         key = select(KeyRow.id).where(KeyRow.id == id, *_live(now)).with_for_update(read=True)
         if await self._session.scalar(key) is not None:
             return True
@@ -157,7 +157,7 @@ class CredentialRepository(Repository):
         return await self._session.scalar(member) is not None
 
     async def touch(self, used: Mapping[str, int]) -> None:
-        """Store when keys were last used, by id; a later time that is stored already stays."""
+        """Store the times of the keys' last use, by id. A later time that is stored already stays."""
         statement = (
             update(table_of(KeyRow))
             .where(
@@ -170,12 +170,12 @@ class CredentialRepository(Repository):
 
 
 def _live(now: int) -> tuple[ColumnElement[bool], ...]:
-    """The keys that still work."""
+    """Select the keys that still work."""
     return KeyRow.revoked_at.is_(None), KeyRow.expires_at.is_(None) | (KeyRow.expires_at > now)
 
 
 def _in_line(line: str, now: int) -> tuple[ColumnElement[bool], ...]:
-    """The keys of a chain of rotations that still work; `line` is the id of the first."""
+    """Select the working keys of a chain of rotations; `line` is the id of its first key."""
     return *_live(now), (KeyRow.lineage == line) | KeyRow.lineage.startswith(f"{line} ", autoescape=True)
 
 
@@ -205,7 +205,7 @@ class KeyRepository(TenantScoped):
         await self._insert(row)
 
     async def all(self) -> Sequence[KeyRow]:
-        """Return the tenant's keys, revoked ones too, oldest first."""
+        """Return the tenant's keys, including revoked ones, oldest first."""
         statement = select(KeyRow).where(KeyRow.tenant_id == self._tenant).order_by(KeyRow.created_at, KeyRow.id)
         return (await self._session.scalars(statement)).all()
 
@@ -237,7 +237,7 @@ class KeyRepository(TenantScoped):
 
 
 async def names_of_actors(session: AsyncSession, ids: Collection[str], tenant: TenantId | None) -> dict[str, str]:
-    """Return the names of keys, and the identities of members, by id; of those of `tenant`, or of all tenants."""
+    """Return the names of keys and the identities of members, by id, in `tenant` or in all tenants."""
     keys = select(KeyRow.id, KeyRow.name).where(among(session, KeyRow.id, ids), KeyRow.name != "")
     members = select(MemberRow.id, MemberRow.subject).where(among(session, MemberRow.id, ids))
     if tenant is not None:
@@ -249,7 +249,7 @@ async def names_of_actors(session: AsyncSession, ids: Collection[str], tenant: T
 async def keys_made_by(session: AsyncSession, maker: str) -> Sequence[KeyRow]:
     """Return the keys that are not revoked and whose lineage goes back to `maker`, locked.
 
-    Of every tenant: an operator makes operators' keys in other tenants too.
+    They may be in any tenant, because an operator also makes operators' keys in other tenants.
     """
     statement = select(KeyRow).where(
         KeyRow.revoked_at.is_(None), (KeyRow.lineage + " ").contains(f" {maker} ", autoescape=True)
@@ -258,7 +258,7 @@ async def keys_made_by(session: AsyncSession, maker: str) -> Sequence[KeyRow]:
 
 
 async def owner_of_key(session: AsyncSession, key_id: str) -> TenantRow | None:
-    """Return the tenant that has the key: operators name keys by id alone."""
+    """Return the tenant that has the key, because operators name keys only by id."""
     statement = select(TenantRow).join(KeyRow, KeyRow.tenant_id == TenantRow.id).where(KeyRow.id == key_id)
     return await session.scalar(statement)
 
@@ -275,18 +275,18 @@ class SessionRow(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     mac: Mapped[bytes] = mapped_column(unique=True)
     kind: Mapped[str]
-    """session, or link: a secret that is exchanged once for that of a session."""
+    """`session`, or `link`: a secret that is exchanged once for a session's secret."""
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     holder: Mapped[str]
-    """The id of the key or the member whose rights it has. Neither is copied: both are looked up on each request."""
+    """The id of the key or the member whose rights the session has. It is looked up on each request."""
     project_id: Mapped[ProjectId]
     is_operator: Mapped[bool]
-    """A member's, by the issuer's word at sign-in; a key's own scopes say it."""
+    """True: the issuer made the member an operator at sign-in. For a key, its scopes decide."""
     viewed: Mapped[str]
     """Names of the tenants that the operator looks at, separated by spaces."""
     created_at: Mapped[int]
     used_at: Mapped[int]
-    """Written at most once a minute."""
+    """The time of the last use, which is written at most once a minute."""
     expires_at: Mapped[int]
 
 
@@ -302,7 +302,7 @@ class SessionRepository(Repository):
         return await self._session.scalar(select(SessionRow).where(SessionRow.mac == mac, SessionRow.kind == kind))
 
     async def take(self, mac: bytes, kind: str) -> SessionRow | None:
-        """Delete the session or link with this MAC and return it: of two that ask at once, one gets it."""
+        """Delete the session or link with this MAC and return it. Of two simultaneous calls only one gets it."""
         statement = delete(SessionRow).where(SessionRow.mac == mac, SessionRow.kind == kind).returning(SessionRow)
         return (await self._session.scalars(statement)).one_or_none()
 
@@ -326,7 +326,7 @@ class SessionRepository(Repository):
         return result.rowcount
 
     async def remove_expired(self, now: int, idle_since: int) -> None:
-        """Delete sessions and links that have ended, and sessions that were not used since `idle_since`."""
+        """Delete sessions and links that have ended, and sessions without use since `idle_since`."""
         idle = (SessionRow.kind == "session") & (SessionRow.used_at <= idle_since)
         ended = (SessionRow.expires_at <= now) | idle
         await self._session.execute(delete(SessionRow).where(ended))

@@ -1,9 +1,9 @@
-"""One database, embedded SQLite or PostgreSQL: its transactions, its locks, and the leases of rows.
+"""One database, either embedded SQLite or PostgreSQL: its transactions, its locks, and the leases of rows.
 
-A transaction is read-only over one snapshot, or writes. A lock is held for the length of a transaction
-(`advisory_lock`) or of a server's process (`server_liveness`). A lease is a server's hold on a row of unfinished work:
-a server is alive for as long as its process is, so a lease needs no clock, and the rows of one that has died are
-adopted by the others. Work that commits checks in the same transaction that its row is still this server's.
+A transaction either reads one snapshot or writes. A lock is held during a transaction (`advisory_lock`) or during the
+life of a server's process (`server_liveness`). A lease is a server's hold on a row of unfinished work. A server is
+alive as long as its process runs, so a lease needs no clock. Other servers adopt the rows of a dead server. A job that
+commits checks in the same transaction that this server still holds its row.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from sqlalchemy.orm import Mapped
 from loramux.data.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl, ValueRefused
 
 Clock = Callable[[], int]
-"""Microseconds since the epoch, UTC: the unit of every time in the records."""
+"""A clock of microseconds since the epoch (UTC), the unit of every time in the records."""
 
 BUSY_SECONDS = 30
-"""Seconds that a transaction waits for a lock: the only writer's on SQLite, a row's on PostgreSQL."""
+"""Seconds that a transaction waits for a lock: on SQLite that of the only writer, on PostgreSQL that of a row."""
 
 READERS = 4
 
 CONNECT_SECONDS = 5
-"""PostgreSQL: how long a connection may take, and how long a transaction waits for a free one while no other gets one.
-With both, every transaction on a database that does not answer ends in about ten seconds."""
+"""Seconds that a connection to PostgreSQL may take, and that a transaction waits for a free one.
+
+The wait ends only if no other transaction gets a connection during this time. So if the database does not answer, every
+transaction ends within about ten seconds."""
 REACHABLE_SECONDS = 2.0
 POSTGRESQL = {
     "connect_timeout": CONNECT_SECONDS,
@@ -50,26 +52,26 @@ POSTGRESQL = {
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
-"""A peer that has gone without a word is noticed after 20 to 25 seconds."""
+"""TCP settings with which a peer that has disappeared silently is noticed after 20 to 25 seconds."""
 
 MIGRATIONS = 7_401_001
 CONTENTS = 7_401_002
-"""Held while stored contents and the rows that need them change together, so that none goes while another comes."""
+"""Lock for changes of stored contents and their rows: no content is removed while a row for it is added."""
 
 PRICES = 7_401_004
-"""Held while prices are added, and while a period is closed that they would be in."""
+"""Lock that is held while prices are added, and while a period is closed to which they would apply."""
 
 PEPPER = 7_401_005
-"""Held while a server compares or replaces the pepper, so that servers that start together agree on one."""
+"""Lock that is held while a server compares or replaces the pepper: servers that start together agree on one."""
 
 BASES = 7_401_006
-"""Held while the set of bases is compared and changed."""
+"""Lock that is held while the set of bases is compared and changed."""
 
 DAILY_USAGE = 7_401_007
-"""Held while entries are added to the daily sums, so that servers add each once."""
+"""Lock that is held while entries are added to the daily sums, so that each entry is added once."""
 
 SERVERS = 7_401_003
-"""The class of PostgreSQL's two-part locks that living servers hold, each under the hash of its id."""
+"""The first part of the two-part PostgreSQL locks of living servers; the second is the hash of the server's id."""
 
 
 def unix_microseconds() -> int:
@@ -84,7 +86,7 @@ def parse_url(url: str) -> URL:
     """
     try:
         parsed = make_url(url)
-    except (ArgumentError, ValueError):  # ValueError: a port that is no number
+    except (ArgumentError, ValueError):  # ValueError: a port that is not a number
         raise UnsupportedUrl("the records url cannot be parsed; write sqlite:///PATH or postgresql://...") from None
     backend = parsed.get_backend_name()
     if backend == "sqlite" and parsed.database not in (None, "", ":memory:"):
@@ -95,7 +97,7 @@ def parse_url(url: str) -> URL:
 
 
 def sqlite_file(url: URL) -> Path | None:
-    """Return the file of an embedded database; None for PostgreSQL."""
+    """Return the path of an embedded database; None for PostgreSQL."""
     return Path(url.database) if url.get_backend_name() == "sqlite" and url.database else None
 
 
@@ -107,13 +109,13 @@ def is_postgresql(session: AsyncSession) -> bool:
 def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
     """Make every connection of `engine` durable and strict, and let SQLAlchemy start transactions with `begin`.
 
-    `pragmas` add to those that are always set, or take their place.
+    `pragmas` add to the pragmas that are always set, or replace them.
     """
     chosen = {"journal_mode": "WAL", "synchronous": "FULL", "foreign_keys": "ON", "recursive_triggers": "ON"} | pragmas
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # the driver starts no transactions of its own
+        connection.isolation_level = None  # the driver must not start transactions itself
         cursor = connection.cursor()
         for pragma, value in chosen.items():
             cursor.execute(f"PRAGMA {pragma}={value}")
@@ -127,11 +129,11 @@ def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
 class Database:
     """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write.
 
-    Both raise RowRefused for a broken constraint, ValueRefused for a value that no column holds, and RecordsUnavailable
-    for a database that does not answer.
+    Both raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
+    RecordsUnavailable for a database that does not answer.
 
-    SQLite knows one writer at a time, so writers of this process share one connection and queue for it in
-    order; another process's writer is waited for BUSY_SECONDS.
+    SQLite allows one writer at a time, so writers of this process share one connection and queue for it in order. They
+    wait up to BUSY_SECONDS for a writer in another process.
     """
 
     def __init__(self, url: str, *, clock: Clock = unix_microseconds) -> None:
@@ -154,13 +156,13 @@ class Database:
             yield session
 
     def connect(self) -> AsyncConnection:
-        """Return a connection for state that outlives a transaction (`server_liveness`); use it as a context."""
+        """Return a connection for state that outlives a transaction (`server_liveness`); a context manager."""
         return self._writer.connect()
 
     async def is_reachable(self) -> bool:
         """Return whether the database answers now, within REACHABLE_SECONDS.
 
-        On a connection of its own: a pool whose connections are all in use is load, not an outage.
+        The probe uses a separate connection, because a pool whose connections are all in use is load, not an outage.
         """
         try:
             async with asyncio.timeout(REACHABLE_SECONDS), _transaction(self._probe) as session:
@@ -177,10 +179,11 @@ class Database:
 
 
 class PoolWait:
-    """The wait for a connection of PostgreSQL's pool: its end tells load from an outage.
+    """The wait for a connection from PostgreSQL's pool, which distinguishes load from an outage.
 
-    A connection is tried when it is taken (`pool_pre_ping`). So where others get theirs while a transaction waits, or
-    the probe on a connection of its own is answered, the database has much to do; otherwise it does not answer.
+    A connection is tested when it is taken from the pool (`pool_pre_ping`). While a transaction waits, other
+    transactions may get connections, or a probe on a separate connection may be answered: then the database is busy.
+    Otherwise it does not answer.
     """
 
     def __init__(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> None:
@@ -208,7 +211,7 @@ class PoolWait:
                 return
 
     async def _is_answered(self) -> bool:
-        """Probe the database, once for all that wait."""
+        """Probe the database, once for all waiting transactions."""
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(self._probe())
         return await asyncio.shield(self._probing)
@@ -257,12 +260,12 @@ def _prepare_aiosqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
     def roll_back(connection: Any, _record: object, _error: object) -> None:
         """End the cancelled task's transaction before the connection is closed.
 
-        SQLite keeps a connection that is closed, and its write lock, for as long as a cursor lives (sqlite3_close_v2),
-        and one lives in the traceback of the cancelled task. aiosqlite's own stop() enters its queue like this.
+        SQLite keeps a closed connection and its write lock as long as one of its cursors exists (sqlite3_close_v2). The
+        cancelled task's traceback holds a cursor. aiosqlite's own stop() enters its queue in the same way.
         """
         driver = connection.driver_connection
 
-        def on_its_thread() -> None:  # where a connection that is gone is no error of this task
+        def on_its_thread() -> None:  # on that thread, a lost connection is not an error of this task
             driver._conn.rollback()
 
         driver._tx.put_nowait((None, on_its_thread))
@@ -273,7 +276,7 @@ def _connect_args(url: URL) -> dict[str, int]:
 
 
 def _bound_lock_waits(engine: Engine) -> None:
-    """Set lock_timeout on every connection; as a statement, since poolers such as PgBouncer refuse it at the start."""
+    """Set lock_timeout on every connection, by a statement: poolers such as PgBouncer refuse it at the start."""
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: object) -> None:
@@ -307,7 +310,7 @@ def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
 async def advisory_lock(session: AsyncSession, lock: int) -> None:
     """Hold `lock` until this transaction ends; other transactions with the same number wait here.
 
-    SQLite needs nothing: a writing transaction is alone already.
+    SQLite needs no lock, because only one transaction writes at a time.
     """
     if is_postgresql(session):
         await session.execute(select(func.pg_advisory_xact_lock(lock)))
@@ -315,7 +318,7 @@ async def advisory_lock(session: AsyncSession, lock: int) -> None:
 
 @asynccontextmanager
 async def server_liveness(database: Database, server_id: str) -> AsyncIterator[None]:
-    """While the block runs, `dead_servers` does not name this server; however the process ends, it does afterwards."""
+    """While the block runs, `dead_servers` does not name this server. After the process has ended, it does."""
     if sqlite_file(database.url) is not None:
         yield
         return
@@ -326,13 +329,13 @@ async def server_liveness(database: Database, server_id: str) -> AsyncIterator[N
         try:
             yield
         finally:
-            with suppress(DBAPIError):  # a broken connection has let go already
+            with suppress(DBAPIError):  # a broken connection has already released its lock
                 await connection.execute(select(func.pg_advisory_unlock(*key)))
                 await connection.commit()
 
 
 async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
-    """Return the other servers that have ended. On SQLite all of them: an embedded database has one server."""
+    """Return the other servers that have ended. On SQLite these are all others: an embedded database has one server."""
     if not is_postgresql(session):
         return list(server_ids)
     free = func.pg_try_advisory_xact_lock
@@ -340,18 +343,18 @@ async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list
 
 
 class LeasedRow:
-    """The columns of a row that servers hold."""
+    """The columns of a row that a server holds by a lease."""
 
     server_id: Mapped[str | None]
-    """The server that works on it; when that server dies, another one adopts the row."""
+    """The server that works on the row; if that server dies, another one adopts the row."""
     attempts: Mapped[int]
-    """Servers that have started the work."""
+    """The number of servers that have started the work."""
 
 
 async def adopt_abandoned(
     session: AsyncSession, row: type[LeasedRow], unfinished: ColumnElement[bool], server_id: str
 ) -> bool:
-    """Move the unfinished rows of dead servers to this one; return whether some server is dead."""
+    """Move the unfinished rows of dead servers to this one; return whether any server is dead."""
     others = select(row.server_id).where(unfinished, row.server_id != server_id).distinct()
     dead = await dead_servers(session, [server for server in await session.scalars(others) if server is not None])
     if dead:

@@ -1,13 +1,13 @@
 """Errors of the database as a whole.
 
 RecordsError
-├── UnsupportedUrl       the address names no database that loramux speaks
+├── UnsupportedUrl       the address names no database that loramux supports
 ├── SchemaOutOfDate      the tables are older than this release: migrate
 ├── SchemaTooNew         the tables are newer than this release: upgrade loramux
 ├── RowRefused           a row breaks a constraint or a trigger
 │   └── ValueRefused         a value that no column can hold: 400
 ├── RecordsUnavailable   the database cannot be reached or used, or is locked
-└── ChainBroken          a ledger entry is not what was once written
+└── ChainBroken          a ledger entry differs from the one that was written
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RecordsError(LoramuxError):
 
 
 class UnsupportedUrl(RecordsError):
-    """The URL names no supported database; the message has it without its password, and the two forms that work."""
+    """The URL names no supported database. The message has the URL without its password, and the two valid forms."""
 
 
 class SchemaOutOfDate(RecordsError):
@@ -42,7 +42,7 @@ class RowRefused(RecordsError):
 
 
 class ValueRefused(RowRefused):
-    """A value of the caller's that no column can hold: a text with a NUL on PostgreSQL, an integer out of range."""
+    """A caller's value that no column can hold: a text with a NUL on PostgreSQL, an integer out of range."""
 
     code = "invalid_value"
     status = HTTPStatus.BAD_REQUEST
@@ -59,7 +59,7 @@ class RecordsUnavailable(RecordsError):
 
 
 class ChainBroken(RecordsError):
-    """The ledger was altered: `sequence` is the first entry that does not follow from the one before."""
+    """The ledger has been altered: `sequence` is the first entry that does not follow from the one before."""
 
     def __init__(self, sequence: int, reason: str) -> None:
         super().__init__(f"ledger entry {sequence}: {reason}")

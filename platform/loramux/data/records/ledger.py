@@ -1,10 +1,10 @@
 """The ledger: its rows, its hash chain, the statements that append to it and verify it, and the engines' own counts.
 
-Entry n's hash is SHA-256 over all other fields of entry n, `prev_hash` among them, so that no entry can change, vanish
-or move unseen. Appending holds the lock of the head row: sequences have no gap and are committed in order.
+The hash of entry n is the SHA-256 of all its other fields, including `prev_hash`. So a changed, deleted or moved entry
+is detected. Appending holds the lock of the head row, so sequences have no gaps and are committed in order.
 Byte-seconds are bytes times whole seconds.
 
-Tokens that engines counted by themselves are kept beside the ledger, so that a reconciliation can compare both.
+The tokens that engines count are stored separately from the ledger, so that a reconciliation can compare both.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """A ledger entry before it has its place in the chain. Quantities are whole tokens and byte-seconds."""
 
     kind: str
-    """`usage`; `interrupted` for a request whose server died: recorded, and never billed; `storage` and `residency`
-    of a revision for a span of time; `correction` of an earlier entry, the only kind whose quantities may be
-    negative."""
+    """The kind of entry: `usage`, `interrupted`, `storage`, `residency` or `correction`.
+
+    `interrupted`: a request whose server died; it is recorded and never billed. `storage` and `residency`: a revision
+    during a span of time. `correction`: a change of an earlier entry; only its quantities may be negative."""
     tenant_id: TenantId
     key_id: str
     request_id: str
-    """The request; for other kinds the subject and its time, so that the entry is written once."""
+    """The request's id; for other kinds the subject and its time, so that the entry is written once."""
     model: str
     """The resolved model: `tenant/adapter@3`, or the base model's name."""
     adapter_digest: str | None
@@ -125,32 +126,32 @@ class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     created_at: int
     base_model: str = ""
     tier: str = ""
-    """The service class that it ran in."""
+    """The tier that the request is charged at."""
     project_id: str | None = None
     tags: str = ""
     """A JSON object of texts with sorted keys; empty without tags."""
     user_id: str | None = None
-    """The caller's name for the end user that the request was for."""
+    """The caller's name for the end user of the request."""
     waived_input_tokens: int = 0
-    """Tokens that the engine computed for this request and that are not charged; cached ones are a part, as above."""
+    """Tokens that the engine computed for this request and that are not charged, including cached ones."""
     waived_cached_tokens: int = 0
     waived_output_tokens: int = 0
     adapter_load: int = 0
     adapter_byte_seconds: int = 0
     adapter_resident_byte_seconds: int = 0
     corrects: str | None = None
-    """The event_id of the entry that a correction is about."""
+    """The event_id of the entry that this entry corrects."""
     occurred_at: int | None = None
-    """The time of the use that it bills, where that differs from created_at: prices of that moment apply."""
+    """The time of the billed use, if it differs from created_at: the prices of that time apply."""
 
     @property
     def billed(self) -> TokenCounts:
-        """Tokens that are charged."""
+        """Return the tokens that are charged."""
         return TokenCounts(prompt=self.input_tokens, cached=self.cached_tokens, output=self.output_tokens)
 
     @property
     def waived(self) -> TokenCounts:
-        """Tokens that the engine computed and the tenant does not pay for."""
+        """Return the tokens that the engine computed and the tenant does not pay for."""
         return TokenCounts(
             prompt=self.waived_input_tokens, cached=self.waived_cached_tokens, output=self.waived_output_tokens
         )
@@ -161,7 +162,7 @@ class LedgerEntry(EntryContent, frozen=True, kw_only=True, omit_defaults=True):
 
     sequence: int
     event_id: str
-    """Derived from what the entry is about, so that an event is written once however often it is tried."""
+    """The id of the event, derived from the entry's subject: an event is written once, however often it is tried."""
     prev_hash: str
     hash: str = ""
 
@@ -172,9 +173,9 @@ def event_id(kind: str, request_id: str) -> str:
 
 
 def chain_hash(entry: LedgerEntry) -> str:
-    """SHA-256 over all fields but `hash` as JSON: keys sorted, no spaces, ASCII.
+    """Return the SHA-256 of all fields except `hash` as JSON: keys sorted, no spaces, ASCII.
 
-    Fields that entries did not always have are left out where they say nothing, so that old entries keep their hashes.
+    Fields that were added later are left out if they have no value, so that old entries keep their hashes.
     """
     canonical = _encode(msgspec.structs.replace(entry, hash="") if entry.hash else entry)
     if not canonical.isascii():
@@ -197,7 +198,7 @@ class LedgerRepository(Repository):
         return (await self._session.scalars(select(LedgerHeadRow))).one()
 
     async def append(self, head: LedgerHeadRow, drafts: Sequence[EntryContent]) -> list[LedgerEntry]:
-        """Append entries behind `head`, which the caller has locked."""
+        """Append entries after `head`, which the caller has locked."""
         entries: list[LedgerEntry] = []
         sequence, last = head.sequence, head.hash
         for draft in drafts:
@@ -235,7 +236,7 @@ class LedgerRepository(Repository):
         return [_entry(row) for row in rows]
 
     async def verify(self) -> LedgerHeadRow:
-        """Walk the whole chain in this transaction's snapshot and return its head; raises ChainBroken."""
+        """Check the whole chain in this transaction's snapshot and return its head. Raises ChainBroken."""
         sequence, last = 0, GENESIS
         async for page in self._pages():
             # in a thread: hashing a page takes tens of milliseconds
@@ -283,10 +284,10 @@ def _entry(row: Row[Any]) -> LedgerEntry:
 
 
 class EngineCountRow(Base):
-    """Tokens that one server's engine counted by itself for settled requests, by revision.
+    """Tokens that one server's engine has counted for settled requests, by revision.
 
-    `adapter_digest` is empty for the base model. Each row is written by its server alone, in the transactions that
-    settle.
+    `adapter_digest` is empty for the base model. Only its server writes a row, in the transactions that settle
+    requests.
     """
 
     __tablename__ = "engine_counts"
@@ -304,10 +305,10 @@ Weights = tuple[str, str]
 
 
 class EngineCountRepository(Repository):
-    """Engines' counts and the ledger's."""
+    """The counts of the engines and of the ledger."""
 
     async def add(self, server_id: str, counts: Mapping[Weights, TokenCounts]) -> None:
-        """Add to what this server's engine has counted so far."""
+        """Add to the counts of this server's engine."""
         columns = ("prompt_tokens", "cached_tokens", "output_tokens")
         rows = [
             {
@@ -323,14 +324,14 @@ class EngineCountRepository(Repository):
         await self._session.execute(insert_sums(self._session, table_of(EngineCountRow), columns), rows)
 
     async def engines(self) -> dict[Weights, TokenCounts]:
-        """Return the tokens that all engines ever counted for settled requests."""
+        """Return the tokens that all engines have ever counted for settled requests."""
         columns = EngineCountRow.prompt_tokens, EngineCountRow.cached_tokens, EngineCountRow.output_tokens
         keys = EngineCountRow.base_model, EngineCountRow.adapter_digest
         statement = select(*keys, *(part for column in columns for part in exact_sum(column))).group_by(*keys)
         return {(row[0], row[1]): _tokens(tuple(row)) for row in await self._session.execute(statement)}
 
     async def ledger(self) -> dict[Weights, TokenCounts]:
-        """Return the same from the ledger: billed and waived tokens, without corrections."""
+        """Return the same counts from the ledger: billed and waived tokens, without corrections."""
         keys = LedgerRow.base_model, func.coalesce(LedgerRow.adapter_digest, "")
         sums = (
             LedgerRow.input_tokens + LedgerRow.waived_input_tokens,

@@ -1,8 +1,8 @@
 """Limits, budgets, their counters, and the holds of open requests: rows and statements.
 
-A *subject* is what a limit is on: the id of a tenant, a project, a key or a member, or `tier:NAME`.
+A *subject* is the object of a limit: the id of a tenant, a project, a key or a member, or `tier:NAME`.
 
-Counters and spendings are locked in the order of their keys, after the ledger's head and before anything else, so that
+Counters and spendings are locked in the order of their keys, after the ledger's head and before all other rows, so that
 no two transactions wait for each other.
 """
 
@@ -44,7 +44,7 @@ COUNTED = ("requests_free", "requests_at", "tokens_free", "tokens_at", "running"
 
 
 class LimitRow(Base):
-    """One limit of a subject; `tenant_id` is null for a tier's."""
+    """One limit of a subject; `tenant_id` is null for a tier's limit."""
 
     __tablename__ = "limits"
     __table_args__ = (CheckConstraint("value >= 0", name="value"),)
@@ -70,7 +70,7 @@ class CounterRow(Base):
 
 
 class HoldRow(Base):
-    """One open request's hold on a subject: one concurrent request, and tokens of the minute."""
+    """An open request's hold on a subject: one concurrent request, and tokens of the minute."""
 
     __tablename__ = "limit_holds"
 
@@ -80,7 +80,7 @@ class HoldRow(Base):
 
 
 class BudgetRow(Base):
-    """The most money that a subject may spend in a period."""
+    """A budget: the most money that a subject may spend in a period."""
 
     __tablename__ = "budgets"
     __table_args__ = (
@@ -99,7 +99,7 @@ class BudgetRow(Base):
 
 
 class SpendingRow(Base):
-    """Money spent of a budget in one period, and the most that open requests may still cost."""
+    """The money spent from a budget in one period, and the most that open requests may still cost."""
 
     __tablename__ = "budget_spendings"
     __table_args__ = (CheckConstraint("spent >= 0 AND held >= 0", name="quantities"),)
@@ -114,7 +114,7 @@ class SpendingRow(Base):
 
 
 class BudgetHoldRow(Base):
-    """The most that an open request can cost, held of a budget."""
+    """The most that an open request can cost, reserved in a budget."""
 
     __tablename__ = "budget_holds"
 
@@ -124,11 +124,11 @@ class BudgetHoldRow(Base):
     amount: Mapped[int]
     base_model: Mapped[str] = mapped_column(server_default=text("''"))
     tier: Mapped[str]
-    """The base and the tier at which it will be charged."""
+    """The tier at which the request will be charged; its base is in `base_model`."""
 
 
 class AlertRow(Base):
-    """A budget that has passed a threshold: written once, with the settlement that passed it, for sinks to deliver."""
+    """A budget has passed a threshold. It is written once, with the settlement that passed it; sinks deliver it."""
 
     __tablename__ = "budget_alerts"
     __table_args__ = (
@@ -136,7 +136,7 @@ class AlertRow(Base):
     )
 
     id: Mapped[str] = mapped_column(primary_key=True)
-    """`BUDGET:START:PERCENT`: the same alert is never written twice."""
+    """The id `BUDGET:START:PERCENT`, so that the same alert is never written twice."""
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     budget_id: Mapped[str]
     subject: Mapped[str]
@@ -178,7 +178,7 @@ class LimitRepository(Repository):
     async def subject(self, tenant: TenantId | None, id: str) -> str | None:
         """Return the subject that `id` names: the tenant, its project or member, or for a key the head of its lineage.
 
-        None where the tenant has no such thing. Without a tenant: the tier.
+        None if the tenant has no such object. Without a tenant, `id` names a tier.
         """
         if tenant is None:
             return id if await self._session.get(TierRow, id.removeprefix("tier:")) is not None else None
@@ -188,7 +188,7 @@ class LimitRepository(Repository):
         return None if subject is None else str(subject).split()[0]
 
     async def currencies(self, tenants: Collection[TenantId]) -> dict[TenantId, str]:
-        """Return the currency of each tenant that has, or had, a plan; it never changes."""
+        """Return the currency of each tenant with a present or past plan. A tenant's currency never changes."""
         statement = (
             select(SubscriptionRow.tenant_id, PlanRow.currency)
             .join(PlanRow, PlanRow.id == SubscriptionRow.plan_id)
@@ -198,7 +198,7 @@ class LimitRepository(Repository):
         return {tenant: currency for tenant, currency in await self._session.execute(statement)}
 
     async def has_prices(self, tenant: TenantId) -> bool:
-        """Return whether a plan that the tenant has, or had, has a price."""
+        """Return whether any present or past plan of the tenant has a price."""
         statement = (
             select(PriceRow.id)
             .join(SubscriptionRow, SubscriptionRow.plan_id == PriceRow.plan_id)
@@ -220,7 +220,7 @@ class LimitRepository(Repository):
         await self._insert(row)
 
     async def remove(self, row: LimitRow | BudgetRow) -> None:
-        """Delete the row; a budget takes along what was counted of it."""
+        """Delete the row, and with a budget also its spendings."""
         await self._delete(row)
 
     async def spendings(self, budgets: Collection[Spending]) -> Rows:
@@ -244,13 +244,13 @@ class CounterRepository(Repository):
         return (await self._session.execute(statement)).all()
 
     async def peek(self, subjects: Collection[str]) -> Rows:
-        """Return the subjects' counters where there are any, without a lock."""
+        """Return the subjects' existing counters, without a lock."""
         return (
             await self._session.execute(select(*table_of(CounterRow).c).where(CounterRow.subject.in_(subjects)))
         ).all()
 
     async def counters(self, subjects: Collection[str]) -> Rows:
-        """Return the subjects' counters, inserted where there are none."""
+        """Return the subjects' counters; insert missing ones."""
         statement = select(*table_of(CounterRow).c).where(CounterRow.subject.in_(subjects)).order_by(CounterRow.subject)
         found = (await self._session.execute(statement.with_for_update())).all()
         missing = sorted(set(subjects) - {row.subject for row in found})
@@ -261,7 +261,7 @@ class CounterRepository(Repository):
         return (await self._session.execute(statement.with_for_update())).all()
 
     async def spendings(self, budgets: Collection[Spending]) -> Rows:
-        """Return the budgets' spendings in these periods, inserted where there are none."""
+        """Return the budgets' spendings in these periods; insert missing ones."""
         statement = _spendings(budgets).with_for_update()
         found = (await self._session.execute(statement)).all()
         missing = sorted(set(budgets) - {(row.budget_id, row.start) for row in found})
@@ -300,7 +300,7 @@ class CounterRepository(Repository):
             await self._session.execute(delete(held).where(among(self._session, held.c.request_id, request_ids)))
 
     async def add_alerts(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Insert the alerts that are not there already."""
+        """Insert the alerts that do not exist yet."""
         await insert_new(self._session, AlertRow, rows)
 
     async def _execute(self, statement: Any, rows: Sequence[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Pins: revisions that their tenants keep in the adapter pool, and are charged for."""
+"""Pins: revisions that their tenants keep in the adapter pool, and pay for."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class PinRow(Base):
     digest: Mapped[str]
     size_bytes: Mapped[int]
     pinned_by: Mapped[str]
-    """A key's or a member's id."""
+    """The id of the key or the member that pinned it."""
     since: Mapped[int]
     used_at: Mapped[int]
-    """About when a request last ran with the revision."""
+    """The approximate time of the last request with the revision."""
     until: Mapped[int | None]
-    """None while the pin is active."""
+    """The end of the pin; None while it is active."""
     counted_until: Mapped[int | None]
-    """The time up to which it is billed; None: not at all yet."""
+    """The time up to which it is billed; None: not billed yet."""
     ended_by: Mapped[str | None]
-    """`unpinned`, `deleted`, `idle`, or the engine's code where it has no room."""
+    """The reason of the end: `unpinned`, `deleted`, `idle`, or the engine's code if it has no room."""
 
 
 class PinRepository(TenantScoped):
@@ -115,7 +115,7 @@ class ActivePin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActivePinRepository(Repository):
-    """Every tenant's active pins, for the system."""
+    """Every tenant's active pins, as the system applies and ends them."""
 
     async def all(self) -> list[ActivePin]:
         """List the active pins, oldest first."""
@@ -138,7 +138,7 @@ class ActivePinRepository(Repository):
         return [ActivePin(**row._mapping) for row in await self._session.execute(statement)]
 
     async def touch(self, revision_ids: Collection[str], at: int) -> None:
-        """Record that requests have run with these revisions."""
+        """Record the time of requests with these revisions."""
         await self._session.execute(
             update(PinRow)
             .where(among(self._session, PinRow.revision_id, revision_ids), PinRow.until.is_(None), PinRow.used_at < at)

@@ -1,13 +1,15 @@
 """Requests: opened before the engine sees them, closed with the ledger entry that bills them; and idempotency keys.
 
-Requests go by their id, which only the server makes; the tenant of a settlement is read from the row, never given. An
-idempotency key is claimed with its request's row and answered with its settlement.
+Requests are identified by their id, which only the server makes. The tenant of a settlement is read from the row and is
+never an argument. An idempotency key is claimed when its request's row is inserted, and gets its answer with the
+settlement.
 
-A request is charged at its tenant's tier, and behind a slash at its service tier where it has another than `default`:
-`standard`, `standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices carry this one
-text, so a price for `standard` covers all of that tier's requests unless one for `standard/batch` or `*/batch` exists.
+A request is charged at its tenant's tier. If its service tier is not `default`, it follows after a slash: `standard`,
+`standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices use this text, so a price for
+`standard` covers all of that tier's requests unless one for `standard/batch` or `*/batch` exists.
 
-`shadow` is the server's own: a request that it repeats on another revision. It meets no limit, and all of it is waived.
+`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to it, and
+all its tokens are waived.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ INTERRUPTED = "interrupted"
 
 
 class RequestRow(Base):
-    """One request, written before the engine sees it, with the most tokens that it can use."""
+    """One request, written before the engine sees it, with the largest number of tokens that it can use."""
 
     __tablename__ = "requests"
     __table_args__ = (
@@ -68,10 +70,10 @@ class RequestRow(Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[TenantId]
     key_id: Mapped[str]
-    """The API key, or the member that asked in person."""
+    """The id of the API key, or of the member that sent the request."""
     project_id: Mapped[ProjectId | None]
     server_id: Mapped[str]
-    """The server process that runs it; when that process is gone, a sweep closes the request."""
+    """The server process that runs it; after that process has ended, a sweep closes the request."""
     model: Mapped[str]
     adapter_digest: Mapped[str | None]
     base_model: Mapped[str] = mapped_column(server_default=text("''"))
@@ -81,24 +83,24 @@ class RequestRow(Base):
     prompt_tokens: Mapped[int]
     max_tokens: Mapped[int]
     has_holds: Mapped[bool] = mapped_column(server_default=true())
-    """False where it surely holds nothing of limits and budgets: their tables are then not read at settlement."""
+    """False: it certainly holds nothing of limits and budgets, so the settlement does not read their tables."""
     has_claim: Mapped[bool] = mapped_column(server_default=true())
-    """False where it surely has no idempotency key."""
+    """False: it certainly has no idempotency key."""
     status: Mapped[str]
     created_at: Mapped[int]
     settled_at: Mapped[int | None]
 
 
 class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request before it is queued: limits admit it, the database has a row of it, the ledger entry inherits from it.
+    """A request before it is queued. Limits admit it, a row stores it, and the ledger entry takes its fields.
 
-    `prompt_tokens` and `max_tokens` are the most that it can use.
+    `prompt_tokens` and `max_tokens` are the largest numbers that it can use.
     """
 
     id: str
     tenant_id: TenantId
     key_id: str
-    """The API key, or the member behind a token of an identity provider."""
+    """The id of the API key, or of the member that a token of an identity provider names."""
     project_id: ProjectId | None = None
     model: str
     """The resolved model: `tenant/adapter@3`, or the base model's name."""
@@ -108,23 +110,23 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tags: str = ""
     """A JSON object of texts with sorted keys; empty without tags."""
     user_id: str | None = None
-    """The caller's name for its end user; None: it has none, or nothing of its requests may be stored."""
+    """The caller's name for its end user; None: there is no name, or the tenant's requests may not be stored."""
     prompt_tokens: int
     max_tokens: int
     waiting: int = 0
-    """Requests of the tenant that wait for their first token on this server already."""
+    """Requests of the tenant that already wait for their first token on this server."""
     lineage: tuple[str, ...] = ()
-    """The key and its makers (`Principal.lineage`), whose limits it meets; empty: `key_id` alone."""
+    """The key and its makers (`Principal.lineage`), whose limits apply; empty: only `key_id`."""
     claim: IdempotencyClaim | None = None
 
     @property
     def max_total(self) -> int:
-        """The most tokens that it can use, prompt and output together."""
+        """Return the largest number of tokens that it can use, prompt and output together."""
         return self.prompt_tokens + self.max_tokens
 
 
 class BilledRequest(msgspec.Struct, frozen=True):
-    """The fields of a closed request that its ledger entry inherits, and whether it may hold anything."""
+    """The fields of a closed request that its ledger entry takes, and whether it may have holds or a claim."""
 
     id: str
     tenant_id: TenantId
@@ -152,15 +154,15 @@ class RequestRepository(Repository):
     """Requests."""
 
     async def add(self, opened: Sequence[OpenedRequest], holders: Collection[str], server_id: str, now: int) -> bool:
-        """Insert the rows of these requests; False when some id was there already, and then only the others are added.
+        """Insert the rows of these requests. Return False if an id exists; then only the other rows are inserted.
 
-        `holders` are the ids of those that hold something of limits or budgets.
+        `holders` are the ids of the requests that hold something of limits or budgets.
         """
         rows = [_row(one, one.id in holders, server_id, now) for one in opened]
         return await insert_new(self._session, RequestRow, rows) == len(rows)
 
     async def owners(self, ids: Collection[str]) -> dict[str, str]:
-        """Return the server that opened each of these requests, for those that exist."""
+        """Return the server that opened each of these requests, without those that do not exist."""
         statement = select(RequestRow.id, RequestRow.server_id).where(among(self._session, RequestRow.id, ids))
         return {id: server for id, server in await self._session.execute(statement)}
 
@@ -175,12 +177,12 @@ class RequestRepository(Repository):
         return list(await self._session.scalars(statement.distinct()))
 
     async def left_open(self, servers: Collection[str], limit: int) -> list[str]:
-        """List ids of requests that these servers have open, at most `limit`."""
+        """List the ids of at most `limit` requests that these servers have open."""
         statement = select(RequestRow.id).where(RequestRow.status == OPEN, RequestRow.server_id.in_(servers))
         return list(await self._session.scalars(statement.order_by(RequestRow.id).limit(limit)))
 
     async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
-        """Close these requests; return those that were not settled before, by id."""
+        """Close these requests; return by id those that were not yet settled."""
         statement = (
             update(REQUESTS)
             .where(among(self._session, RequestRow.id, ids), REQUESTS.c.status != SETTLED)
@@ -202,8 +204,8 @@ class RequestRepository(Repository):
     ) -> list[AnsweredRequest]:
         """List the tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
 
-        `before` is a request's id; `project` is the only one whose requests are listed, None: all. `background`: those
-        of the service tiers BACKGROUND too.
+        `before` is a request's id. `project` is the only project whose requests are listed; None: all projects.
+        `background`: also list requests of the service tiers BACKGROUND.
         """
         digests = (
             select(RevisionRow.digest)
@@ -245,19 +247,19 @@ class ClaimRow(Base):
 
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     key_id: Mapped[str] = mapped_column(primary_key=True)
-    """The API key, the member or the batch: another caller's idempotency keys are its own."""
+    """The API key, the member or the batch. Each caller has its own idempotency keys."""
     name: Mapped[str] = mapped_column(primary_key=True)
     """The idempotency key."""
     fingerprint: Mapped[str]
-    """Digest of the request's body: the same key with another body is refused."""
+    """The digest of the request's body. The same key with another body is refused."""
     request_id: Mapped[str]
     answer: Mapped[bytes | None]
-    """None while it runs."""
+    """The stored answer; None while the request runs."""
     expires_at: Mapped[int]
 
 
 Claimed = tuple[str, str, str]
-"""Tenant, caller and idempotency key."""
+"""The tenant, the caller and the idempotency key."""
 
 CLAIMS = table_of(ClaimRow)
 KEY = (CLAIMS.c.tenant_id, CLAIMS.c.key_id, CLAIMS.c.name)
@@ -267,13 +269,13 @@ class ClaimRepository(Repository):
     """Idempotency keys."""
 
     async def claim(self, rows: Sequence[dict[str, Any]], now: int) -> Mapping[Claimed, Any]:
-        """Insert the claims that are free; afterwards, all of them as they stand.
+        """Insert the claims that are free; return the present rows of all of them.
 
-        Waits for another transaction that claims the same at this moment.
+        It waits for another transaction that claims the same keys at this time.
         """
         keys = sorted({(row["tenant_id"], row["key_id"], row["name"]) for row in rows})
         await self._session.execute(delete(CLAIMS).where(tuple_(*KEY).in_(keys), CLAIMS.c.expires_at <= now))
-        # in one order, so that two transactions that claim the same keys do not wait for each other
+        # in a fixed order, so that two transactions that claim the same keys do not wait for each other
         ordered = sorted(rows, key=lambda row: (row["tenant_id"], row["key_id"], row["name"]))
         await insert_new(self._session, ClaimRow, ordered)
         found = await self._session.execute(select(*CLAIMS.c).where(tuple_(*KEY).in_(keys)))
@@ -296,7 +298,7 @@ class ClaimRepository(Repository):
         await self._session.execute(delete(CLAIMS).where(*mine, *before))
 
     async def remove_all(self, tenant: TenantId) -> None:
-        """Delete every claim of a tenant, with its answer; a request that still runs stores none."""
+        """Delete every claim of a tenant, with its answer. A request that still runs will store no answer."""
         await self._session.execute(delete(CLAIMS).where(CLAIMS.c.tenant_id == tenant))
 
     async def remove_expired(self, now: int) -> None:
@@ -306,9 +308,9 @@ class ClaimRepository(Repository):
 
 SHADOW: ServiceTier = "shadow"
 BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
-"""Service tiers without a waiting caller: they begin when there is room, and say nothing of latency."""
+"""Service tiers without a waiting caller. Their requests begin when there is room, and do not count for latency."""
 ANY = "*"
-"""Any base model, or any tier."""
+"""A price's wildcard: any base model, or any tier."""
 
 
 def charged_tier(tier: str, service_tier: ServiceTier) -> str:
@@ -332,9 +334,9 @@ def is_shadow(charged: str) -> bool:
 
 
 def tier_match(priced: str, charged: str) -> int | None:
-    """Return how closely a price's tier fits a charged one, larger is closer; None: it does not.
+    """Return how closely a price's tier fits a charged tier (a larger number is closer); None if it does not fit.
 
-    In this order: `gold/batch`, `*/batch`, `gold`, `*`.
+    For `gold/batch`, the closest first: `gold/batch`, `*/batch`, `gold`, `*`.
     """
     of_tenant, _, of_request = priced.partition("/")
     if of_tenant not in (ANY, tenant_tier(charged)) or of_request not in ("", charged.partition("/")[2]):

@@ -1,6 +1,7 @@
-"""How each revision and base model serves, by the hour, and what callers think of its answers.
+"""Metrics of each revision and base model by the hour, and callers' feedback on its answers.
 
-One row an hour for each model that a project's requests reached; sums only, so that servers add to the same row.
+There is one row per hour for each model that a project's requests have used. Rows hold only sums, so several servers
+can add to the same row.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ COUNTED = (
     "decode_us",
     *FIRST_TOKENS,
 )
-"""Requests by their end; choices by their finish reason; tokens; tokens after the first, and their microseconds."""
+"""Columns of counts: requests by end; choices by finish reason; tokens; tokens after the first, and their time."""
 
 REVISION_HOURS = Table(
     "revision_hours",
@@ -45,11 +46,12 @@ REVISION_HOURS = Table(
     *(Column(name, BigInt, nullable=False) for name in COUNTED),
     Index("ix_revision_hours_hour", "hour"),
 )
-"""`tenant_id` and `project_id` are the caller's, the latter empty where it has none; `hour` is its beginning in
-microseconds."""
+"""Rows of sums. `hour` is the beginning of the hour in microseconds.
+
+`tenant_id` and `project_id` are the caller's; `project_id` is empty if the caller has none."""
 
 Counts = dict[str, int]
-"""Some of COUNTED."""
+"""Counts by column; the columns are some of COUNTED."""
 
 
 class RevisionHour(NamedTuple):
@@ -62,7 +64,7 @@ class RevisionHour(NamedTuple):
 
 
 class FeedbackRow(Base):
-    """The caller's opinion of one answer; a later one takes its place."""
+    """The caller's opinion of one answer. A later opinion replaces it."""
 
     __tablename__ = "request_feedback"
     __table_args__ = (Index("ix_request_feedback_tenant_id_model", "tenant_id", "model", "created_at"),)
@@ -71,7 +73,7 @@ class FeedbackRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     model: Mapped[str]
     score: Mapped[int]
-    """0 to 1,000: thousandths."""
+    """The score in thousandths, 0 to 1,000."""
     label: Mapped[str | None]
     created_at: Mapped[int]
 
@@ -94,10 +96,10 @@ class Caller(NamedTuple):
 
 
 class RevisionMetricsRepository(Repository):
-    """Every tenant's rows, for the servers that add to them."""
+    """Every tenant's rows, to which servers add."""
 
     async def add(self, counts: Mapping[RevisionHour, Counts]) -> None:
-        """Add to the rows, inserted where there are none."""
+        """Add to the rows; insert missing ones."""
         rows = [
             {"tenant_id": key.tenant, "project_id": key.project, "model": key.model, "hour": key.hour}
             | {name: one.get(name, 0) for name in COUNTED}
@@ -117,7 +119,7 @@ class RevisionMetricsRepository(Repository):
         return _counts(await self._session.execute(statement))
 
     async def sums_by_model(self, caller: Caller, since: int, limit: int) -> dict[str, Counts]:
-        """Sum all of the caller's requests since then, by model, of the `limit` models with most completed ones."""
+        """Sum the caller's requests since then, by model: the `limit` models with most completed requests."""
         statement = (
             _sums()
             .where(*_made_by(caller), REVISION_HOURS.c.hour >= since)
@@ -184,11 +186,11 @@ class FeedbackRepository(Repository):
         return await self._session.scalar(statement)
 
     async def put(self, row: FeedbackRow) -> None:
-        """Insert the row, or replace the one of its request."""
+        """Insert the row, or replace the row of the same request."""
         await self._put(row)
 
     async def sums(self, adapter: str, since: int, until: int, limit: int) -> Sequence[Feedback]:
-        """Sum those from `since` to `until` by model and label, the most frequent first, at most `limit` of them."""
+        """Sum the feedback from `since` to `until` by model and label: at most `limit`, the most frequent first."""
         count: Any = func.count()
         statement = (
             select(FeedbackRow.model, FeedbackRow.label, count, func.sum(FeedbackRow.score))

@@ -1,7 +1,7 @@
 """The schema: its tables, the revision that the code needs, the revision of a database, and the migration between them.
 
-All functions here are synchronous and open their own connection; call them from a thread inside an event loop.
-Those that take a url raise UnsupportedUrl and RecordsUnavailable besides what they say.
+All functions here are synchronous and open their own connection; inside an event loop, call them on a thread. Functions
+that take a URL also raise UnsupportedUrl and RecordsUnavailable.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from loramux.data.records.database import BUSY_SECONDS, MIGRATIONS, parse_url, p
 from loramux.data.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 
 METADATA = Base.metadata
-"""Every table: a module that declares some is imported above for this."""
+"""The metadata of every table. All modules that declare tables are imported above for this."""
 FLOOR = Table("schema_floor", METADATA, Column("revision", Text, primary_key=True, nullable=False))
-"""One row: the oldest revision whose release may use this database. A migration that breaks older releases moves it."""
+"""One row: the oldest revision whose release may use this database. A migration that breaks older ones raises it."""
 
 
 def migrations_folder() -> Path:
@@ -77,7 +77,7 @@ def current_revision(url: str) -> str | None:
 
 
 def check(url: str) -> None:
-    """Raise unless the database is at this release's revision, or at a newer one with a floor that it knows.
+    """Raise unless the database is at this release's revision, or at a newer one that this release may use.
 
     Raises SchemaOutOfDate (with the command to run) or SchemaTooNew.
     """
@@ -97,8 +97,8 @@ def check(url: str) -> None:
 def migrate(url: str) -> str:
     """Bring the database to this release's revision and return the one it has then.
 
-    Does nothing where it is there already, or at a newer one that this release may use. Makes a SQLite file and its
-    folder where they are absent. All steps run in one transaction. Raises SchemaTooNew.
+    It does nothing if the database has that revision already, or a newer one that this release may use. It makes a
+    missing SQLite file and its folder. All steps run in one transaction. Raises SchemaTooNew.
     """
     parsed = parse_url(url)
     file = sqlite_file(parsed)
@@ -128,11 +128,11 @@ def migrate(url: str) -> str:
 
 
 def _make_private(file: Path) -> None:
-    """Create an absent database file with mode 0600, and take other users' access to an existing one away.
+    """Create a missing database file with mode 0600, and remove other users' access to an existing one.
 
-    SQLite gives `-wal` and `-shm` beside it the same mode. A mode that cannot be changed stays as it is.
+    SQLite gives the files `-wal` and `-shm` next to it the same mode. A mode that cannot be changed stays.
     """
-    with suppress(OSError):  # connecting says what is wrong with the path
+    with suppress(OSError):  # the connection reports the error of the path
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     for each in (file, *(file.with_name(file.name + end) for end in ("-wal", "-shm"))):
         with suppress(OSError):
@@ -152,7 +152,7 @@ def _known(revision: str) -> bool:
 
 
 def _ensure_floor(connection: Connection, revision: str) -> None:
-    """Raise SchemaTooNew where the newer `revision` may not be used by a release as old as this one."""
+    """Raise SchemaTooNew if this release is too old to use the newer `revision`."""
     floor = connection.scalar(select(FLOOR.c.revision)) if inspect(connection).has_table(FLOOR.name) else None
     if floor is None or floor > head_revision():  # revisions are numbers of four digits
         raise SchemaTooNew(
@@ -166,7 +166,7 @@ def _connect(url: URL) -> Iterator[Connection]:
     is_sqlite = sqlite_file(url) is not None
     engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else {})
     if is_sqlite:
-        # a table that is rebuilt is dropped while others point at it; `migrate` checks the keys at its end
+        # a rebuilt table is dropped while others refer to it, so `migrate` checks the foreign keys at its end
         prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys="OFF")
     try:
         with engine.connect() as connection:

@@ -22,15 +22,15 @@ class SinkRow(Base):
     cursor: Mapped[int]
     """Every entry up to this sequence was delivered or parked."""
     trying_until: Mapped[int | None]
-    """The last sequence of the batch that is under way; a batch is tried with the same entries until it is over."""
+    """The last sequence of the batch that is being sent. It is sent again with the same entries until it is done."""
     trying_since: Mapped[int | None]
-    """The time of its first attempt: after the sink's window, another attempt could count it twice."""
+    """The time of the batch's first attempt. After the sink's window, another attempt could be counted twice."""
     lease_holder: Mapped[str | None]
     lease_until: Mapped[int]
 
 
 class ParkedRow(Base):
-    """An event that a sink refused, or that it may have taken without an answer."""
+    """An event that a sink refused, or that it may have accepted without an answer."""
 
     __tablename__ = "parked_events"
 
@@ -50,7 +50,7 @@ class SinkState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SinkRepository(Repository):
-    """One sink, for one holder of its lease."""
+    """One sink, as the holder of its lease uses it."""
 
     def __init__(self, session: AsyncSession, name: str, holder: str) -> None:
         super().__init__(session)
@@ -81,12 +81,12 @@ class SinkRepository(Repository):
         return SinkState(cursor=row.cursor, trying_until=row.trying_until, trying_since=row.trying_since)
 
     async def trying(self, until: int, since: int | None) -> bool:
-        """Record the batch that is to be sent; `since` None: it did not arrive. False without the lease."""
+        """Record the batch to be sent; `since` None: it did not arrive. Return False without the lease."""
         values = {"trying_until": until if since is not None else None, "trying_since": since}
         return await self._update(values)
 
     async def advance(self, cursor: int) -> bool:
-        """Move the cursor: everything up to there is delivered or parked. False without the lease."""
+        """Move the cursor: every entry up to it is delivered or parked. Return False without the lease."""
         return await self._update({"cursor": cursor, "trying_until": None, "trying_since": None})
 
     async def release(self) -> None:
@@ -94,7 +94,7 @@ class SinkRepository(Repository):
         await self._update({"lease_holder": None, "lease_until": 0})
 
     async def park(self, parked: Sequence[ParkedEvent]) -> None:
-        """Keep undelivered events for an operator; each once."""
+        """Keep undelivered events for an operator, each once."""
         await insert_new(self._session, ParkedRow, [msgspec.structs.asdict(one) for one in parked])
 
     async def parked(self) -> list[ParkedEvent]:
@@ -112,7 +112,7 @@ class SinkRepository(Repository):
 
 
 class SinkProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a sink is, for operators."""
+    """The progress of a sink, as operators see it."""
 
     name: str
     cursor: int
@@ -122,7 +122,7 @@ class SinkProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def sink_progress(session: AsyncSession) -> list[SinkProgress]:
-    """Return how far every sink is, by name."""
+    """Return the progress of every sink, by name."""
     parked = select(func.count()).where(ParkedRow.sink == SinkRow.name).scalar_subquery()
     columns = (SinkRow.name, SinkRow.cursor, SinkRow.trying_since, parked)
     rows = await session.execute(select(*columns).order_by(SinkRow.name))

@@ -28,7 +28,7 @@ class TierRow(Base):
     service_class: Mapped[str]
     weight: Mapped[int]
     service_tiers: Mapped[str] = mapped_column(server_default=text("'batch flex'"))
-    """Those of `records.requests.CHOSEN` that requests may ask for, sorted, separated by spaces."""
+    """The service tiers of `data.entities.CHOSEN` that requests may name, sorted, separated by spaces."""
     created_at: Mapped[int]
 
 
@@ -43,13 +43,13 @@ class TenantRow(Base):
     created_at: Mapped[int]
     suspended_at: Mapped[int | None]
     zero_retention: Mapped[bool] = mapped_column(server_default=false())
-    """Nothing that its requests say or get is stored."""
+    """True: no prompt and no answer of its requests is stored."""
     allow_judges: Mapped[bool] = mapped_column(server_default=false())
-    """Its evaluations may show prompts and answers to judges, which are third parties."""
+    """True: its evaluations may show prompts and answers to judges, which are third parties."""
 
 
 class ProjectRow(Base):
-    """A tenant's own grouping, for limits and cost attribution."""
+    """A tenant's own grouping of keys and requests, to which limits and costs are attributed."""
 
     __tablename__ = "projects"
     __table_args__ = (UniqueConstraint("tenant_id", "name"), UniqueConstraint("tenant_id", "id"))
@@ -62,7 +62,7 @@ class ProjectRow(Base):
 
 
 class MemberRow(Base):
-    """A person in a tenant, by the identity that an OIDC issuer gives; the audit log keeps removed ones."""
+    """A person in a tenant, with the identity that an OIDC issuer gives. The audit log keeps removed members."""
 
     __tablename__ = "members"
     __table_args__ = (
@@ -83,7 +83,7 @@ class TierRepository(Repository):
     """Tiers."""
 
     async def put(self, row: TierRow) -> None:
-        """Insert the row, or replace the one of its name."""
+        """Insert the row, or replace the row with its name."""
         await self._put(row)
 
     async def named(self, name: str) -> TierRow | None:
@@ -95,7 +95,7 @@ class TierRepository(Repository):
         return (await self._session.scalars(select(TierRow).order_by(TierRow.name))).all()
 
     async def used(self, name: str) -> int:
-        """Return the number of tenants that have it."""
+        """Return the number of tenants that have the tier."""
         statement = select(func.count()).select_from(TenantRow).where(TenantRow.tier == name)
         return await self._session.scalar(statement) or 0
 
@@ -108,7 +108,7 @@ class TenantRepository(Repository):
     """Tenants."""
 
     async def add(self, row: TenantRow) -> bool:
-        """Insert the row; return False when the name is taken, also by a concurrent transaction."""
+        """Insert the row; return False if the name is taken, also by a concurrent transaction."""
         values = {"id": row.id, "name": row.name, "tier": row.tier, "created_at": row.created_at}
         return await insert_new(self._session, TenantRow, [values]) == 1
 
@@ -121,7 +121,7 @@ class TenantRepository(Repository):
         return await self._session.scalar(select(TenantRow).where(TenantRow.name == name).with_for_update())
 
     async def has_zero_retention(self, id: TenantId) -> bool:
-        """Return whether nothing that the tenant's requests say or get is stored."""
+        """Return whether prompts and answers of the tenant's requests must not be stored."""
         return bool(await self._session.scalar(select(TenantRow.zero_retention).where(TenantRow.id == id)))
 
     async def may_use_judges(self, id: TenantId) -> bool:
@@ -134,7 +134,7 @@ class TenantRepository(Repository):
 
 
 async def lock_tenant(session: AsyncSession, tenant: TenantId) -> None:
-    """Lock the tenant until this transaction ends: who counts its rows under this lock before adding one is exact."""
+    """Lock the tenant until this transaction ends. Under this lock, rows can be counted exactly before one is added."""
     await session.execute(select(TenantRow.id).where(TenantRow.id == tenant).with_for_update(key_share=True))
 
 
@@ -146,7 +146,7 @@ class ProjectRepository(TenantScoped):
         await self._insert(row)
 
     async def count(self) -> int:
-        """Return the number of projects, archived ones too."""
+        """Return the number of projects, including archived ones."""
         statement = select(func.count()).where(ProjectRow.tenant_id == self._tenant)
         return await self._session.scalar(statement) or 0
 
@@ -197,7 +197,7 @@ class MemberRepository(TenantScoped):
         return await self._session.scalar(statement) or 0
 
     async def lock_owners(self) -> Sequence[str]:
-        """Return the owners' ids, locked until this transaction ends, so that two cannot leave at once."""
+        """Return the owners' ids, locked until this transaction ends, so that two owners cannot leave at once."""
         statement = select(MemberRow).where(MemberRow.tenant_id == self._tenant, MemberRow.role == "owner")
         return [row.id for row in await self._session.scalars(statement.order_by(MemberRow.id).with_for_update())]
 
@@ -207,7 +207,7 @@ class MemberRepository(TenantScoped):
 
 
 class AuditRow(Base):
-    """One change: its actor, where it came from, before, after. Triggers refuse every UPDATE and DELETE."""
+    """One change: its actor, its origin, and the object before and after. Triggers refuse every UPDATE and DELETE."""
 
     __tablename__ = "audit_entries"
     __table_args__ = (Index("ix_audit_entries_tenant_id_sequence", "tenant_id", "sequence"),)
@@ -215,7 +215,7 @@ class AuditRow(Base):
     sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     at: Mapped[int]
     tenant_id: Mapped[TenantId | None] = mapped_column(ForeignKey("tenants.id"))
-    """The tenant that was changed; null for what belongs to none, such as a tier."""
+    """The tenant that was changed; null if the object belongs to no tenant, such as a tier."""
     actor: Mapped[str]
     """A key's or a member's id, or `local:USER`."""
     source: Mapped[str]
@@ -223,7 +223,7 @@ class AuditRow(Base):
     action: Mapped[str]
     object_id: Mapped[str]
     before: Mapped[str | None]
-    """JSON."""
+    """The object before the change, as JSON."""
     after: Mapped[str | None]
 
 
@@ -235,7 +235,7 @@ class AuditRepository(Repository):
         await self._insert(row)
 
     async def before(self, sequence: int | None, limit: int, tenant: TenantId | None) -> Sequence[AuditRow]:
-        """Return at most `limit` entries older than `sequence`; of one tenant, or of all."""
+        """Return at most `limit` entries older than `sequence`; of one tenant, or of all tenants."""
         statement = select(AuditRow).order_by(AuditRow.sequence.desc()).limit(limit)
         if sequence is not None:
             statement = statement.where(AuditRow.sequence < sequence)

@@ -46,22 +46,22 @@ class UploadRow(LeasedRow, Base):
     adapter: Mapped[str]
     """The adapter's own name; it need not exist."""
     promote: Mapped[bool]
-    """True moves the default alias to the new revision."""
+    """True: the default alias moves to the new revision."""
     source: Mapped[str | None]
-    """JSON: where the server fetches the files itself; null where the client sends them."""
+    """The place from which the server fetches the files, as JSON; null if the client sends them."""
     base_model: Mapped[str | None]
-    """The base that the caller named; null: the files decide."""
+    """The base that the caller named; null: the files decide the base."""
     ignored: Mapped[str | None]
-    """JSON: names of announced files that mean nothing for serving and are not taken."""
+    """Names of announced files that are not stored because serving does not need them, as JSON."""
     submitter: Mapped[str | None]
-    """JSON: a Submitter; null until the files are complete, and for uploads of releases before the column."""
+    """A Submitter as JSON; null until the files are complete, and for uploads of releases without this column."""
     state: Mapped[str]
     revision: Mapped[int | None]
     digest: Mapped[str | None]
     error: Mapped[str | None]
-    """JSON: a `records.webhooks.Refusal`."""
+    """A `data.entities.Refusal` as JSON."""
     report: Mapped[str | None]
-    """JSON: the validation report."""
+    """The validation report as JSON."""
     created_at: Mapped[int]
     expires_at: Mapped[int]
     finished_at: Mapped[int | None]
@@ -81,9 +81,9 @@ class UploadFileRow(Base):
     tenant_id: Mapped[TenantId]
     size: Mapped[int]
     sha256: Mapped[str]
-    """64 hexadecimal digits."""
+    """The file's SHA-256 as 64 hexadecimal digits."""
     received: Mapped[int]
-    """Bytes from the start on that are in parts."""
+    """Bytes, counted from the start, that are stored in parts."""
 
 
 class UploadPartRow(Base):
@@ -102,7 +102,7 @@ class UploadPartRow(Base):
     start: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     size: Mapped[int]
     object: Mapped[str]
-    """Its name in the store."""
+    """The object's name in the store."""
 
 
 class UploadPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +118,7 @@ class UploadRepository(TenantScoped):
     """One tenant's uploads."""
 
     async def add(self, upload: Upload, server_id: str | None) -> None:
-        """Insert an upload; `server_id` is the server that fetches its files where the client does not send them."""
+        """Insert an upload; `server_id` is the server that fetches its files if the client does not send them."""
         row = UploadRow(
             id=upload.id,
             tenant_id=self._tenant,
@@ -147,11 +147,11 @@ class UploadRepository(TenantScoped):
         return await self._found(id, lock=False)
 
     async def locked(self, id: str) -> Upload | None:
-        """Find one and lock it until this transaction ends."""
+        """Find one of the tenant's uploads and lock it until this transaction ends."""
         return await self._found(id, lock=True)
 
     async def before(self, id: str | None, limit: int, adapters: Collection[str] | None = None) -> list[Upload]:
-        """List at most `limit` uploads older than that one, newest first; for these adapters, or for all."""
+        """List at most `limit` uploads older than that with this id, newest first; for these adapters, or for all."""
         statement = select(UploadRow)
         if adapters is not None:
             statement = statement.where(UploadRow.adapter.in_(adapters))
@@ -161,7 +161,7 @@ class UploadRepository(TenantScoped):
         return [_upload(row, files.get(row.id, ())) for row in rows]
 
     async def open_now(self) -> tuple[int, int]:
-        """Count the open uploads and their announced bytes; the tenant opens none until this transaction ends."""
+        """Count the open uploads and their announced bytes; the tenant opens no upload until this transaction ends."""
         await lock_tenant(self._session, self._tenant)
         ours = (UploadRow.tenant_id == self._tenant, UploadRow.state.in_(OPEN))
         count = await self._session.scalar(select(func.count()).select_from(UploadRow).where(*ours))
@@ -181,7 +181,7 @@ class UploadRepository(TenantScoped):
         return [to_struct(UploadPart, row) for row in await self._session.scalars(statement)]
 
     async def part_count(self, id: str, file: str) -> int:
-        """Count the parts of one of its files."""
+        """Count the parts of one of the upload's files."""
         statement = select(func.count()).select_from(UploadPartRow)
         return (
             await self._session.scalar(statement.where(UploadPartRow.upload_id == id, UploadPartRow.file == file)) or 0
@@ -200,7 +200,7 @@ class UploadRepository(TenantScoped):
         await self._change(id, expires_at=expires_at)
 
     async def begin_validating(self, id: str, server_id: str, submitter: Submitter, expires_at: int) -> None:
-        """Give the complete upload to that server. The caller has the upload `locked`."""
+        """Assign the complete upload to that server. The caller has the upload `locked`."""
         handed_over = {"submitter": _encoded(submitter), "server_id": server_id}
         await self._change(id, state=VALIDATING, attempts=1, expires_at=expires_at, **handed_over)
 
@@ -248,11 +248,11 @@ class UploadJob(msgspec.Struct, frozen=True, kw_only=True):
     tenant_name: str
     attempts: int
     expires_at: int
-    """The checks must end by then."""
+    """The time by which the checks must end."""
 
 
 class UploadJobs(Repository):
-    """Every tenant's uploads, for the servers that check, expire and forget them."""
+    """Every tenant's uploads, which servers check, expire and delete."""
 
     async def adopt_abandoned(self, server_id: str) -> None:
         """Move the unfinished uploads of dead servers to this one."""
@@ -278,7 +278,7 @@ class UploadJobs(Repository):
         ]
 
     async def expire(self, now: int) -> list[str]:
-        """Expire the uploads whose bytes did not come in time; return their ids."""
+        """Expire the uploads whose bytes did not arrive in time; return their ids."""
         statement = (
             update(UploadRow)
             .where(UploadRow.state == UPLOADING, UploadRow.expires_at <= now)
@@ -293,7 +293,7 @@ class UploadJobs(Repository):
         return frozenset(ids) - frozenset(await self._session.scalars(statement))
 
     async def forget(self, before: int) -> None:
-        """Delete the uploads finished before that time."""
+        """Delete the uploads that finished before that time."""
         await self._session.execute(delete(UploadRow).where(UploadRow.finished_at < before))
 
 

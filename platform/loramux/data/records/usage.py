@@ -1,14 +1,14 @@
-"""Sums over the ledger: token counts in buckets of time for usage queries, daily quantities by meter for bills.
+"""Sums over the ledger: token counts by bucket of time for usage queries, daily quantities by meter for bills.
 
 Quantities by day are added up once, in `daily_usage`, and queries over long spans read them instead of single entries.
-For that the ledger is cut into segments, ranges of sequences without a gap from entry 1 on. A segment ends where an
-entry of a later day (UTC, by `created_at`) begins, so that it holds about one day, and a closed month begins with one.
-The newest grows. Rows of `daily_usage` hold the sums of a segment. Entries behind the last segment are not added up
-yet: a query reads them from the ledger, in the same snapshot. So its sums are the ledger's at every moment, however far
-`advance` is, and settling a request writes nothing here.
+For this purpose the ledger is divided into segments: ranges of sequences that follow one another without a gap from
+entry 1 on. A segment ends before the first entry of a later day (UTC, by `created_at`). So it holds about one day, and
+a closed month begins with a new segment. The newest segment grows. Rows of `daily_usage` hold the sums of a segment.
+Entries after the last segment are not added up yet: a query reads them from the ledger, in the same snapshot. So a
+query's sums always agree with the ledger, however far `advance` is, and the settlement of a request writes no row here.
 
-Where a query asks for whole days and for columns that `daily_usage` has, whole days come from there; the edges, and
-what has not been added up yet, from the ledger's entries. Invoices and reconciliations read the ledger alone.
+If `daily_usage` has the columns of a query, the query reads its whole days from there. It reads the parts of days at
+both ends, and entries that are not added up yet, from the ledger. Invoices and reconciliations read only the ledger.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ SHOWN_PROBLEMS = 5
 
 
 class UsageSegmentRow(Base):
-    """A range of ledger entries whose sums are in `daily_usage`. Days are of `created_at`, since the epoch."""
+    """A range of ledger entries whose sums are in `daily_usage`. Days are days since the epoch of `created_at`."""
 
     __tablename__ = "usage_segments"
     __table_args__ = (CheckConstraint("first_sequence <= last_sequence AND first_day <= last_day", name="order"),)
@@ -65,10 +65,10 @@ class UsageSegmentRow(Base):
     first_sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     last_sequence: Mapped[int]
     first_day: Mapped[int]
-    """Of any of its entries: a server whose clock is behind may write entries of the day before."""
+    """The earliest day of its entries. A server whose clock is slow may write entries of the day before."""
     last_day: Mapped[int]
     earliest_subject: Mapped[int]
-    """The earliest day that one of its entries is about: corrections and storage are about days before theirs."""
+    """The earliest day that one of its entries is about. Corrections and storage are about earlier days."""
 
 
 class DailyUsageRow(Base):
@@ -79,14 +79,14 @@ class DailyUsageRow(Base):
 
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     segment: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    """Its first sequence."""
+    """The segment's first sequence."""
     day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     """The day that the entries are about, whose prices apply."""
     created_day: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     base_model: Mapped[str] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
     project_id: Mapped[str] = mapped_column(primary_key=True)
-    """Empty where the entries have none."""
+    """The project; empty if the entries have none."""
     key_id: Mapped[str] = mapped_column(primary_key=True)
     model: Mapped[str] = mapped_column(primary_key=True)
     requests: Mapped[int]
@@ -121,14 +121,14 @@ class DailyUsageRepository(Repository):
     """Segments of the whole ledger."""
 
     async def within(self, start: int, end: int | None) -> Summed | None:
-        """Return the segments that lie wholly inside these sequences, both inclusive; None where none does."""
+        """Return the segments that are wholly inside these sequences, both inclusive; None if there are none."""
         inside = [UsageSegmentRow.first_sequence >= start]
         if end is not None:
             inside.append(UsageSegmentRow.last_sequence <= end)
         return await self._summed(inside)
 
     async def of_days(self, first_day: int, last_day: int) -> Summed | None:
-        """Return a range with all segments that have entries of these days, both inclusive."""
+        """Return a range of all segments that have entries of these days, both inclusive."""
         days = UsageSegmentRow.last_day >= first_day, UsageSegmentRow.first_day <= last_day
         return await self._summed(days)
 
@@ -150,7 +150,7 @@ class DailyUsageRepository(Repository):
         return await self._session.scalar(entries if end is None else entries.where(LedgerRow.sequence <= end))
 
     async def last_sequence(self) -> int:
-        """Return the last entry that has been added up; 0 where none has."""
+        """Return the sequence of the last entry that has been added up; 0 if there is none."""
         return await self._session.scalar(select(func.max(UsageSegmentRow.last_sequence))) or 0
 
     async def _summed(self, conditions: Sequence[ColumnElement[bool]]) -> Summed | None:
@@ -160,7 +160,7 @@ class DailyUsageRepository(Repository):
         return None if found[0] is None else Summed(found[0], found[1], found[2])
 
     async def advance(self, most: int) -> int:
-        """Add up at most so many of the next entries, in the caller's transaction; return their number."""
+        """Add up at most `most` of the next entries, in the caller's transaction; return their number."""
         await advisory_lock(self._session, DAILY_USAGE)
         newest = await self._session.scalar(
             select(UsageSegmentRow).order_by(UsageSegmentRow.first_sequence.desc()).limit(1)
@@ -196,13 +196,13 @@ class DailyUsageRepository(Repository):
         await self._session.execute(insert.from_select([*KEYS, *QUANTITIES], sums))
 
     async def clear(self) -> None:
-        """Forget all sums; `advance` makes them again from the ledger."""
+        """Delete all sums; `advance` computes them again from the ledger."""
         await advisory_lock(self._session, DAILY_USAGE)
         await self._session.execute(delete(DailyUsageRow))
         await self._session.execute(delete(UsageSegmentRow))
 
     async def problems(self) -> list[str]:
-        """Compare every sum with the ledger's, and the segments with each other; return what does not agree."""
+        """Compare every sum with the ledger's, and the segments with each other; return the differences."""
         problems, after = [], 0
         rows = select(UsageSegmentRow.first_sequence, UsageSegmentRow.last_sequence)
         for first, last in await self._session.execute(rows.order_by(UsageSegmentRow.first_sequence)):
@@ -226,7 +226,7 @@ def _problem(row: dict[str, Any]) -> str:
 
 
 def _sums_of_ledger(segment: int | SQLColumnExpression[int]) -> Select[Any]:
-    """Select the rows of `daily_usage` as the ledger has them, in the order KEYS, QUANTITIES."""
+    """Select the rows of `daily_usage`, computed from the ledger, in the order KEYS, QUANTITIES."""
     keys: dict[str, Any] = {
         "tenant_id": LedgerRow.tenant_id,
         "segment": cast(segment, BigInt),
@@ -247,11 +247,11 @@ def _sums_of_ledger(segment: int | SQLColumnExpression[int]) -> Select[Any]:
 
 
 FOREVER = (1 << 60) // DAY * DAY
-"""Microseconds, after every entry."""
+"""A time in microseconds after every entry."""
 
 
 class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """A sum of ledger entries; the first five fields only where the sum was grouped by them."""
+    """A sum of ledger entries. The first five fields are set only if the sum was grouped by them."""
 
     bucket: int = 0
     model: str | None = None
@@ -262,7 +262,7 @@ class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
     tokens: TokenCounts
     requests: int
     waived: TokenCounts = TokenCounts()
-    """Computed and not charged."""
+    """Tokens that were computed and are not charged."""
 
     def __add__(self, other: UsageTotals) -> UsageTotals:
         """Add the sums of another group to this one's."""
@@ -285,15 +285,15 @@ class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
     user_ids: tuple[str, ...] = ()
     project_ids: tuple[str, ...] = ()
     batch: bool | None = None
-    """True: lines of batches only; False: everything else."""
+    """True: only lines of batches; False: only other requests; None: both."""
     shadows: bool = False
-    """Shadows count too; they are no requests of the caller's."""
+    """True: shadows count too, although they are not requests of the caller."""
     allowed: frozenset[str] | None = None
-    """The only models that count, without revisions (`Principal.models`); None: all."""
+    """The only models that count, without revisions (`Principal.models`); None: all models."""
     project_id: str | None = None
-    """The only project that counts (`Principal.bound_project`); None: all."""
+    """The only project that counts (`Principal.bound_project`); None: all projects."""
     named: tuple[str, ...] | None = None
-    """The models that keep their names when grouped; the others are None. None: all."""
+    """The models that keep their names in groups; the names of others become None. None: all models keep them."""
 
 
 Row = type[LedgerRow] | type[DailyUsageRow]
@@ -321,14 +321,14 @@ class UsageRepository(TenantScoped):
     """One tenant's usage."""
 
     async def by_model(self) -> list[UsageTotals]:
-        """Sum everything that the tenant ever used, by model."""
+        """Sum the tenant's whole usage, by model."""
         everything = UsageWindow(start=0, end=FOREVER, width=FOREVER, shadows=True)
         return await self.by_bucket(everything, ("model",))
 
     async def top_models(self, window: UsageWindow, number: int) -> list[str]:
         """Return the models with the most tokens, the largest first."""
         rows = [part.subquery() for part in await self._parts(window, ("model",))]
-        # each part by itself first: SQLite would write all rows of a union down
+        # sum each part first: SQLite would materialise all rows of a union
         sums = [
             select(one.c.model, func.sum(one.c.prompt + one.c.output).label("tokens")).group_by(one.c.model)
             for one in rows
@@ -350,7 +350,7 @@ class UsageRepository(TenantScoped):
         return [_totals(dict(row)) for row in (await self._session.execute(statement)).mappings()]
 
     async def _parts(self, window: UsageWindow, group_by: Sequence[str]) -> list[Select[Any]]:
-        """Return the rows to add up, of the ledger and of its daily sums, each entry in one of them."""
+        """Return the rows to add up, from the ledger and from its daily sums. Each entry is in exactly one of them."""
         first_day, end_day = -(-window.start // DAY), window.end // DAY
         by_user = "user_id" in group_by or window.user_ids
         days = DailyUsageRepository(self._session)
@@ -363,7 +363,7 @@ class UsageRepository(TenantScoped):
         in_segments = DailyUsageRow.segment.between(summed.first, summed.last)
         bucket = DailyUsageRow.created_day // (window.width // DAY)
         sums = self._rows(DailyUsageRow, bucket, DailyUsageRow.requests, window, group_by).where(in_days, in_segments)
-        # the tail is short: found by its place, not by the tenant's index
+        # the tail is short: find it by its sequence, not by the tenant's index
         tail = LedgerRow.sequence > await days.last_sequence(), _unindexed(LedgerRow.tenant_id) == self._tenant
         parts = [sums, self._entries(window, group_by, first_day * DAY, end_day * DAY).where(*tail)]
         edges = (window.start, first_day * DAY), (end_day * DAY, window.end)
@@ -400,7 +400,7 @@ class UsageRepository(TenantScoped):
 
 
 def _column(row: Row, name: str, named: Sequence[str] | None = None) -> Column:
-    """Return a column of either table; no project is NULL in both, and so is a model that is not in `named`."""
+    """Return a column of either table. A missing project is NULL in both, and so is a model that is not in `named`."""
     if row is DailyUsageRow and name == "project_id":
         return func.nullif(DailyUsageRow.project_id, "")
     column: Column = getattr(row, name)
@@ -412,7 +412,7 @@ def _union(parts: Sequence[Select[Any]]) -> Subquery:
 
 
 def _unindexed(column: SQLColumnExpression[str]) -> SQLColumnExpression[str]:
-    """Return the same value in a form that no index is for."""
+    """Return the same value in a form for which no index is used."""
     return column.concat("")
 
 
@@ -425,7 +425,7 @@ def _totals(row: dict[str, Any]) -> UsageTotals:
 
 
 def meters_of(row: Any) -> dict[str, Any]:
-    """Return every meter: of a table as an expression over its columns, of an entry as a number."""
+    """Return every meter: an expression over a table's columns, or an entry's number."""
     return {
         "input_uncached": row.input_tokens - row.cached_tokens,
         "input_cached": row.cached_tokens,
@@ -450,24 +450,24 @@ QUANTITY_GROUPS = {
 }
 """The columns that bills can be divided by, and the ledger's names for them."""
 NOT_SUMMED = frozenset({"adapter_digest", "tags"})
-"""Those that the daily sums do not have."""
+"""The groups that the daily sums do not have."""
 
 
 class Span(msgspec.Struct, frozen=True):
-    """Ledger entries from `first` to `last`, both inclusive; without `last` to the end."""
+    """Ledger entries from `first` to `last`, both inclusive; without `last`, to the end of the ledger."""
 
     first: int
     last: int | None
 
 
 class Division(msgspec.Struct, frozen=True):
-    """How sums are divided: by the named QUANTITY_GROUPS."""
+    """The division of sums by the named QUANTITY_GROUPS."""
 
     group_by: tuple[str, ...]
     days: range | None = None
-    """The days that are divided: groups of others are None."""
+    """The days that are divided; on other days the groups are None."""
     named: tuple[str, ...] | None = None
-    """The models that keep their names; the others are None."""
+    """The models that keep their names; the names of others become None."""
 
 
 class DailyQuantities(msgspec.Struct, frozen=True):
@@ -481,10 +481,10 @@ class DailyQuantities(msgspec.Struct, frozen=True):
 
 
 class QuantityRepository(TenantScoped):
-    """One tenant's quantities by the day that entries are about, base model, tier and groups."""
+    """One tenant's quantities by day (the day that entries are about), base model, tier and groups."""
 
     async def daily(self, span: Span, group_by: Sequence[str] = ()) -> list[DailyQuantities]:
-        """Sum the ledger's own entries by the named QUANTITY_GROUPS: what bills are made of."""
+        """Sum the ledger's own entries by the named QUANTITY_GROUPS. Bills are made from these sums."""
         return await self._sum([self._entries(span, Division(tuple(group_by)))], group_by)
 
     async def daily_of(self, span: Span, division: Division, limit: int | None = None) -> list[DailyQuantities]:

@@ -1,7 +1,7 @@
-"""Adapter events and their webhooks: the events, the endpoints, and the deliveries of the one to the other.
+"""Adapter events and their webhooks: the events, the endpoints, and the deliveries of events to endpoints.
 
-An event and its deliveries are written in the transaction in which it happened (an outbox), so that neither can be
-lost without the other. Deliveries stay as the log of what was sent.
+An event and its deliveries are written in the transaction in which it happened (an outbox), so neither can be lost
+without the other. After delivery they stay as the log of sent messages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REJECTED = "adapter.revision.rejected"
 RETIRED = "adapter.revision.retired"
 RESTORED = "adapter.revision.restored"
 PROMOTED, CANARY_STARTED, ROLLED_BACK = "adapter.alias.promoted", "adapter.canary.started", "adapter.alias.rolled_back"
-"""Changes of an alias by a caller. What a guard takes back is CANARY_ROLLED_BACK."""
+"""Changes of an alias by a caller. CANARY_ROLLED_BACK is a change by a guard."""
 CANARY_ROLLED_BACK = "adapter.canary.rolled_back"
 SHADOW_STARTED, SHADOW_ENDED = "adapter.shadow.started", "adapter.shadow.ended"
 BATCH_KINDS = tuple(f"batch.{end}" for end in ("completed", "failed", "expired", "cancelled"))
@@ -74,9 +74,9 @@ class EventRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     kind: Mapped[str]
     adapter: Mapped[str]
-    """The adapter's own name; one that was rejected need not exist. Empty for a batch's event."""
+    """The adapter's own name; empty for a batch's event. After a rejected upload the adapter need not exist."""
     detail: Mapped[str]
-    """JSON: a `records.webhooks.EventDetail`."""
+    """A `data.entities.EventDetail` as JSON."""
     created_at: Mapped[int]
 
 
@@ -90,19 +90,19 @@ class EndpointRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     url: Mapped[str]
     events: Mapped[str]
-    """The subscribed kinds, sorted, separated by spaces."""
+    """The subscribed kinds of events, sorted, separated by spaces."""
     created_at: Mapped[int]
     failures: Mapped[int]
     """Failed attempts in a row, since the last success."""
     failing_since: Mapped[int | None]
     quiet_until: Mapped[int]
-    """No attempt before this time, after a failure."""
+    """The time of the next attempt after a failure, at the earliest."""
     disabled_at: Mapped[int | None]
     disabled_because: Mapped[str | None]
 
 
 class DeliveryRow(Base):
-    """The delivery of one event to one endpoint; afterwards its log."""
+    """The delivery of one event to one endpoint; after it, the log entry of the delivery."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (
@@ -128,7 +128,7 @@ class DeliveryRow(Base):
     status: Mapped[int | None]
     """The last answer's HTTP status."""
     error: Mapped[str | None]
-    """The reason that the last attempt failed."""
+    """The reason why the last attempt failed."""
     updated_at: Mapped[int]
 
 
@@ -158,7 +158,7 @@ class EventRepository(TenantScoped):
         await self._session.flush()
 
     async def before(self, event_id: str | None, limit: int, adapters: Collection[str] | None = None) -> list[Event]:
-        """List at most `limit` events older than that one, newest first; of these adapters, or of all."""
+        """List at most `limit` events older than the one with this id, newest first; of these adapters, or of all."""
         statement = select(EventRow)
         if adapters is not None:
             statement = statement.where(EventRow.adapter.in_(adapters))
@@ -209,7 +209,7 @@ class DueDelivery(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     adapter: str
     detail: str
-    """JSON: an EventDetail. It is decoded by `event`, so that a damaged row harms its own delivery only."""
+    """An EventDetail as JSON. `event` decodes it, so a damaged row stops only its own delivery."""
     created_at: int
     attempts: int
     """Failed attempts of this delivery."""
@@ -219,7 +219,7 @@ class DueDelivery(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def event(self) -> Event:
-        """The event. Raises msgspec.MsgspecError where its row is damaged."""
+        """Return the event. Raises msgspec.MsgspecError if its row is damaged."""
         detail = msgspec.json.decode(self.detail, type=EventDetail)
         return Event(id=self.event_id, kind=self.kind, adapter=self.adapter, detail=detail, created_at=self.created_at)
 
@@ -232,7 +232,7 @@ class EndpointRepository(TenantScoped):
         await self._insert(row)
 
     async def count(self) -> int:
-        """Return the number of endpoints, and lock it: until this transaction ends, no other one adds any."""
+        """Return the number of endpoints. Until this transaction ends, no other one adds an endpoint."""
         await lock_tenant(self._session, self._tenant)
         statement = select(func.count()).select_from(EndpointRow).where(EndpointRow.tenant_id == self._tenant)
         return await self._session.scalar(statement) or 0
@@ -269,12 +269,12 @@ class DeliveryRepository(Repository):
     async def due(
         self, now: int, busy_endpoints: Collection[str] = (), full_tenants: Collection[str] = ()
     ) -> list[DeliveryKey]:
-        """List the keys of due deliveries, at most PER_ENDPOINT of each endpoint, without those that are named."""
+        """List due keys, at most PER_ENDPOINT of each endpoint, without busy endpoints and full tenants."""
         statement = _due(now, list(busy_endpoints), list(full_tenants))
         return [DeliveryKey(*row) for row in await self._session.execute(statement)]
 
     async def lease(self, keys: Sequence[DeliveryKey], now: int, until: int) -> list[DueDelivery]:
-        """Lease those of `keys` that no other server has leased or delivered meanwhile."""
+        """Lease those of `keys` that no other server has leased or delivered since they were read."""
         leased = update(DeliveryRow).where(
             tuple_(DeliveryRow.endpoint_id, DeliveryRow.event_id).in_([key[:2] for key in keys]),
             DeliveryRow.state == "pending",

@@ -1,7 +1,7 @@
 """Adapters' files under their digest: kept in an object store, served from a cache on this machine.
 
-A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints,
-so it can be computed in a shell. A content with a bundle has a third line, for `bundle.json`.
+A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints, so
+a shell can compute it. If a content has a bundle, `bundle.json` adds a third line.
 
 The engine reads from the cache, which is verified, bounded, and shared by this machine's processes.
 """
@@ -30,7 +30,7 @@ _digest = re.compile("sha256:[0-9a-f]{64}")
 
 
 class BlobMissing(StorageError):
-    """The store has no content of this digest, which the message names."""
+    """The store has no content with this digest, which the message names."""
 
 
 class BlobCorrupt(StorageError):
@@ -38,18 +38,18 @@ class BlobCorrupt(StorageError):
 
 
 def digest_of(hashes: Mapping[str, str]) -> str:
-    """Compute the digest of a content from its files' SHA-256s in hexadecimal, by name in the files' order."""
+    """Compute a content's digest from the SHA-256s of its files, in hexadecimal, by name in the order of FILES."""
     lines = "".join(f"{hashed}  {name}\n" for name, hashed in hashes.items())
     return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()
 
 
 def files_of(folder: Path) -> tuple[str, ...]:
-    """Name the files of the content in `folder`: its bundle too, if it has one."""
+    """Return the names of the files of the content in `folder`, including its bundle if there is one."""
     return (*FILES, BUNDLE_FILE) if (folder / BUNDLE_FILE).exists() else FILES
 
 
 def content_digest(folder: Path) -> str:
-    """Compute the digest of the folder's files, which are read whole. Raises FileNotFoundError."""
+    """Read all files of the folder and compute their digest. Raises FileNotFoundError."""
     hashes = {}
     for name in files_of(folder):
         with (folder / name).open("rb") as file:
@@ -70,7 +70,7 @@ def place_of(digest: str) -> str:
 
 
 def digest_at(place: str) -> str | None:
-    """Return the digest of the content at this path, or of which this is a file; None for any other path."""
+    """Return the digest of the content that is, or has a file, at this path; None for any other path."""
     parts = place.split("/")
     digest = f"sha256:{''.join(parts[1:3])}"
     return digest if is_digest(digest) and place_of(digest) == "/".join(parts[:3]) else None
@@ -85,9 +85,9 @@ class BlobStore:
     """
 
     def __init__(self, objects: Objects, cache: Path, faults: StorageFaults) -> None:
-        """`cache` is a folder on this machine's disk, shared by its processes only; `faults` counts what fails."""
+        """`cache` is a folder on this machine's disk, shared by its processes only; `faults` counts failures."""
         self.objects = objects
-        """Store of objects that are no contents: parts of uploads."""
+        """Store of objects that are not contents: parts of uploads."""
         self.faults = faults
         self._staging = Staging(cache / "incoming", faults)
         self._cache = ContentCache(cache, self._staging)
@@ -105,7 +105,7 @@ class BlobStore:
     def publish(self, folder: Path, digest: str) -> None:
         """Store copies of a sealed folder's files, durably.
 
-        A content that is there already is stored again, which repairs damage. The registration asks `is_stored` once
+        A content that is there already is stored again, which repairs damage. The registration calls `is_stored` once
         more, under the lock that removals hold.
         """
         for name in reversed(files_of(folder)):
@@ -122,7 +122,7 @@ class BlobStore:
         return {f"{place}/{name}" for name in FILES} <= set(self.objects.names(place))
 
     def directory(self, digest: str) -> Path:
-        """Return a local folder with the content's files, whose digest was compared when they were fetched.
+        """Return a local folder with the content's files. Their digest was checked when they were fetched.
 
         Raises BlobMissing, BlobCorrupt or StorageUnavailable.
         """
@@ -136,16 +136,16 @@ class BlobStore:
             return folder
 
     def known_directory(self, digest: str) -> Path | None:
-        """Return the same folder where no file needs to be read, else None; fast enough for an event loop."""
+        """Return the same folder if no file needs to be read, else None. Fast enough for an event loop."""
         return self._cache.known(digest)
 
     def digests(self) -> list[str]:
-        """List the digests of which any file is stored."""
+        """List the digests of contents with at least one stored file."""
         places = (digest_at(name) for name in self.objects.names("sha256"))
         return sorted({digest for digest in places if digest is not None})
 
     def cached(self) -> list[Cached]:
-        """List the contents of this machine's cache, the longest unused first."""
+        """List the contents of this machine's cache, the least recently used first."""
         return self._cache.contents()
 
     def evict(self, digest: str) -> None:
@@ -153,12 +153,12 @@ class BlobStore:
         self._cache.discard(digest)
 
     def remove(self, digest: str) -> None:
-        """Remove a content from the store and the cache; does nothing where it is absent."""
+        """Remove a content from the store and the cache; does nothing if it is absent."""
         self.objects.delete_under(place_of(digest))
         self._cache.discard(digest)
 
     def sweep_incoming(self) -> int:
-        """Remove the staging areas of dead processes of this machine; return how many."""
+        """Remove the staging areas of this machine's dead processes; return their number."""
         return self._staging.sweep() + self.objects.sweep()
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class Cached(NamedTuple):
 
 
 class ContentCache:
-    """Folders named after the digest of their content; one under its final name is complete.
+    """Folders that are named by the digest of their content. A folder with its final name is complete.
 
     Each process computes a folder's digest once, and again when the size, time or inode of a file has changed.
     """
@@ -208,19 +208,19 @@ class ContentCache:
         self._verified: dict[str, _Signature] = {}
 
     def known(self, digest: str) -> Path | None:
-        """Return the content's folder where this process has verified it; no file is read."""
+        """Return the content's folder if this process has verified it; no file is read."""
         folder = self._root / place_of(digest)
         signature = self._verified.get(digest)
         if signature is None or signature != _signature(folder):
             return None
         try:
             os.utime(folder)
-        except FileNotFoundError:  # evicted at this moment
+        except FileNotFoundError:  # it was evicted just now
             return None
         return folder
 
     def verified(self, digest: str) -> Path | None:
-        """Return the content's folder, its files read if need be; a folder with another content is removed."""
+        """Return the content's folder; read its files if necessary. A folder with another content is removed."""
         folder = self.known(digest)
         if folder is not None:
             return folder
@@ -233,7 +233,7 @@ class ContentCache:
         return self.known(digest)
 
     def adopt(self, folder: Path, digest: str) -> None:
-        """Move a folder with this content to its place, unless another process has done so."""
+        """Move a folder with this content to its place, unless another process has done that."""
         signature = _signature(folder)
         assert signature is not None, "only a complete folder is adopted"
         place = self._root / place_of(digest)
@@ -248,12 +248,12 @@ class ContentCache:
                 self._verified[digest] = signature
 
     def discard(self, digest: str) -> None:
-        """Remove a content; does nothing where it is absent."""
+        """Remove a content; does nothing if it is absent."""
         self._verified.pop(digest, None)
         self._staging.discard(self._root / place_of(digest))
 
     def contents(self) -> list[Cached]:
-        """List the contents, the longest unused first."""
+        """List the contents, the least recently used first."""
         found = []
         for folder in self._root.glob("sha256/??/*"):
             digest, signature = digest_at(folder.relative_to(self._root).as_posix()), _signature(folder)
@@ -264,7 +264,7 @@ class ContentCache:
 
 
 def found_in(folder: Path) -> str | None:
-    """Return the digest of the folder's files; None where a file is missing."""
+    """Return the digest of the folder's files; None if a file is missing."""
     try:
         return content_digest(folder)
     except FileNotFoundError:

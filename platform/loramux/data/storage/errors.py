@@ -1,16 +1,16 @@
-"""The errors of storage, by their cause: what an operator has to mend, and what a caller is told.
+"""The errors of storage, by the cause that an operator has to repair.
 
     StorageError
     ├── BlobMissing            no such content is stored (`storage.blobs`)
     ├── BlobCorrupt            the stored files have another digest than their name (`storage.blobs`)
-    └── StorageUnavailable     it does not answer, or fails in a way that is none of these:
+    └── StorageUnavailable     the store does not answer, or fails; the kinds are:
         ├── StorageFull        no space, or a quota is used up
         ├── StorageDenied      it refuses this server: permissions, credentials, a read-only disk
         ├── StorageAbsent      the folder, the disk or the bucket is not there
         └── StorageSlow        it does not answer in time
 
-All of them are answered with 503: none is a caller's fault. `StorageFaults.translated` is the one place that makes them
-of the system's and of obstore's errors; it logs each with its cause and errno, and counts it.
+All of them are answered with 503, because a caller causes none of them. Only `StorageFaults.translated` makes them from
+the system's and obstore's errors. It logs each with its cause and errno, and counts it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StorageError(LoramuxError):
 
 
 class StorageUnavailable(StorageError):
-    """The store does not answer, or refuses. The message repeats its answer, for the operator and not for a tenant."""
+    """The store does not answer, or refuses. The message has the store's answer: only operators see it."""
 
     cause: Cause = "unavailable"
 
@@ -97,7 +97,7 @@ BY_ERRNO: dict[int, type[StorageUnavailable]] = {
     **dict.fromkeys((errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY), StorageSlow),
     **dict.fromkeys((errno.EIO, errno.EMFILE, errno.ENFILE), StorageUnavailable),
 }
-"""Errors of a machine that an operator mends. ENOENT is none: a file that is absent is an answer."""
+"""System errors that an operator repairs, by errno. ENOENT is not among them: an absent file is a valid answer."""
 
 _BY_WORDS: tuple[tuple[re.Pattern[str], type[StorageUnavailable]], ...] = (
     (re.compile(r"InsufficientStorage|StorageFull|QuotaExceeded|\b507\b", re.IGNORECASE), StorageFull),
@@ -108,7 +108,7 @@ _BY_WORDS: tuple[tuple[re.Pattern[str], type[StorageUnavailable]], ...] = (
     (re.compile(r"NoSuchBucket|ContainerNotFound|bucket does not exist", re.IGNORECASE), StorageAbsent),
     (re.compile(r"timed? ?out|deadline|SlowDown|\b(408|429)\b", re.IGNORECASE), StorageSlow),
 )
-"""Words of object stores in the errors that obstore has no class for, most specific first."""
+"""Words by which errors without a class in obstore are recognised, most specific first."""
 _os_error = re.compile(r"os error (\d+)")
 
 
@@ -120,7 +120,7 @@ class StorageFaults:
 
     @contextmanager
     def of_disk(self) -> Iterator[None]:
-        """Raise StorageUnavailable, of its cause, for a disk that is full, refuses or fails. Other errors pass."""
+        """Raise the StorageUnavailable of its cause if a disk is full, refuses or fails. Other errors pass."""
         try:
             yield
         except OSError as error:
@@ -131,9 +131,9 @@ class StorageFaults:
 
     @contextmanager
     def of_store(self, *, is_absence: bool = False) -> Iterator[None]:
-        """Raise StorageUnavailable, of its cause, for an object store's error.
+        """Turn an object store's error into the StorageUnavailable of its cause.
 
-        FileNotFoundError passes, unless `is_absence`: where no object has to be there, it is the bucket that is not.
+        FileNotFoundError passes, unless `is_absence`: if the call needs no object, the bucket is absent.
         """
         try:
             yield
@@ -146,13 +146,13 @@ class StorageFaults:
             number = int(found[1]) if found else None
             raise self._noted(_kind_of(error), f"the object store: {error}", number) from error
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of obstore's Rust; it derives from BaseException
+            if type(error).__name__ != "PanicException":  # from obstore's Rust code; it derives from BaseException
                 raise
             message = f"the object store: its options do not fit together: {error}"
             raise self._noted(StorageUnavailable, message, None) from error
 
     def absent(self, message: str) -> StorageAbsent:
-        """Return the error for a place that has gone, logged and counted."""
+        """Log and count that a place has disappeared; return the error."""
         error = self._noted(StorageAbsent, message, errno.ENOENT)
         assert isinstance(error, StorageAbsent)
         return error
@@ -165,7 +165,7 @@ class StorageFaults:
 
 
 def _kind_of(error: Exception) -> type[StorageUnavailable]:
-    """Return the error of ours for one of obstore's."""
+    """Return the class of storage error for an error of obstore."""
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return StorageDenied
     text = str(error)

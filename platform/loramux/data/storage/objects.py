@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 PART = 8 << 20
-"""Bytes of a large object that are sent or read at a time."""
+"""Bytes of a large object that are sent or read in one piece."""
 PARTS_AT_ONCE = 4
-"""Parts that are sent at a time; times PART, the memory that a large object takes."""
+"""Parts that are sent at the same time. PARTS_AT_ONCE * PART is the memory for a large object."""
 RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
 SILENCE = timedelta(seconds=30)
-"""The time for which a store may send nothing; a transfer that makes progress may take LONGEST."""
+"""The time without any byte from the store after which a transfer fails. One that makes progress may take LONGEST."""
 LONGEST = timedelta(hours=1)
 
 
@@ -50,7 +50,7 @@ class Objects:
             obstore.put(self._store, name, data, use_multipart=False)
 
     def put_file(self, name: str, file: Path) -> None:
-        """Store a file that is not written to any more, durably, replacing an object of that name."""
+        """Store durably a file that is not written any more, replacing an object of that name."""
         with self._faults.of_store(is_absence=True):
             obstore.put(self._store, name, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
 
@@ -61,7 +61,7 @@ class Objects:
                 yield bytes(data)
 
     def fetch(self, name: str, target: Path) -> None:
-        """Copy the object into a file that is not there yet. Raises FileNotFoundError."""
+        """Copy the object into a new file. Raises FileNotFoundError."""
         with target.open("xb") as file:
             for data in self.read(name):
                 file.write(data)
@@ -76,7 +76,7 @@ class Objects:
         with self._faults.of_store():
             try:
                 obstore.delete(self._store, names)
-            except FileNotFoundError:  # some stores stop at the first that is not there
+            except FileNotFoundError:  # some stores stop at the first absent object
                 for name in names:
                     with suppress(FileNotFoundError):
                         obstore.delete(self._store, name)
@@ -86,7 +86,7 @@ class Objects:
         self.delete(self.names(prefix))
 
     def sweep(self) -> int:
-        """Remove the leftovers of killed writers; return how many. In a bucket, a lifecycle rule does so."""
+        """Remove the leftovers of killed writers; return their number. In a bucket, a lifecycle rule does this."""
         return 0
 
     def close(self) -> None:
@@ -111,13 +111,13 @@ class Folder(Objects):
             self._place(folder / "data", name)
 
     def put_file(self, name: str, file: Path) -> None:
-        """Store a file, as a link where it is on the same disk; return when it is on the disk."""
+        """Store a file, as a link if it is on the same disk; return when it is on the disk."""
         with self._staging.folder() as folder:
             _link_or_copy(file, folder / "data")
             self._place(folder / "data", name)
 
     def fetch(self, name: str, target: Path) -> None:
-        """Link the object, or copy it on to another disk. Raises FileNotFoundError."""
+        """Link the object, or copy it if the target is on another disk. Raises FileNotFoundError."""
         with self._faults.of_disk():
             _link_or_copy(self._root / name, target)
 
@@ -126,7 +126,7 @@ class Folder(Objects):
         self._staging.discard(self._root / prefix)
 
     def sweep(self) -> int:
-        """Remove the staging areas of dead processes; return how many."""
+        """Remove the staging areas of dead processes; return their number."""
         return self._staging.sweep()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ class Folder(Objects):
 def open_objects(where: str, options: Mapping[str, str], faults: StorageFaults | None = None) -> Objects:
     """Open the folder `where`, or the object store at a URL like s3://bucket/prefix with obstore's options.
 
-    `faults` counts what fails. Raises StorageUnavailable where obstore does not know the URL or an option.
+    `faults` counts failures. Raises StorageUnavailable if obstore does not know the URL or an option.
     """
     faults = faults or StorageFaults()
     if "://" not in where:
@@ -190,8 +190,8 @@ class Staging:
     def folder(self) -> Iterator[Path]:
         """Yield an empty folder, removed when the block ends; finished files are renamed out of it.
 
-        A disk that is full, refuses or fails in the block raises StorageUnavailable: all that is written to disks goes
-        this way. A disk that is not mounted any more has no area: nothing is written to the one below it.
+        A disk that is full, refuses or fails in the block raises StorageUnavailable: all writes to disks go this way.
+        If the disk is no longer mounted, there is no area, and nothing is written to the disk below it.
         """
         with self._faults.of_disk():
             folder = self._area / secrets.token_hex(8)
@@ -205,7 +205,7 @@ class Staging:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def discard(self, path: Path) -> None:
-        """Remove a folder of the same file system in one step for all readers; does nothing where it is absent."""
+        """Remove a folder of the same file system in one step for all readers; does nothing if it is absent."""
         doomed = self._area / secrets.token_hex(8)
         try:
             with self._faults.of_disk():
@@ -215,7 +215,7 @@ class Staging:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def sweep(self) -> int:
-        """Remove the areas of dead processes; return how many."""
+        """Remove the areas of dead processes; return their number."""
         swept = 0
         for area in self._root.iterdir():
             lock = _try_claim(area)
@@ -232,7 +232,7 @@ class Staging:
 
 
 def _claim(area: Path) -> int:
-    """Create the area and lock it; again where another process's sweep removed it in between."""
+    """Create the area and lock it. Repeat this if another process's sweep has removed the area in between."""
     while True:
         area.mkdir(exist_ok=True)
         descriptor = _try_claim(area)
