@@ -1,4 +1,4 @@
-"""The routes of a server: every controller, with those of the console if the settings serve it."""
+"""The routes of a server: every controller, and those of the console if the settings serve it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ CONSOLE = (
 
 
 def routes_of(settings: Settings) -> list[type[Controller] | Router]:
-    """Return what a server of these settings answers; uploads and files may have larger bodies than other routes."""
+    """Return the routes of a server with these settings. Uploads and files may have larger bodies than other routes."""
     uploading = [adapters.AdapterController, uploads.UploadController]
     routers = (
         Router("/", route_handlers=uploading, request_max_body_size=settings.server.max_upload_bytes),

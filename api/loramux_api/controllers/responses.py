@@ -1,7 +1,7 @@
 """POST /v1/responses: OpenAI's Responses, without anything kept between requests.
 
-First the structs of an answer and of its stream's events, field for field as OpenAI's clients expect them; then the
-route; then `ResponseWriter`, which makes these structs of an answer's parts. `schemas.responses` reads requests.
+First come the structs of an answer and of its stream's events, with the same fields that OpenAI's clients expect, then
+the route. `ResponseWriter` makes these structs from an answer's parts. `schemas.responses` reads requests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
     text: str
     annotations: list[Any] = []
     logprobs: list[ChatLogprob] = []
-    """One entry a token, where they were asked for."""
+    """Log probabilities, one entry per token, if the request asks for them."""
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -58,12 +58,12 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """The thought before the text, where the model thinks."""
+    """The thought before the text, if the model thinks."""
 
     id: str
     status: ItemStatus
     summary: list[Any] = []
-    """Thoughts are given whole."""
+    """Always empty, because thoughts are given whole."""
     content: list[ReasoningText]
     encrypted_content: None = None
 
@@ -76,9 +76,9 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
     call_id: str
     name: str
     arguments: str
-    """JSON."""
+    """Arguments of the call, as JSON."""
     namespace: str | UnsetType = UNSET
-    """The namespace of the function."""
+    """Namespace of the function."""
 
 
 class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
@@ -90,7 +90,7 @@ class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom
     name: str
     input: str
     namespace: str | UnsetType = UNSET
-    """The namespace of the tool."""
+    """Namespace of the tool."""
 
 
 OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
@@ -100,20 +100,20 @@ class InputTokensDetails(msgspec.Struct):
     """Part of the input's tokens."""
 
     cached_tokens: int
-    """Tokens whose KV was reused."""
+    """Number of tokens whose KV was reused."""
     cache_write_tokens: int = 0
-    """Nothing is charged for keeping KV."""
+    """Always 0, because keeping KV is not charged."""
 
 
 class OutputTokensDetails(msgspec.Struct):
     """Part of the answer's tokens."""
 
     reasoning_tokens: int
-    """Tokens of the thought before the answer's text."""
+    """Number of tokens of the thought before the answer's text."""
 
 
 class ResponseUsage(msgspec.Struct, kw_only=True):
-    """The charged tokens."""
+    """Tokens that are charged."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -123,20 +123,20 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class IncompleteDetails(msgspec.Struct):
-    """The reason why an answer is not complete."""
+    """Reason why an answer is not complete."""
 
     reason: Literal["max_output_tokens"]
 
 
 class ResponseError(msgspec.Struct):
-    """The reason why an answer failed after its first token."""
+    """Reason why an answer failed after its first token."""
 
     code: Literal["server_error", "rate_limit_exceeded"]
     message: str
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """An answer, or as much of one as there is."""
+    """An answer, or the part of it that exists."""
 
     id: str
     object: Literal["response"] = "response"
@@ -157,42 +157,42 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     safety_identifier: None = None
     service_tier: str
     store: Literal[False] = False
-    """Answers are not stored."""
+    """Always false, because answers are not stored."""
     temperature: float | None
-    """As you sent it; null: the model's recommendation, or 1."""
+    """Value of the request; null: the model's recommendation, or 1."""
     text: dict[str, Any]
     tool_choice: Any
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float | None
-    """As you sent it; null: the model's recommendation, or 1."""
+    """Value of the request; null: the model's recommendation, or 1."""
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None
 
 
 class ResponseEvent(msgspec.Struct, kw_only=True):
-    """The base of a stream's events."""
+    """Base of a stream's events."""
 
     type: str
     sequence_number: int = 0
 
 
 class LifecycleEvent(ResponseEvent, kw_only=True):
-    """`response.created`, `in_progress`, `completed`, `incomplete` or `failed`."""
+    """Event `response.created`, `in_progress`, `completed`, `incomplete` or `failed`."""
 
     response: ResponseObject
 
 
 class ItemEvent(ResponseEvent, kw_only=True):
-    """`response.output_item.added` or `done`."""
+    """Event `response.output_item.added` or `done`."""
 
     output_index: int
     item: OutputItem
 
 
 class PartEvent(ResponseEvent, kw_only=True):
-    """`response.content_part.added` or `done`."""
+    """Event `response.content_part.added` or `done`."""
 
     item_id: str
     output_index: int
@@ -201,7 +201,7 @@ class PartEvent(ResponseEvent, kw_only=True):
 
 
 class TextEvent(ResponseEvent, kw_only=True):
-    """`response.output_text.delta` or `done`, or those of `response.reasoning_text`."""
+    """Event `response.output_text.delta` or `done`, or the same of `response.reasoning_text`."""
 
     item_id: str
     output_index: int
@@ -212,7 +212,7 @@ class TextEvent(ResponseEvent, kw_only=True):
 
 
 class ArgumentsEvent(ResponseEvent, kw_only=True):
-    """`response.function_call_arguments.delta` or `done`."""
+    """Event `response.function_call_arguments.delta` or `done`."""
 
     item_id: str
     output_index: int
@@ -222,7 +222,7 @@ class ArgumentsEvent(ResponseEvent, kw_only=True):
 
 
 class InputEvent(ResponseEvent, kw_only=True):
-    """`response.custom_tool_call_input.delta` or `done`."""
+    """Event `response.custom_tool_call_input.delta` or `done`."""
 
     item_id: str
     output_index: int
@@ -231,7 +231,7 @@ class InputEvent(ResponseEvent, kw_only=True):
 
 
 def response_usage(usage: TokenCounts, thought_tokens: int) -> ResponseUsage:
-    """Write the charged tokens as clients read them."""
+    """Write the charged tokens in OpenAI's form."""
     return ResponseUsage(
         input_tokens=usage.prompt,
         input_tokens_details=InputTokensDetails(usage.cached),
@@ -254,7 +254,7 @@ def output_logprob(one: TokenLogprob) -> ChatLogprob:
 
 
 class ResponseController(ApiController):
-    """Conversations, as OpenAI's Responses have them."""
+    """Conversations in the form of OpenAI's Responses."""
 
     path = "/v1/responses"
     tags = ("Inference",)
@@ -267,7 +267,7 @@ class ResponseController(ApiController):
         responses={200: ResponseSpec(ResponseObject, description="With stream: server-sent response.* events.")},
     )
     async def create(self, data: JSONBody[ResponseBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Answer a conversation with an adapter of yours, or with the base model. Answers are not stored."""
+        """Answer a conversation with one of your adapters, or with the base model. Answers are not stored."""
         with renamed_fields(FIELDS):
             return await inference.answer(to_request(data), partial(ResponseWriter, data), stream=bool(data.stream))
 
@@ -287,7 +287,7 @@ class ResponseWriter(Writer):
         self._num_events = 0
 
     def opening(self) -> Iterable[ResponseEvent]:
-        """Return the response without output, twice: OpenAI's have been queued in between."""
+        """Return the response without output, twice, because OpenAI's responses are queued between the two events."""
         for type in ("response.created", "response.in_progress"):
             yield LifecycleEvent(type=type, response=self._response())
 
@@ -305,14 +305,14 @@ class ResponseWriter(Writer):
         yield LifecycleEvent(type=f"response.{whole.status}", response=whole)
 
     def collect(self, delta: Delta) -> None:
-        """Take a delta of an answer that is sent in one piece."""
+        """Collect a delta of an answer that is sent in one piece."""
         for _ in self.chunk(delta):
             pass
         if delta.is_unended_thought:
             self._items.drop_thoughts()
 
     def whole(self, usage: TokenCounts) -> ResponseObject:
-        """Return the answer, of whose end the finish reason tells."""
+        """Return the answer; the finish reason determines its status."""
         response = self._response()
         response.output = self._items.ended
         response.usage = response_usage(usage, self._thought_tokens)
@@ -335,14 +335,14 @@ class ResponseWriter(Writer):
         return LifecycleEvent(type="response.failed", response=response)
 
     def frame(self, event: msgspec.Struct) -> bytes:
-        """Return an event as it is sent, with its number."""
+        """Return an event as the bytes that are sent, with its number."""
         assert isinstance(event, ResponseEvent)
         event.sequence_number = self._num_events
         self._num_events += 1
         return named_frame(event)
 
     def _response(self) -> ResponseObject:
-        """Return the response as it begins: mostly what was asked for."""
+        """Return the response at its beginning: mostly the fields of the request."""
         body, numbers = self._body, given_numbers(self._body)
         given = body.text.format if body.text else None
         format = {"type": "text"} if given is None else _without_null(given)
@@ -369,20 +369,22 @@ class ResponseWriter(Writer):
 
 
 class OutputItems:
-    """The items of an answer, made of its deltas: a thought, a text, and calls."""
+    """The items of an answer, made from its deltas: a thought, a text, and calls."""
 
     def __init__(self, suffix: str, tools: Toolbox, *, with_logprobs: bool) -> None:
-        """`suffix` makes the items' ids unique; a replayed answer has the same."""
+        """`suffix` makes the items' ids unique; a replayed answer has the same ids."""
         self.ended: list[OutputItem] = []
         self._parts = AnswerParts(tools)
         self._suffix = suffix
         self._with_logprobs = with_logprobs
         self._held: list[ChatLogprob] = []
-        """Those of the message's tokens that no event has brought yet."""
+        """Logprobs of the message's tokens that no event has brought yet."""
         self._of_thought: list[tuple[TokenLogprob, ChatLogprob]] = []
-        """Those of a thought, without alternatives and encoded, while it may turn out to be the message."""
+        """Logprobs of a thought, without alternatives and encoded, kept because the thought may prove to be the
+        message.
+        """
         self._logprobs: list[ChatLogprob] = []
-        """Those of the message under way."""
+        """Logprobs of the current message."""
 
     def push(self, delta: Delta) -> Iterator[ResponseEvent]:
         """Yield the events of a delta."""
@@ -411,7 +413,7 @@ class OutputItems:
                 self._of_thought.append((msgspec.structs.replace(one, top=()), _encoded(one)))
 
     def finish(self, status: ItemStatus) -> Iterator[ResponseEvent]:
-        """End the item under way; an answer without any has an empty message."""
+        """End the current item. An answer without any item gets an empty message."""
         if not self._parts.count:
             for change in self._parts.begin(AnswerPart("text", 0)):
                 yield from self._events(change)
@@ -466,7 +468,7 @@ class OutputItems:
         yield ItemEvent(type="response.output_item.done", output_index=index, item=item)
 
     def _item(self, part: AnswerPart, status: ItemStatus) -> OutputItem:
-        """Return a part as an item; its content comes with its end."""
+        """Return a part as an item; its content is sent at its end."""
         id, is_ended = self._id(part), status != "in_progress"
         match part.kind:
             case "call":
@@ -503,12 +505,12 @@ _TEXTS = {"text": "response.output_text", "thought": "response.reasoning_text"}
 
 
 def _encoded(one: TokenLogprob) -> ChatLogprob:
-    """Encode a logprob at once: an answer has many."""
+    """Encode a logprob at once, because an answer has many."""
     return cast(ChatLogprob, msgspec.Raw(msgspec.json.encode(output_logprob(one))))
 
 
 def _without_null(value: Any) -> Any:
-    """Return what was sent, without the fields that were not."""
+    """Return the value without the fields that were not sent."""
     if isinstance(value, str):
         return value
     return {name: one for name, one in msgspec.to_builtins(value).items() if one is not None}

@@ -1,4 +1,4 @@
-"""JSON objects of base models, for operators. Times are Unix seconds."""
+"""JSON objects of base models; operators use them. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class BaseBody(Body, forbid_unknown_fields=True):
     """A base model to add: one table of `[[bases]]`."""
 
     name: str
-    """The base model's name in requests."""
+    """Name of the base model in requests."""
     path: str
-    """The absolute folder of a transformers checkpoint, on every server."""
+    """Absolute path of the folder with a transformers checkpoint, the same on every server."""
     dtype: Dtype = "auto"
     quantization: Quantization = "none"
     generation_config: GenerationConfig = "auto"
@@ -26,7 +26,7 @@ class BaseBody(Body, forbid_unknown_fields=True):
     former_names: tuple[str, ...] = ()
     engines: EngineRange = EngineRange()
     engine: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Settings of its engines; what is left out is as in `[engine]`."""
+    """Settings of its engines. Fields that are left out come from `[engine]`."""
 
 
 class RetireBody(Body, forbid_unknown_fields=True):
@@ -34,29 +34,29 @@ class RetireBody(Body, forbid_unknown_fields=True):
 
     name: str
     successor: str | None = None
-    """The base model that refusals name instead."""
+    """Base model that error messages name as the replacement."""
     force: bool = False
-    """Retire it although aliases point at adapters for it."""
+    """Retire it even if aliases point at adapters for it."""
 
 
 class BaseObject(msgspec.Struct, kw_only=True):
-    """A base model, as this server has it."""
+    """A base model, with its state on this server."""
 
     name: str
     object: Literal["base_model"] = "base_model"
     path: str
     state: Literal["loading", "serving", "failed", "draining", "retired"]
     problem: str | None
-    """The reason why it did not load."""
+    """Reason why it did not load."""
     source: Literal["settings", "added"]
     engines_ready: int
     engines_min: int
     engines_max: int
     seconds_in_state: float
-    """0 where it is not known."""
+    """Seconds since the state began; 0 if that is not known."""
     retired_at: int | None
     successor: str | None
-    """The base model to use instead of a retired one."""
+    """Base model to use instead of a retired one."""
 
 
 def base_object(status: BaseStatus) -> BaseObject:

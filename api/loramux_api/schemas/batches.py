@@ -1,4 +1,4 @@
-"""JSON objects of files and batches, as OpenAI has them. Times are Unix seconds."""
+"""JSON objects of files and batches in OpenAI's form. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class OutputExpiry(msgspec.Struct, forbid_unknown_fields=True):
-    """How long the output and error files are kept."""
+    """Time for which the output and error files are kept."""
 
     seconds: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     anchor: Literal["created_at"] = "created_at"
@@ -26,15 +26,17 @@ class BatchBody(Body, forbid_unknown_fields=True):
     """A batch to create."""
 
     input_file_id: str
-    """A file of purpose `batch`."""
+    """Id of a file of purpose `batch`."""
     endpoint: str
-    """/v1/chat/completions, /v1/completions or /v1/responses; every line names the same."""
+    """Endpoint /v1/chat/completions, /v1/completions or /v1/responses; every line must name the same."""
     completion_window: Annotated[str, Meta(max_length=8)] = "24h"
-    """Lines that have not begun after this time are not run. 24h, or 1h to 168h."""
+    """Time after which no more lines begin: 24h, or 1h to 168h."""
     metadata: dict[str, str] | None = None
-    """Up to 16 tags, by which the bill of lines without their own can be divided."""
+    """Up to 16 tags. The bill of lines without their own tags can be divided by them."""
     output_expires_after: OutputExpiry | None = None
-    """How long the output and error files are kept: 3600 seconds to what the server keeps files for."""
+    """Seconds for which the output and error files are kept: at least 3600, at most the time for which the server keeps
+    files.
+    """
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -69,14 +71,14 @@ class Cursored(msgspec.Struct, Generic[T], kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, kw_only=True):
-    """What is wrong with the input, or why lines were not run."""
+    """Errors of the input, or reasons why lines were not run."""
 
     object: Literal["list"] = "list"
     data: list[LineError]
 
 
 class RequestCounts(msgspec.Struct):
-    """Lines of a batch by their state."""
+    """Number of a batch's lines in each state."""
 
     total: int
     completed: int
@@ -93,7 +95,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     input_file_id: str
     completion_window: str
     status: str
-    """validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
+    """Status of the batch: validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
@@ -148,7 +150,7 @@ def batch_object(batch: Batch) -> BatchObject:
 
 
 def page_of(items: list[T], limit: int, ids: list[str]) -> Cursored[T]:
-    """Return the first `limit` of items that were listed with one more; `ids` are theirs."""
+    """Return the first `limit` of `items`, which were listed with one more; `ids` are the items' ids."""
     shown = ids[:limit]
     return Cursored(
         data=items[:limit],

@@ -48,9 +48,9 @@ class BudgetObject(msgspec.Struct, kw_only=True):
     period_start: int | None = None
     spent_nano: int | None = None
     held_nano: int | None = None
-    """Reserved for running requests."""
+    """Amount that is reserved for running requests."""
     currency: str | None = None
-    """ISO 4217; null for a tenant without a plan, and in the answer to a change."""
+    """Currency as an ISO 4217 code; null for a tenant without a plan, and in the answer to a change."""
 
 
 def limit_object(limit: Limit) -> LimitObject:

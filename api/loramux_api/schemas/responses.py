@@ -68,7 +68,7 @@ FIELDS = {
     "response_format.json_schema": "text.format.schema",
     "logprobs": "top_logprobs",
 }
-"""The names of a chat's fields here."""
+"""Names in this API for a chat's fields."""
 _OF_VLLM = (
     "cache_salt",
     "ec_transfer_params",
@@ -81,48 +81,48 @@ _OF_VLLM = (
     "vllm_xargs",
     "watermarking",
 )
-"""Fields of vLLM's that are refused as in chats."""
+"""Fields of vLLM that are refused as in chats."""
 LOGPROBS = "message.output_text.logprobs"
 _STATELESS = "nothing is kept between requests; send the whole conversation as 'input'."
 _CALLED = ("function", "custom")
 
 
 class InputItem(msgspec.Struct):
-    """A turn, a thought, a call or its result. Items of an answer can be sent back as they are: other fields of theirs
-    are ignored.
+    """A turn, a thought, a call or its result. Items of an answer can be sent back unchanged, because their other
+    fields are ignored.
     """
 
     type: str = "message"
-    """`message`, `reasoning`, `function_call`, `custom_tool_call`, or an output of one of these."""
+    """Type of the item: `message`, `reasoning`, `function_call`, `custom_tool_call`, or an output of one of these."""
     role: str | None = None
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: Any = None
-    """A call's arguments: JSON, written as a text."""
+    """Arguments of a call: JSON, written as a text."""
     input: str | None = None
-    """The input of a custom tool's call."""
+    """Input of a custom tool's call."""
     namespace: str | None = None
-    """The namespace of a called function."""
+    """Namespace of a called function."""
     output: str | list[Part] | None = None
-    """A call's result."""
+    """Result of a call."""
 
 
 class ResponseTool(msgspec.Struct, omit_defaults=True):
     """A tool that the answer may call."""
 
     type: str
-    """`function`, `custom`, or `namespace` with some of both. Tools of other types are left out."""
+    """Type of the tool: `function`, `custom`, or `namespace` with some of both. Tools of other types are left out."""
     name: str | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """The JSON schema of a function's arguments; absent: it takes none."""
+    """JSON schema of a function's arguments; absent: the function has none."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
     format: CustomFormat | None = None
-    """The format of a custom tool's input."""
+    """Format of a custom tool's input."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
-    """The tools of a namespace."""
+    """Tools of a namespace."""
 
 
 class ChosenTool(msgspec.Struct, omit_defaults=True):
@@ -133,10 +133,10 @@ class ChosenTool(msgspec.Struct, omit_defaults=True):
 
 
 class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
-    """One tool that must be called, or the tools that may be."""
+    """One tool that must be called, or the tools that may be called."""
 
     type: str
-    """`function`, `custom` or `allowed_tools`."""
+    """Type of the choice: `function`, `custom` or `allowed_tools`."""
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[ChosenTool], Meta(max_length=MAX_TOOLS)] | None = None
@@ -146,7 +146,7 @@ class TextFormat(msgspec.Struct):
     """The format of the answer's text."""
 
     type: str
-    """`text`, `json_object` or `json_schema`."""
+    """Type of the format: `text`, `json_object` or `json_schema`."""
     name: Annotated[str, Meta(max_length=512)] | None = None
     """Accepted and without effect."""
     schema: dict[str, Any] | None = None
@@ -157,7 +157,7 @@ class TextFormat(msgspec.Struct):
 
 
 class TextConfig(Body, kw_only=True):
-    """The answer's text."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
 
@@ -168,7 +168,7 @@ class ReasoningConfig(Body, kw_only=True):
     """The thought before the answer. It is given whole, as the content of a `reasoning` item, and never summarized."""
 
     effort: Effort | None = None
-    """How much the model thinks, if its chat template knows a variable for it; `none` switches thinking off."""
+    """How much the model thinks, if its chat template has a variable for it; `none` switches thinking off."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -182,11 +182,13 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 @taking_numbers()
 class ResponseBody(InferenceBody, kw_only=True):
-    """OpenAI's fields, and vLLM's names of sampling parameters that OpenAI does not have. Null is as good as absent."""
+    """OpenAI's fields, and vLLM's names for sampling parameters that OpenAI does not have. Null means the same as
+    absent.
+    """
 
     model: str
     input: str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
-    """A text, or the items of a conversation; without any, an empty turn of the user's."""
+    """A text, or the items of a conversation. Without any, the conversation is one empty turn of the user."""
     instructions: str | None = None
     """A system turn before the input."""
     max_output_tokens: Positive | None = None
@@ -195,20 +197,22 @@ class ResponseBody(InferenceBody, kw_only=True):
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
-    """By token id, written as a text."""
+    """Biases by token id, which is written as a text."""
     structured_outputs: StructuredOutputs | None = None
-    """The format of the answer's text, in vLLM's words."""
+    """Format of the answer's text, in vLLM's form."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     """`auto` (the default), `none`, `required`, one tool, or the tools that are allowed."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call an answer."""
+    """False: at most one call per answer."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
-    """`message.output_text.logprobs` adds log probabilities; the others are of features that this server lacks."""
+    """`message.output_text.logprobs` adds log probabilities. The other values belong to features that this server
+    lacks.
+    """
     top_logprobs: TopLogprobs | None = None
-    """Alternatives to each token; with `include` of `message.output_text.logprobs`."""
+    """Number of alternatives to each token; needs `message.output_text.logprobs` in `include`."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the chat template."""
     stream: bool | None = None
@@ -216,9 +220,9 @@ class ResponseBody(InferenceBody, kw_only=True):
     metadata: dict[str, str] | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """How urgent the request is, and at which price; auto is the same as default. 403 where your plan lacks it."""
+    """Urgency and price of the request; auto is the same as default. 403 if your plan lacks it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -262,7 +266,7 @@ class ResponseBody(InferenceBody, kw_only=True):
 
 
 def to_request(body: ResponseBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     with renamed_fields(FIELDS):
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", field="stream_options")
@@ -318,7 +322,7 @@ def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
 
 
 def _options(body: ResponseBody) -> ChatOptions:
-    """Return what the chat template and the answer are told besides the items. Raises InvalidRequest."""
+    """Return the options of the chat template and the answer, in addition to the items. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
     tools = toolbox(body)
     use = tools.use(_asked(body.tool_choice), parallel=body.parallel_tool_calls is not False)
@@ -352,7 +356,7 @@ def _asked(choice: Literal["none", "auto", "required"] | ResponseToolChoice | No
 
 
 def _offered(tools: Iterable[ResponseTool], where: str, namespace: str | None = None) -> Iterator[OfferedTool]:
-    """Yield the tools that can be offered, those of namespaces among them. Raises InvalidRequest."""
+    """Yield the tools that can be offered, including those of namespaces. Raises InvalidRequest."""
     for i, tool in enumerate(tools):
         at = f"{where}[{i}]"
         match tool.type:
@@ -368,7 +372,7 @@ def _offered(tools: Iterable[ResponseTool], where: str, namespace: str | None = 
 
 
 def _types(tools: Iterable[ResponseTool], where: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the type of each tool; a namespace's own tools in its place."""
+    """Yield the path and the type of each tool. A namespace is replaced by its own tools."""
     for i, tool in enumerate(tools):
         if tool.type == "namespace":
             yield from _types(tool.tools or [], f"{where}[{i}].tools")
@@ -400,7 +404,9 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
         case "message":
             _add_message(turns, item, where)
         case "reasoning":
-            if item.content:  # one that another server has encrypted, or only summarized, says nothing here
+            if (
+                item.content
+            ):  # an item that another server has encrypted, or only summarized, contains nothing for this one
                 turns.add_thought(read_text(item.content, f"{where}.content"))
         case "function_call":
             turns.add_call(required(item, "call_id", where), _called(item, where), item.arguments)
@@ -425,7 +431,7 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
 
 
 def _called(item: InputItem, where: str) -> str:
-    """Return the name of a called tool as the model sees it. Raises InvalidRequest."""
+    """Return the model's name for a called tool. Raises InvalidRequest."""
     name = required(item, "name", where)
     return name if item.namespace is None else flat_name(item.namespace, name, where)
 

@@ -31,9 +31,9 @@ class KeyBody(Body, forbid_unknown_fields=True):
     name: Label = "default"
     scopes: list[str] = msgspec.field(default_factory=lambda: sorted(CUSTOMER_SCOPES))
     project: str | None = None
-    """null: the project of the key that creates it, if that key has one, else `default`."""
+    """Project of the key. null: the project of the key that creates it, if that key has one, otherwise `default`."""
     models: list[str] | None = None
-    """Models that the key may use: `tenant/adapter`, or the base's name. null allows all of the tenant's."""
+    """Models that the key may use: `tenant/adapter`, or the base's name. null allows all models of the tenant."""
     expires_in: Annotated[int, Meta(ge=1)] | None = None
     """Seconds until the key expires. null: it expires with the key that creates it."""
 
@@ -65,7 +65,7 @@ class MemberBody(Body, forbid_unknown_fields=True):
     """A member to add."""
 
     issuer: str
-    """The issuer, exactly as in the tokens' `iss`."""
+    """The issuer, exactly as in the `iss` of its tokens."""
     subject: str
     """The person's identity in the claim that the server reads: `sub`, or `identity_claim` of its settings."""
     role: str
@@ -126,14 +126,14 @@ class AuditObject(msgspec.Struct, kw_only=True):
     tenant_id: str | None
     actor: str
     actor_name: str | None
-    """The key's or the member's name, if it has one."""
+    """Name of the key or the member, if it has one."""
     source: str
     request_id: str
     action: str
     object_id: str
     before: msgspec.Raw
     after: msgspec.Raw
-    """Null where there was nothing, or is nothing any more."""
+    """Fields after the change; null if there was nothing, or if there is nothing any more."""
 
 
 def key_object(key: Key, secret: str | UnsetType = UNSET) -> KeyObject:

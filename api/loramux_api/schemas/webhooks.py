@@ -21,7 +21,7 @@ class WebhookBody(Body, forbid_unknown_fields=True):
 
     url: Annotated[str, Meta(max_length=2048)]
     events: list[str] | None = None
-    """The types of events that it receives; null: all."""
+    """Types of events that it receives; null: all."""
 
 
 class WebhookChange(Body, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class WebhookObject(msgspec.Struct, kw_only=True):
     disabled_because: str | None
     created_at: int
     failing_since: int | None
-    """The time since which every delivery has failed."""
+    """Time since which every delivery has failed."""
     secret: str | UnsetType = UNSET
 
 
@@ -59,7 +59,7 @@ class WebhookTest(msgspec.Struct, kw_only=True):
     object: Literal["webhook.test"] = "webhook.test"
     delivered: bool
     status: int | None
-    """The HTTP status of its answer; null if there was none."""
+    """HTTP status of its answer; null if there was none."""
     error: str | None
     milliseconds: int
 
@@ -80,11 +80,11 @@ class DeliveryObject(msgspec.Struct, kw_only=True):
     object: Literal["webhook.delivery"] = "webhook.delivery"
     event: EventObject
     state: str
-    """pending, delivered, or failed (no more attempts)."""
+    """State of the delivery: pending, delivered, or failed (no more attempts)."""
     attempts: int
-    """The number of failed attempts."""
+    """Number of failed attempts."""
     status: int | None
-    """The HTTP status of the last answer."""
+    """HTTP status of the last answer."""
     error: str | None
     next_attempt_at: int | None
     updated_at: int
