@@ -248,7 +248,7 @@ def _fp8_kv(key_dim: int, value_dim: int) -> KvLayer:
 
 
 def _order(launch: Launch) -> str:
-    """Return a name for the tokens of a page that a launch stores in FP8."""
+    """Return which tokens of a page a launch stores in FP8: the first, or the others."""
     return "first" if launch.arguments["BEGINS"] else "others"
 
 

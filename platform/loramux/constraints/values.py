@@ -50,7 +50,7 @@ PLAIN_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
 NOTHING = r"/[^\s\S]/"
 
 MAX_ITEMS = 256
-"""Longest list whose bound on its length gets its own rule."""
+"""Largest bound of a list's length for which a rule is written here."""
 
 _KEYWORDS: dict[str, frozenset[str]] = {
     "string": OF_TEXTS,

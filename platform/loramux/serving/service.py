@@ -101,7 +101,7 @@ class ServedBase:
     """A base model, with the parts that requests need."""
 
     name: str
-    """In requests."""
+    """Name in requests."""
     engines: EngineGroup
     facts: ModelFacts
     tokenizer: Tokenizer
