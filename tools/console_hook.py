@@ -1,7 +1,8 @@
 """Hatch's hook for wheels: build the web console, so that its pages are in the wheel.
 
-An editable install does without: `make demo`, `make test` and `make console` build it in a checkout. A wheel that is
-built where Node.js or npm's registry cannot be reached has no console, with a warning; its server says so at /console.
+An editable install does not build it: `make demo`, `make test` and `make console` build it in a checkout. If a wheel is
+built without access to Node.js or npm's registry, it has no console and the build warns; its server says so at
+/console.
 """
 
 from __future__ import annotations

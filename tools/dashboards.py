@@ -188,7 +188,7 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
     ),
 }
 EMPTY_AT_FIRST = {"Sinks", "Days until the certificate ends"}
-"""Panels that show nothing on a server without sinks or TLS."""
+"""Panels that are empty on a server without sinks or TLS."""
 
 
 def dashboard(name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Every kernel variant that the launchers choose from, as launches on small tensors of representative shapes."""
+"""All kernel variants that the launchers choose from, as launches on small tensors of representative shapes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,14 @@ from loramux_kernels.tables import (
 )
 
 HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (64, 32))
-"""Of keys and of values; the last for ptxas 12.8 (`paged_attention._blocks`), which fails at narrower values."""
+"""Sizes of keys and of values. The last pair is for ptxas 12.8 (`paged_attention._blocks`), which fails at narrower
+values.
+"""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A launch with a name to find it by."""
+    """A launch, with a name that identifies it."""
 
     name: str
     launch: Launch
@@ -106,7 +108,7 @@ def _attention() -> Iterator[Variant]:
 def _attention_step(
     key_dim: int, value_dim: int, dtype: torch.dtype, *, is_fp8: bool = False, **features: Any
 ) -> Iterator[Variant]:
-    """A step with a decoding sequence, whose context is cut and merged, and one in prefill."""
+    """Yield a step with a decoding sequence, whose context is split and merged, and a step in prefill."""
     rows, context = 257, 4096
     batch = AttentionBatch(
         cu_seqlens=torch.tensor([0, 1, rows], dtype=torch.int32),
@@ -162,7 +164,7 @@ def _rope() -> Iterator[Variant]:
 
 
 def _rope_launches(layer: KvLayer, rotary: int, norm: Norm | None) -> list[Launch]:
-    """Four query heads on each head of keys, all slices of one joined output."""
+    """Return launches with four query heads per key head; all heads are slices of one joined output."""
     heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
     widths = (4 * heads * key_dim, heads * key_dim, heads * value_dim)
     parts = torch.empty(4, sum(widths), dtype=torch.bfloat16).split(widths, dim=1)
@@ -246,7 +248,7 @@ def _fp8_kv(key_dim: int, value_dim: int) -> KvLayer:
 
 
 def _order(launch: Launch) -> str:
-    """Which of a page's tokens a launch stores in FP8."""
+    """Return which tokens of a page a launch stores in FP8: the first, or the others."""
     return "first" if launch.arguments["BEGINS"] else "others"
 
 

@@ -1,9 +1,9 @@
-"""Reference pages that are generated from the code: `python tools/reference.py docs`.
+"""Generate the reference pages from the code: `python tools/reference.py docs`.
 
 docs/settings.md comes from the settings' types and docstrings, docs/metrics.md from `metrics.FAMILIES`, and tables in
-docs/models.md from `loramux_adapters.families` and `loramux.common.sampling`: they are in the repository, and a test
-compares them with the code. docs/http.md comes from the OpenAPI document, docs/commands.md from
-the help of the command line: both are made when the site is built (`make docs`).
+docs/models.md from `loramux_adapters.families` and `loramux.common.sampling`. These pages are in the repository, and a
+test compares them with the code. docs/http.md comes from the OpenAPI document, and docs/commands.md from the help of
+the command line. Both are made when the site is built (`make docs`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ADVANCED = {
     },
     "adapters": {"max_loading", "max_vocabulary_bytes"},
 }
-"""Settings whose defaults suit nearly every deployment: they are listed last."""
+"""Settings whose defaults suit nearly every deployment; they are listed last."""
 HIDDEN = {"engine": {"in_process"}, "scheduler": {"max_lift", "affinity_window", "adapter_overhead_target"}}
-"""Settings of our own tests and measurements: files may have them, and no page lists them."""
+"""Settings that only our tests and measurements use. Files may have them, but no page lists them."""
 
 
 def metrics_page() -> str:
@@ -230,7 +230,7 @@ def _command(context: click.Context) -> list[str]:
 
 
 def _help_text(command: click.Command) -> list[str]:
-    """Return the help as Markdown; click's marker \\b keeps a paragraph's lines, which become a code block."""
+    """Return the help as Markdown. After click's marker \\b, the lines of a paragraph are kept, as a code block."""
     lines: list[str] = []
     for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
         rows = paragraph.splitlines()
@@ -274,7 +274,7 @@ def sampling_table() -> str:
 
 
 def with_tables(page: str, text: str) -> str:
-    """Return the text of a written page with its generated tables made anew, each between two comments."""
+    """Return the text of a written page with new generated tables, each between two comments."""
     for name, write in TABLES.get(page, {}).items():
         begin, end = f"<!-- generated: {name} -->\n", "<!-- end -->"
         before, found, rest = text.partition(begin)
@@ -325,7 +325,7 @@ def _default(field: msgspec.structs.FieldInfo) -> Any:
 
 
 def _literal(value: Any) -> str:
-    """Return the value as in TOML; `unset` for None."""
+    """Return the value as TOML writes it; `unset` for None."""
     if value is None:
         return "unset"
     if isinstance(value, msgspec.Struct):

@@ -31,7 +31,7 @@ PROXY = r"(?! (a|an|the|its|your) (\w+ )?(proxy|balancer|gateway|firewall|CDN|NA
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A pattern that readers stumble over, and what to write instead."""
+    """A pattern for words that are hard to read, and what to write instead."""
 
     name: str
     pattern: re.Pattern[str]
@@ -66,13 +66,13 @@ class Prose:
 
     @property
     def place(self) -> str:
-        """`path:line`."""
+        """Place of the prose, as `path:line`."""
         return f"{self.path}:{self.line}"
 
 
 @dataclass(frozen=True, slots=True)
 class Offence:
-    """A rule broken by a piece of prose."""
+    """A match of a rule in the prose."""
 
     prose: Prose
     rule: Rule
@@ -93,7 +93,7 @@ def prose_of(paths: Iterable[Path]) -> Iterator[Prose]:
 
 
 def files(chosen: Iterable[str] = ()) -> list[Path]:
-    """Return the files with prose: below the chosen paths, or all."""
+    """Return the files with prose: those below the chosen paths, or all."""
     roots = [ROOT / name for name in (chosen or (*CODE, *PAGES))]
     found = [
         path for root in roots for path in ([root] if root.is_file() else [*root.rglob("*.py"), *root.rglob("*.md")])

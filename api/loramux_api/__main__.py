@@ -1,8 +1,8 @@
-"""`python -m loramux_api` is `loramux`."""
+"""Entry point of `python -m loramux_api`, which is the same as `loramux`."""
 
 import signal
 
-# Ctrl-C while the first modules are imported ends the process at once, without a traceback.
+# Ctrl-C during the import of the first modules ends the process at once, without a traceback.
 _interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from loramux_api.cli.main import main  # noqa: E402

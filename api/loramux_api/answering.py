@@ -1,9 +1,9 @@
-"""From an admitted request to its HTTP response, in one piece or as server-sent events.
+"""Turn an admitted request into its HTTP response, in one piece or as server-sent events.
 
-`Inference` is the dependency of every inference handler: caller, deadline, idempotency key. It has the request answered
-and calls `respond`, which reads the gateway's `Answer` and abandons it as soon as the client disconnects. A `Writer`
-gives the deltas the shape of one endpoint. `AnswerParts` divides them for APIs that send a thought, a text and each
-call as an object of its own.
+`Inference` is the dependency of every inference handler: caller, deadline, idempotency key. It starts the request and
+calls `respond`, which reads the `Answer` of the serving layer and abandons it as soon as the client disconnects. A
+`Writer` gives the deltas the shape of one endpoint. `AnswerParts` divides them for APIs that send a thought, a text and
+each call as separate objects.
 """
 
 from __future__ import annotations
@@ -45,46 +45,46 @@ from loramux_api.schemas.tools import Toolbox
 
 @dataclass(slots=True)
 class AnswerPart:
-    """A part, as far as it has come."""
+    """A part of an answer, as far as it has arrived."""
 
     kind: Literal["thought", "text", "call", "custom"]
-    """`custom`: a call of a custom tool, whose text is its input."""
+    """Kind of the part. `custom`: a call of a custom tool, whose text is its input."""
     index: int
-    """Its place in the answer."""
+    """Position of the part in the answer."""
     call_id: str = ""
     name: str = ""
-    """The called tool."""
+    """Name of the called tool."""
     namespace: str | None = None
-    """The namespace of the called tool."""
+    """Namespace of the called tool."""
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The whole text; a call's arguments."""
+        """The whole text; for a call, its arguments."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class PartChange:
-    """The news of a part."""
+    """A change of one part."""
 
     step: Literal["begins", "grows", "ends"]
     part: AnswerPart
     piece: str = ""
-    """The text by which it grows."""
+    """Text that is added to the part."""
 
 
 class AnswerParts:
-    """Divides an answer's deltas into its parts. One is under way at a time."""
+    """Divides an answer's deltas into its parts. Only one part is open at a time."""
 
     def __init__(self, tools: Toolbox | None = None) -> None:
-        """`tools`: those of the request, if the names that the model calls may be others than the caller's."""
+        """`tools` are those of the request; needed if the model uses other names than the caller."""
         self.count = 0
-        """Parts that have begun."""
+        """Number of parts that have begun."""
         self._open: AnswerPart | None = None
         self._tools = tools
         self._input = InputReader()
-        """Reads the custom call under way."""
+        """Reader of the current custom call."""
 
     def push(self, delta: Delta) -> Iterator[PartChange]:
         """Yield the changes that a delta makes."""
@@ -96,14 +96,14 @@ class AnswerParts:
             yield from self._push_call(call)
 
     def begin(self, part: AnswerPart) -> Iterator[PartChange]:
-        """Begin a part; the one under way ends."""
+        """Begin a part, and end the current one."""
         yield from self.end()
         self._open = part
         self.count += 1
         yield PartChange("begins", part)
 
     def end(self) -> Iterator[PartChange]:
-        """End the part under way, if there is one."""
+        """End the current part, if there is one."""
         if self._open is not None:
             ended, self._open = self._open, None
             yield PartChange("ends", ended)
@@ -148,10 +148,10 @@ class NamedEvent(Protocol):
 
 
 class Writer(Protocol):
-    """Gives an answer the shape of one endpoint; OpenAI's where nothing else is said."""
+    """Gives an answer the shape of one endpoint. The defaults are OpenAI's shape."""
 
     ending: bytes = b"data: [DONE]\n\n"
-    """Sent after the last event of a stream."""
+    """Bytes that are sent after the last event of a stream."""
 
     def opening(self) -> Iterable[msgspec.Struct]:
         """Return a stream's first events."""
@@ -163,7 +163,7 @@ class Writer(Protocol):
         """Return a stream's last events."""
 
     def collect(self, delta: Delta) -> None:
-        """Take a delta of an answer that is sent in one piece; the costly parts are encoded as they come."""
+        """Collect a delta of an answer that is sent in one piece. The costly parts are encoded as they come."""
 
     def whole(self, usage: TokenCounts) -> msgspec.Struct:
         """Return the collected answer in one piece."""
@@ -177,14 +177,14 @@ class Writer(Protocol):
         return error_answer(error)
 
     def frame(self, event: msgspec.Struct) -> bytes:
-        """Return an event as it is sent."""
+        """Return an event as the bytes that are sent."""
         return b"data: " + _encode(event) + b"\n\n"
 
 
 async def respond(request: AnyRequest, answer: Answer, writer: Writer, *, stream: bool) -> Response[Any]:
-    """Return the response; the answer is abandoned as soon as the client disconnects.
+    """Return the response. The answer is abandoned as soon as the client disconnects.
 
-    A stream's response begins with its first token, so that every earlier failure has its proper status.
+    A stream's response begins with its first token, so that every earlier failure gets its proper status.
     """
     try:
         if stream:
@@ -203,15 +203,16 @@ async def respond(request: AnyRequest, answer: Answer, writer: Writer, *, stream
 
 
 def answer_headers(answer: Answer) -> dict[str, str]:
-    """Return the limits by the minute, and whether the answer is a kept one."""
+    """Return the limits per minute, and whether the answer is a replay of a kept one."""
     replayed = {"Idempotent-Replayed": "true"} if answer.replayed else {}
     return rate_headers(answer.rate_limits) | replayed
 
 
 async def run_while_connected(request: AnyRequest, work: Awaitable[T]) -> T:
-    """Await `work`, and cancel it where the client disconnects first. Raises ClientDisconnected.
+    """Await `work`, and cancel it if the client disconnects first. Raises ClientDisconnected.
 
-    Servers do not cancel a handler whose client has left; `receive` reports it. The body has been read.
+    Servers do not cancel a handler whose client has disconnected, but `receive` reports it. The body must have been
+    read.
     """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_until_disconnected(request))
     try:
@@ -235,14 +236,14 @@ class CollectedChoice:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log probabilities of the chosen tokens, without alternatives."""
     encoded: list[msgspec.Raw] = field(default_factory=list)
-    """The logprobs' JSON, or that of their alternatives: the costly part, one a token."""
+    """JSON of the logprobs, or of their alternatives, one entry per token: the costly part."""
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
 
     def add(
         self, delta: Delta, encode: Callable[[TokenLogprob], object] | None, logprobs: Sequence[TokenLogprob]
     ) -> None:
-        """Add a delta; `encode` returns what is written of each of `logprobs`."""
+        """Add a delta; `encode` returns the JSON of each entry of `logprobs`."""
         if delta.is_unended_thought:
             self.thoughts.clear()
         self.texts.append(delta.text)
@@ -257,12 +258,16 @@ class CollectedChoice:
 
 
 def asked_logprobs(delta: Delta, body: SamplingBody) -> tuple[TokenLogprob, ...]:
-    """Return the logprobs of the answer's text; next to token ids, those of all tokens, one for each id."""
+    """Return the logprobs of the answer's text. If token ids are wanted too, return those of all tokens, one for each
+    id.
+    """
     return delta.logprobs + delta.unshown_logprobs if body.return_token_ids else delta.logprobs
 
 
 def usage_of_chunk(body: SamplingBody, answer: Answer, num_tokens: int) -> UsageObject | UnsetType | None:
-    """Return the `usage` of a chunk: where it is asked for the usage so far, with `num_tokens` tokens of the answer."""
+    """Return the `usage` of a chunk if the request asks for continuous usage; `num_tokens` counts the answer's tokens
+    so far.
+    """
     if not body.include_usage_in_chunks:
         return None if body.include_usage else UNSET
     prompt = sum(map(len, answer.prompt_token_ids))
@@ -270,12 +275,12 @@ def usage_of_chunk(body: SamplingBody, answer: Answer, num_tokens: int) -> Usage
 
 
 def spelled(token: Token, body: SamplingBody) -> str:
-    """Return a token of log probabilities as the caller asked for it."""
+    """Return a token of log probabilities in the form that the caller asked for."""
     return f"token_id:{token.id}" if body.return_tokens_as_token_ids else token.text
 
 
 def prompt_logprob_list(scores: Iterable[PromptTokenLogprob]) -> PromptLogprobList:
-    """Write a prompt's log probabilities as vLLM does."""
+    """Write a prompt's log probabilities in vLLM's form."""
     return [None, *map(_prompt_entries, scores)]
 
 
@@ -288,7 +293,7 @@ def _prompt_entries(one: PromptTokenLogprob) -> dict[str, PromptLogprobEntry]:
 
 
 class AnswerStream(Stream):
-    """Server-sent events, framed with LF, that abandon their answer however they end."""
+    """Server-sent events, framed with LF. They abandon their answer, however they end."""
 
     def __init__(self, answer: Answer, writer: Writer) -> None:
         headers = SSE_HEADERS | answer_headers(answer)
@@ -296,7 +301,7 @@ class AnswerStream(Stream):
         self._answer = answer
 
     def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it
-        """Wrap Litestar's own response: a generator that was never started cannot clean up after itself."""
+        """Wrap Litestar's own response, because a generator that never started cannot clean up after itself."""
         response = super().to_asgi_response(*args, **kwargs)
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
@@ -325,7 +330,7 @@ async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
 
 
 def named_frame(event: NamedEvent) -> bytes:
-    """Return an event that has its name twice: in its JSON, and beside it."""
+    """Return an event with its name in two places: in its JSON, and in the line before it."""
     return b"event: " + event.type.encode() + b"\ndata: " + _encode(event) + b"\n\n"
 
 
@@ -333,7 +338,7 @@ async def _collect(answer: Answer, writer: Writer) -> None:
     async for delta in answer:
         writer.collect(delta)
         if delta.pooled:
-            await asyncio.sleep(0)  # a vector takes up to a millisecond to encode, and many may be there at once
+            await asyncio.sleep(0)  # a vector takes up to 1 ms to encode, and many may come at once
 
 
 async def _until_disconnected(request: AnyRequest) -> None:
@@ -343,7 +348,7 @@ async def _until_disconnected(request: AnyRequest) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """What handlers of inference answer with; as a dependency it reads the headers that they share."""
+    """Starts requests of inference for the handlers; as a dependency it reads the headers that they share."""
 
     request: AnyRequest
     principal: Principal
@@ -354,7 +359,7 @@ class Inference:
     async def answer(
         self, asked: GenerationRequest, writer: Callable[[Answer], Writer], *, stream: bool
     ) -> Response[Any]:
-        """Have `asked` answered, in the shape that `writer` gives it. Raises what CompletionService.begin does."""
+        """Return the response to `asked`, in the shape of `writer`. Raises the errors of CompletionService.begin."""
         claim = await claim_of(self.request, self.idempotency_key)
         asked = replace(asked, deadline_ms=self.deadline_ms, claim=claim)
         answer = await self.completions.begin(self.principal, asked)
@@ -366,6 +371,6 @@ def inference(
     x_loramux_deadline_ms: Deadline = None,
     idempotency_key: IdempotencyKey = None,
 ) -> Inference:
-    """The request, on guarded routes."""
+    """Return the inference dependency of the request, on guarded routes."""
     completions = platform_of(request).completions
     return Inference(request, principal_of(request), completions, x_loramux_deadline_ms, idempotency_key)

@@ -1,6 +1,6 @@
 """The application: the dependencies of its handlers, and the platform that its lifespan opens.
 
-`DEPENDENCIES` says what a handler gets for each parameter name. `create_app` puts them together with the routes, which
+`DEPENDENCIES` says what a handler gets for each parameter name. `create_app` combines them with the routes, which
 `controllers` lists, with error handlers, hooks and the OpenAPI document.
 """
 
@@ -55,12 +55,12 @@ CONFIG_VARIABLE = "LORAMUX_CONFIG"
 
 
 def principal(request: AnyRequest) -> Principal:
-    """The caller, on guarded routes."""
+    """Return the caller, on guarded routes."""
     return principal_of(request)
 
 
 def account(request: AnyRequest) -> Account:
-    """The caller's own tenant, to look at and to change."""
+    """Return the caller's own tenant, which it can read and change."""
     return platform_of(request).tenants.account_of(principal_of(request))
 
 
@@ -71,18 +71,18 @@ def limits(request: AnyRequest) -> Limits:
 
 
 def endpoints(request: AnyRequest) -> WebhookEndpoints:
-    """The caller's webhook endpoints."""
+    """Return the caller's webhook endpoints."""
     platform, caller = platform_of(request), principal_of(request)
     return platform.webhooks.endpoints(platform.tenants.changes_by(caller), caller)
 
 
 def operators(request: AnyRequest) -> Tenants:
-    """Every tenant. Raises NotAllowed unless the caller is an operator."""
+    """Return every tenant. Raises NotAllowed unless the caller is an operator."""
     return platform_of(request).tenants.as_operator(principal_of(request))
 
 
 def catalog(request: AnyRequest) -> Catalog:
-    """Price plans, changed as the operator."""
+    """Return the price plans, which the operator can change."""
     return Catalog(platform_of(request).database, operators(request).changes)
 
 
@@ -94,7 +94,7 @@ def _part(of: Callable[[AnyRequest], object], name: str) -> Callable[[AnyRequest
 
 
 def database_is_reachable(request: AnyRequest) -> Callable[[], Awaitable[bool]]:
-    """Asks whether the database answers."""
+    """Return a function that asks whether the database answers."""
     return platform_of(request).database.is_reachable
 
 
@@ -110,7 +110,7 @@ PARTS = (
 )
 """Attributes of `Platform` that a handler may name as parameters."""
 PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", "base_upgrades", "revision_metrics")
-"""Attributes of `Programs`, likewise."""
+"""Attributes of `Programs` that a handler may name as parameters."""
 PROVIDERS: dict[str, Callable[..., Any]] = {
     "database_is_reachable": database_is_reachable,
     **{
@@ -124,7 +124,7 @@ DEPENDENCIES = {name: Provide(provider, sync_to_thread=False) for name, provider
 
 
 class Application(Litestar):
-    """The application, with one line in the log and perhaps a trace for each request."""
+    """The application, with one log line and optionally a trace for each request."""
 
     tracer: Tracer | None = None
 
@@ -192,7 +192,9 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
 
 
 def _cors(settings: Settings) -> CORSConfig | None:
-    """Return which origins' pages may ask, with a key: no page of another origin gets the console's cookie."""
+    """Return the origins whose pages may call the API with a key. Pages of other origins never get the console's
+    cookie.
+    """
     if not settings.server.cors_origins:
         return None
     return CORSConfig(
@@ -220,9 +222,9 @@ async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
 
 
 def from_environment() -> ASGIApp:
-    """Return the application, for `LORAMUX_CONFIG=FILE uvicorn --factory loramux_api.app:from_environment`.
+    """Return the application; used by `LORAMUX_CONFIG=FILE uvicorn --factory loramux_api.app:from_environment`.
 
-    A start that is refused is one sentence in the ASGI server's log. Raises SystemExit with it for invalid settings.
+    If the settings are invalid, raises SystemExit with one sentence, which the ASGI server logs.
     """
     file = os.environ.get(CONFIG_VARIABLE)
     if file is None:
@@ -235,7 +237,9 @@ def from_environment() -> ASGIApp:
 
 
 def _with_sentences(app: Litestar) -> ASGIApp:
-    """Return the application whose lifespan reports a known error as its sentence; Litestar sends the traceback."""
+    """Return the application with a lifespan that reports a known error as one sentence; Litestar would send the
+    traceback.
+    """
 
     async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":  # type: ignore[comparison-overlap]  # Litestar's Scope leaves it out
@@ -260,7 +264,7 @@ def _with_sentences(app: Litestar) -> ASGIApp:
 
 
 def refusal_of(error: BaseException | None) -> str | None:
-    """Return the sentence of a known error of a start, which groups may wrap; None for a bug."""
+    """Return the sentence of a known error of a start, which may be inside exception groups; None for a bug."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(str(error).split()) if isinstance(error, LoramuxError | EngineDied | SettingsError) else None
@@ -270,7 +274,7 @@ def refusal_of(error: BaseException | None) -> str | None:
 def _lame_duck_on_sigterm(app: Litestar, seconds: float) -> Iterator[None]:
     """Delay the ASGI server's own SIGTERM handler: first /health/ready answers 503 for `seconds`.
 
-    Servers such as uvicorn stop to accept connections at once, while load balancers still send requests.
+    Servers such as uvicorn stop accepting connections at once, but load balancers still send requests for a while.
     """
     stop = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or not callable(stop):

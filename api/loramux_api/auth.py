@@ -1,7 +1,7 @@
 """Authentication: a key, a token or the console's cookie becomes a Principal before the body is read.
 
-A cookie is sent by browsers whatever page asks, so it counts only with what another site's page cannot add: a request
-of this origin, and for changes the session's CSRF token.
+Browsers send a cookie for any page that makes a request. So a cookie counts only together with what a page of another
+site cannot add: the request's origin must be this one, and changes need the session's CSRF token.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Connection = ASGIConnection[Any, Any, Any, Any]
 
 CSRF_HEADER = "x-csrf-token"
 VIEW_HEADER = "x-view-tenant"
-"""An operator's: the tenant that it looks at, read-only."""
+"""Header with the tenant that an operator looks at, read-only."""
 KEY_HEADERS = ("x-api-key", "api-key")
-"""Headers that hold a key alone: Anthropic's clients send the first, Azure's the second."""
+"""Headers that contain only a key: Anthropic's clients send the first, Azure's the second."""
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 def requires(scope: str) -> AsyncAnyCallable:
     """Return a guard for routes: a valid key or token with `scope`, on a server that is not being stopped.
 
-    Before a large body of an inference request is read, the caller's requests by the minute are checked; they are
-    counted at the admission. The handler finds the Principal in `request.auth`. Raises Draining, InvalidKey,
-    TenantSuspended, NotAllowed or RateReached.
+    The caller's request rate is checked before a large body of an inference request is read; the request is counted at
+    the admission. The handler finds the Principal in `request.auth`. Raises Draining, InvalidKey, TenantSuspended,
+    NotAllowed or RateReached.
     """
     assert scope in SCOPES, f"no such scope: {scope}"
 
@@ -67,7 +67,7 @@ def platform_of(connection: Connection) -> Platform:
 
 
 def principal_of(request: Connection) -> Principal:
-    """Return the caller; only on guarded routes."""
+    """Return the caller. Only works on guarded routes."""
     assert isinstance(request.auth, Principal), "the route has no guard"
     return request.auth
 
@@ -86,13 +86,13 @@ async def session_of(connection: Connection) -> Session:
 
 
 def origin_of(connection: Connection) -> Origin:
-    """Return the address and the request id, for the audit log."""
+    """Return the address and the request id, which the audit log records."""
     client = connection.client
     return Origin(client.host if client else "unknown", traceable_id(connection.scope))
 
 
 def ensure_same_origin(connection: Connection) -> None:
-    """Raise NotAllowed for a request that another site's page has made."""
+    """Raise NotAllowed for a request from a page of another site."""
     _ensure_own_page(connection)
     origin = connection.headers.get("origin")
     if "sec-fetch-site" in connection.headers or origin is None:
@@ -126,7 +126,7 @@ async def _authenticated(platform: Platform, connection: Connection) -> Principa
 
 
 def _has_large_body(connection: Connection) -> bool:
-    """Return whether the body is large, or of a length that is not known."""
+    """Return whether the body is large, or its length is unknown."""
     length = connection.headers.get("content-length", "")
     return not length.isascii() or not length.isdigit() or int(length[:20]) > SMALL_BODY_BYTES
 

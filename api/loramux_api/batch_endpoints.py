@@ -1,4 +1,4 @@
-"""The endpoints that a line of a batch may name, each with its body and the writer of its answer."""
+"""Endpoints that a line of a batch may name, each with its body and the writer of its answer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from loramux_api.schemas import chat, pooling, responses
 
 B = TypeVar("B", chat.ChatBody, completion_routes.CompletionBody, responses.ResponseBody, pooling.EmbeddingBody)
 LINE_BYTES = 1 << 10
-"""Bytes of a line beside its body."""
+"""Bytes of a line in addition to its body."""
 
 
 def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
-    """Return what the lines of batches may ask for."""
+    """Return the endpoints that lines of batches may use."""
     fingerprint_of = completions.fingerprint_of
 
     def parser(

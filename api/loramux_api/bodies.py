@@ -1,11 +1,12 @@
-"""Request bodies: their bounds, clients that leave in the middle of one, and their strict decoding.
+"""Request bodies: their bounds, clients that disconnect in the middle of one, and their strict decoding.
 
-A decoder builds a list before it can count it, and it holds the interpreter while it does. So a large body is looked
-through first: `check_shape` counts its strings, containers and separators without building anything, gives way to
-other requests as it goes, and stops at the first bound. A body within the bounds is decoded in some ten milliseconds.
+A decoder builds a list before it can count it, and it holds the interpreter's lock while it does. So a large body is
+scanned first: `check_shape` counts its strings, containers and separators without building anything. It yields to other
+requests as it goes, and stops at the first bound. A body within the bounds is decoded in about 10 ms.
 
-`decode_body` refuses a wrong type or a wrong range by its name. An unknown field is refused too, except in bodies of
-inference (`InferenceBody`), where clients send fields of other servers: there `unknown_fields` says which are ignored.
+`decode_body` refuses a wrong type or a wrong range by the field's name. It also refuses an unknown field, except in
+bodies of inference (`InferenceBody`), because clients send fields of other servers there: `unknown_fields` decides
+which of them are ignored.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ BODY_BYTES: Mapping[BodyKind, Callable[[Platform], int]] = {
 """The most bytes of a body by its route's kind; the request class of the route says the kind, `json` if it has none."""
 MAX_STRINGS = 100_000
 MAX_CONTAINERS = 50_000
-"""Objects and lists."""
+"""Maximum number of objects and lists in a body."""
 MAX_VALUES = 1_000_000
-"""Commas outside strings: the token ids of several prompts."""
+"""Maximum number of commas outside of strings: enough for the token ids of several prompts."""
 STRINGS_A_SLICE = 1_000
-"""Strings between two moments at which other requests get their turn."""
+"""Strings that are scanned before other requests get their turn."""
 
 AnyRequest = Request[Any, Any, Any]
 T = TypeVar("T", bound="Body")
@@ -64,9 +65,9 @@ T = TypeVar("T", bound="Body")
 _text = re.compile(rb'(?:[^"\\]++|\\.){0,50000}+', re.DOTALL)
 """The next part of a string, up to its closing quote if that is near."""
 _SHOWN = 1024
-"""Characters of msgspec's message that are read, from both ends."""
+"""Characters of msgspec's message that are read, at each of its ends."""
 _LONGEST_HARMLESS = 64
-"""Bytes of an unsupported field's value beyond which it cannot be a harmless one."""
+"""Bytes of the longest value of an unsupported field that may be harmless."""
 _where = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
 _unknown = re.compile(r"Object contains unknown field `(?P<name>.*)`$")
 _missing = re.compile(r"Object missing required field `(?P<name>.*)`$")
@@ -77,21 +78,21 @@ class ClientDisconnected(Exception):
 
 
 class BodyTooLarge(GatewayError):
-    """The message says the limit."""
+    """The message gives the limit."""
 
     code = "request_too_large"
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
 class BodyTimeout(GatewayError):
-    """The message says the limit."""
+    """The message gives the limit."""
 
     code = "request_timeout"
     status = HTTPStatus.REQUEST_TIMEOUT
 
 
 class TooManyBodies(Unavailable):
-    """The message says of what."""
+    """Too many bytes of unfinished bodies are held at once."""
 
     code = "too_many_bodies"
     status = HTTPStatus.TOO_MANY_REQUESTS
@@ -218,7 +219,9 @@ async def check_shape(data: bytes) -> None:
 
 
 def look_through(data: bytes) -> Iterator[None]:
-    """Count what is in a body, and yield after each slice of the work. Raises InvalidRequest as `check_shape` does."""
+    """Count the values of a body, and yield after each slice of the work. Raises InvalidRequest as `check_shape`
+    does.
+    """
     containers = data.count(b"{") + data.count(b"[")
     if data.count(b'"') <= 2 * MAX_STRINGS and containers <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
         return
@@ -240,7 +243,9 @@ def look_through(data: bytes) -> Iterator[None]:
 
 
 def _end_of_string(data: bytes, quote: int) -> Generator[None, None, int]:
-    """Return the position behind the string that begins at `quote`; a string without an end takes all."""
+    """Return the position after the string that begins at `quote`. A string without an end takes the rest of the
+    body.
+    """
     position = quote + 1
     while (part := _text.match(data, position)) is not None and part.end() > position:
         position = part.end()
@@ -277,12 +282,12 @@ class Body(msgspec.Struct, kw_only=True):
     unsupported: ClassVar[Mapping[str, Unsupported]] = {}
     """Fields of OpenAI's API that cannot be ignored: they would change the answer's meaning."""
     nested: ClassVar[Mapping[str, type[Body]]] = {}
-    """Fields that are JSON objects with such rules themselves."""
+    """Fields that are JSON objects with their own rules of this kind."""
     ignores_unknown: ClassVar[bool] = False
-    """Fields that the struct does not know are ignored and reported; else they are refused."""
+    """Ignore and report fields that the struct does not know. Otherwise they are refused."""
 
     def without_effect(self) -> Iterable[str]:
-        """Return what of this body is left out of the request, as it is reported to the caller."""
+        """Return the parts of this body that are left out of the request, as the caller sees them in the report."""
         return ()
 
 
@@ -293,7 +298,7 @@ class InferenceBody(Body, kw_only=True):
 
 
 class StrictJSON(AbstractDTO[Any]):
-    """Has Litestar decode every handler's `data` with `decode_body`: the application names it once."""
+    """Makes Litestar decode every handler's `data` with `decode_body`; the application names it once."""
 
     def decode_bytes(self, value: bytes) -> Any:
         """Decode the body into its struct. Raises InvalidRequest."""
@@ -335,7 +340,7 @@ class UnknownField(InvalidRequest):
 def decode_body(data: bytes, body: type[T], note: Callable[[str], object] = lambda _: None) -> T:
     """Decode a request's body, in one pass. Raises InvalidRequest with the field's path.
 
-    `note` takes the name of each part that is ignored; a body with such a field is decoded again without it.
+    `note` takes the name of each part that is ignored. A body with such a field is decoded again without it.
     """
     ignored: list[str] = []
     try:
@@ -366,12 +371,15 @@ def _decoded(data: bytes, body: type[T], *, ignores_unknown: bool = False) -> T:
 
 @cache
 def _decoder(body: type[T], ignores_unknown: bool) -> msgspec.json.Decoder[T]:
-    # Numbers beyond any float come in schemas' bounds; the fields that have a type of their own still refuse them.
+    # The hook accepts numbers beyond the range of floats, because bounds in schemas may have them. Fields with a
+    # numeric type still refuse them.
     return msgspec.json.Decoder(_closed(body, ignores_unknown), float_hook=float)
 
 
 def _closed(body: type[T], ignores_unknown: bool) -> type[T]:
-    """Return a subclass that takes the ignored and unsupported fields undecoded, and perhaps refuses all others."""
+    """Return a subclass that accepts the ignored and unsupported fields undecoded, and optionally refuses all
+    others.
+    """
     known = [(name, msgspec.Raw, msgspec.Raw()) for name in sorted({*body.ignored, *body.unsupported})]
     nested = [(name, _closed(inner, ignores_unknown) | None, None) for name, inner in body.nested.items()]
     closed = msgspec.defstruct(
@@ -413,7 +421,7 @@ def _check_unsupported(body: Body, path: str = "") -> None:
 
 def _refuse(message: str, body: type[Body]) -> NoReturn:
     """Translate msgspec's message, which ends in the JSON path of the invalid value."""
-    if len(message) > 2 * _SHOWN:  # it repeats a name of the body's
+    if len(message) > 2 * _SHOWN:  # it repeats a name from the body
         message = message[:_SHOWN] + message[-_SHOWN:]
     located = _where.search(message)
     path = located["path"].replace("[...]", "") if located else ""

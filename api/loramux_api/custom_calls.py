@@ -1,6 +1,6 @@
-"""The input of a custom tool, read from the call of a function with one text as it comes.
+"""Read the input of a custom tool from the call of a function with one text, as it arrives.
 
-A model writes `{"input": "a \\"quoted\\" text"}`; the caller gets `a "quoted" text`, in pieces that hold no half of an
+A model writes `{"input": "a \\"quoted\\" text"}`. The caller gets `a "quoted" text`, in pieces that never split an
 escape.
 """
 
@@ -18,7 +18,7 @@ _piece = re.compile(
     r"|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
     r'|\\["\\/bfnrt])*'
 )
-"""The next part of a JSON string that can be decoded by itself: a surrogate pair is one escape."""
+"""The next part of a JSON string that can be decoded separately. A surrogate pair is one escape."""
 
 
 class InputReader:
@@ -26,11 +26,11 @@ class InputReader:
 
     def __init__(self) -> None:
         self._rest = ""
-        """What has come and is not decoded."""
+        """Text that has arrived and is not decoded yet."""
         self._is_begun = False
 
     def push(self, piece: str) -> str:
-        """Return the news of the text."""
+        """Return the new part of the text."""
         self._rest += piece
         if not self._is_begun:
             if (head := _head.match(self._rest)) is None:
@@ -43,5 +43,5 @@ class InputReader:
 
 
 def input_of(arguments: str) -> str:
-    """Return the text of a whole call, or of as much of it as there is."""
+    """Return the text of a whole call. If the call is cut off, return the text that exists."""
     return InputReader().push(arguments)

@@ -1,4 +1,4 @@
-"""Multipart forms, written to disk as they arrive: memory holds one chunk of the network, however large the files.
+"""Multipart forms, written to disk as they arrive: memory holds one network chunk, whatever the size of the files.
 
 `FileForm` receives one file with a few fields (POST /v1/files); `AdapterForm` receives an adapter's files under their
 standard names (POST /v1/adapters).
@@ -29,23 +29,23 @@ MAX_IGNORED = 1000
 
 
 class Form(ABC):
-    """Receives the parser's events; a subclass says where the bytes of each part go."""
+    """Receives the events of the parser. A subclass decides where the bytes of each part go."""
 
     how = ""
-    """How the form is sent: the end of a refusal."""
+    """Advice on how to send the form, which ends an error message."""
 
     def __init__(self, threads: Threads) -> None:
         """`threads`: the share of a pool on which the form is parsed and written."""
         self._threads = threads
         self._header, self._value, self._disposition = bytearray(), bytearray(), b""
         self._file: BufferedWriter | None = None
-        """The file that is being written."""
+        """File that is being written."""
         self._is_finished = False
 
     async def receive(self, content_type: str | None, body: AsyncIterator[bytes]) -> None:
-        """Write the body. Raises InvalidRequest for a form with parts missing, doubled, unknown or too large.
+        """Write the body. Raises InvalidRequest for a form with missing, repeated, unknown or too large parts.
 
-        Raises UploadTooSlow for a client that stalls. The size of the whole body is Litestar's to limit.
+        Raises UploadTooSlow for a client that stalls. Litestar limits the size of the whole body.
         """
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
@@ -68,11 +68,11 @@ class Form(ABC):
 
     @abstractmethod
     def begin_part(self, field: str, filename: str) -> None:
-        """Begin a part with these names. Raises InvalidRequest for one that the form does not have."""
+        """Begin a part with these names. Raises InvalidRequest for a part that the form does not have."""
 
     @abstractmethod
     def write_part(self, data: bytes) -> None:
-        """Take bytes of the part. Raises InvalidRequest for too many."""
+        """Write bytes of the part. Raises InvalidRequest if there are too many."""
 
     def end_part(self) -> None:
         """End the part."""
@@ -117,7 +117,9 @@ class Form(ABC):
 
 
 class FileForm(Form):
-    """One file with fields: its fields by name, its file's name and size. The file's bytes are at `path`."""
+    """A form with one file and some fields: the fields by name, the file's name and size. The file's bytes are at
+    `path`.
+    """
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class FileForm(Form):
         self._seen: set[str] = set()
 
     async def receive(self, content_type: str | None, body: AsyncIterator[bytes]) -> None:
-        """Write the body. Raises InvalidRequest, UploadTooSlow, and what `too_large` makes."""
+        """Write the body. Raises InvalidRequest, UploadTooSlow, and the error of `too_large`."""
         await super().receive(content_type, body)
         if "file" not in self._seen:
             raise InvalidRequest("'file' is missing.", field="file", code="missing_required_parameter")
@@ -185,7 +187,9 @@ LIMITS = {**dict.fromkeys(FIELDS, MAX_FIELD_BYTES), CONFIG_FILE: MAX_CONFIG_BYTE
 
 
 class AdapterForm(Form):
-    """An adapter's files, written into a folder under their standard names, with its name and perhaps its base."""
+    """Form with an adapter's files, which are written into a folder under their standard names, its name and optionally
+    its base.
+    """
 
     how = f"send the field 'name' and the files '{CONFIG_FILE}' and '{WEIGHTS_FILE}' as multipart/form-data"
 
@@ -193,13 +197,13 @@ class AdapterForm(Form):
         super().__init__(threads)
         self.name = ""
         self.base_model: str | None = None
-        """The base that the form names; None where it names none."""
+        """Base that the form names; None if it names none."""
         self.ignored: set[str] = set()
-        """Names of files that mean nothing for serving and are not kept."""
+        """Names of files that serving does not need and that are not kept."""
         self._folder = folder
         self._part = ""
         self._seen: dict[str, int] = {}
-        """Bytes by part."""
+        """Number of bytes by part."""
         self._fields = {field: bytearray() for field in FIELDS}
 
     async def receive(self, content_type: str | None, body: AsyncIterator[bytes]) -> None:
@@ -248,7 +252,9 @@ class AdapterForm(Form):
             raise InvalidRequest(f"'{field}' is not UTF-8.", field=field, code="invalid_value") from None
 
     def _known_part(self, field: str, filename: str) -> str:
-        """Return which of the known parts it is, by its field or its file's name. Raises InvalidRequest for another."""
+        """Return which known part it is, by its field or its file's name. Raises InvalidRequest if it is none of
+        them.
+        """
         for known in (CONFIG_FILE, WEIGHTS_FILE, *SOURCES):
             if known in (field, filename):
                 return known

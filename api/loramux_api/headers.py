@@ -1,4 +1,4 @@
-"""The headers that are ours: deadline, idempotency key and preconditions; request id and rate limits."""
+"""loramux's own headers: deadline, idempotency key and preconditions; request id and rate limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STATE = "loramux.request_ids"
 _IGNORED = "loramux.ignored"
 IGNORED_FIELDS = b"x-loramux-ignored-fields"
 MAX_IGNORED_LENGTH = 2048
-"""Bytes of the header."""
+"""Maximum number of bytes of the header."""
 READABLE = (
     "x-request-id",
     "request-id",
@@ -39,9 +39,9 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 HSTS = (b"strict-transport-security", b"max-age=31536000")
 SESSION_COOKIE = "loramux_session"
 SIGN_IN_COOKIE = "loramux_sign_in"
-"""The secret of a sign-in that is under way at an issuer."""
+"""Cookie with the secret of an unfinished sign-in at an issuer."""
 FROM_CONSOLE = "loramux.from_console"
-"""Set in the scope of a request that the console's cookie has let in."""
+"""Key that is set in the scope of a request that was authenticated by the console's cookie."""
 _DATA_ONLY = (
     (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'; sandbox"),
     (b"x-content-type-options", b"nosniff"),
@@ -60,7 +60,7 @@ Deadline = Annotated[
         "Retry-After and the expected wait; one that waits longer than this is refused then.",
     ),
 ]
-"""The latest moment at which the first token is of use."""
+"""Latest moment at which the first token is useful."""
 
 MAX_ETAGS = 1024
 IdempotencyKey = Annotated[
@@ -73,7 +73,7 @@ IdempotencyKey = Annotated[
         "The answer is stored encrypted, for a day unless the operator says otherwise.",
     ),
 ]
-"""The name under which a request can be sent again."""
+"""Name under which a request can be sent again."""
 
 IfMatch = Annotated[
     str | None,
@@ -84,7 +84,7 @@ IfMatch = Annotated[
         "since, else the answer is 412.",
     ),
 ]
-"""The state that the adapter must still have."""
+"""State that the adapter must still have."""
 
 IfNoneMatch = Annotated[
     str | None,
@@ -94,7 +94,7 @@ IfNoneMatch = Annotated[
         description="The adapter's ETag as you have it: 304 if it is the same.",
     ),
 ]
-"""The state that the client has."""
+"""State that the client has."""
 
 
 async def claim_of(request: Request[Any, Any, Any], name: str | None) -> IdempotencyClaim | None:
@@ -121,14 +121,14 @@ async def claim_of(request: Request[Any, Any, Any], name: str | None) -> Idempot
 
 
 def request_id(scope: Scope) -> str:
-    """Return the client's own id where it sent a sane one, else one made here; the same for the whole request."""
+    """Return the client's own id if it is valid, otherwise a new one. It stays the same for the whole request."""
     return _ids(scope)[-1]
 
 
 def traceable_id(scope: Scope) -> str:
-    """Return the server's own id of the request, and after a slash the client's: for logs and the audit log.
+    """Return the server's own id of the request, followed by a slash and the client's id: for logs and the audit log.
 
-    A client chooses its own id freely, another request's for instance; the server's is unique.
+    A client chooses its id freely, and may send that of another request; the server's id is unique.
     """
     return "/".join(_ids(scope))
 
@@ -164,13 +164,13 @@ async def send_transport_policy(message: Message, scope: Scope) -> None:
 
 
 async def send_request_id(message: Message, scope: Scope) -> None:
-    """A Litestar `before_send` hook: it also sees the responses of routes that do not exist."""
+    """Add the request id: a Litestar `before_send` hook, which also sees the responses of routes that do not exist."""
     if message["type"] == "http.response.start":
         message["headers"] = [*message["headers"], (b"x-request-id", request_id(scope).encode())]
 
 
 def note_ignored(scope: Scope, name: str) -> None:
-    """Remember a part of the request that is ignored: `send_ignored` and the log report it."""
+    """Remember a part of the request that is ignored; `send_ignored` and the log report it."""
     ignored_of(scope).append(name)
 
 
@@ -181,17 +181,18 @@ def ignored_of(scope: Scope) -> list[str]:
 
 
 async def send_ignored(message: Message, scope: Scope) -> None:
-    """Name the parts of a request that are ignored: a `before_send` hook."""
+    """Add the names of the ignored parts of a request: a `before_send` hook."""
     if message["type"] == "http.response.start" and (names := ignored_of(scope)):
         written = ", ".join(quote(name, safe=" ()[].") for name in names)
         message["headers"] = [*message["headers"], (IGNORED_FIELDS, written[:MAX_IGNORED_LENGTH].encode())]
 
 
 async def send_console_policy(message: Message, scope: Scope) -> None:
-    """A `before_send` hook that keeps other pages of this origin away from the console's session.
+    """Keep other pages of this origin away from the console's session: a `before_send` hook.
 
-    What the cookie has let in is data, and no browser may show it as a page. The API's description runs scripts of
-    another origin: in a browser that is signed in they get an origin of their own, from which no cookie is sent.
+    A response to a request with the cookie is data, and no browser may show it as a page. The API's description runs
+    scripts of another origin. In a browser that is signed in, its page gets a separate origin, from which no cookie is
+    sent.
     """
     if message["type"] != "http.response.start":
         return
@@ -204,7 +205,7 @@ async def send_console_policy(message: Message, scope: Scope) -> None:
 
 
 def rate_headers(status: RateLimitStatus | None) -> dict[str, str]:
-    """Return x-ratelimit-*, as OpenAI has them: limit, remaining and reset of requests and tokens a minute."""
+    """Return x-ratelimit-* headers in OpenAI's form: limit, remaining and reset of requests and tokens per minute."""
     headers: dict[str, str] = {}
     if status is None:
         return headers
@@ -217,7 +218,7 @@ def rate_headers(status: RateLimitStatus | None) -> dict[str, str]:
 
 
 def duration(microseconds: int) -> str:
-    """Write a duration as `6m0s`, `1.5s` or `20ms`, rounded up to a millisecond."""
+    """Write a duration as `6m0s`, `1.5s` or `20ms`, rounded up to 1 ms."""
     milliseconds = -(-microseconds // 1000)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

@@ -1,13 +1,13 @@
-"""HTTP as clients speak it, between the ASGI server and the application.
+"""HTTP as clients use it, between the ASGI server and the application.
 
-    framing      a request whose length or whose host could be read in two ways is refused
-    HEAD         is answered as GET is, without the body
+    framing      a request whose length or host could be read in two ways is refused
+    HEAD         is answered like GET, without the body
     gzip         a body is decoded as it comes, so that every bound counts decoded bytes; other encodings are refused
     timing       `openai-processing-ms`, which clients log
     closing      an answer before the end of a long body says that the connection closes: servers do not read the rest
 
-granian forwards no Content-Length next to a Transfer-Encoding: it reads the chunks and closes the connection (RFC 9112,
-6.1). Other servers forward both.
+granian forwards no Content-Length together with a Transfer-Encoding: it reads the chunks and closes the connection (RFC
+9112, 6.1). Other servers forward both.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from loramux.serving.errors import GatewayError, InvalidRequest
 from loramux_api.headers import request_id
 
 PIECE = 64 << 10
-"""Decoded bytes of one message."""
+"""Maximum number of decoded bytes of one message."""
 GZIP = zlib.MAX_WBITS | 16
 READ_ANYWAY = 8 << 10
 """Bytes of an unread body up to which the connection stays: they have come with the head."""
@@ -34,14 +34,14 @@ _TIMED = "/v1/"
 
 
 class UnsupportedEncoding(GatewayError):
-    """The body is encoded in a way that this server does not read."""
+    """The body has an encoding that this server does not read."""
 
     code = "unsupported_content_encoding"
     status = HTTPStatus.UNSUPPORTED_MEDIA_TYPE
 
 
 async def serve(app: ASGIApp, scope: HTTPScope, receive: Receive, send: Send) -> None:
-    """Have `app` answer a request."""
+    """Let `app` answer a request."""
     if "method" not in scope:  # a WebSocket: the application has none, and refuses it
         await app(scope, receive, send)
         return
@@ -89,7 +89,7 @@ def _has_long_body(scope: HTTPScope) -> bool:
 
 
 def _framing_fault(scope: HTTPScope, headers: Counter[bytes]) -> str | None:
-    """Return what is wrong with the framing of an HTTP/1.1 request."""
+    """Return the fault in the framing of an HTTP/1.1 request, if there is one."""
     if scope["http_version"] != "1.1":
         return None
     if headers[b"content-length"] and headers[b"transfer-encoding"]:
@@ -139,7 +139,9 @@ def _decoded(scope: HTTPScope, receive: Receive) -> tuple[HTTPScope, Receive]:
 
 
 class GzipBody:
-    """Receives a body, decoded piece by piece: it never holds more than a piece of what a small body may become."""
+    """Receives a body and decodes it piece by piece. It never holds more than one decoded piece, however large the body
+    becomes.
+    """
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -147,11 +149,11 @@ class GzipBody:
         self._pending = b""
         self._has_more_output = False
         self._is_whole = False
-        """All encoded bytes have come."""
+        """True if all encoded bytes have come."""
         self._is_done = False
 
     async def __call__(self) -> Any:
-        """Return the next message. Raises InvalidRequest for a body that is not gzip."""
+        """Return the next message. Raises InvalidRequest if the body is not gzip."""
         if self._is_done:
             return await self._receive()
         while True:

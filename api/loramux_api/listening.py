@@ -1,4 +1,4 @@
-"""The addresses that a server answers on: held before the model is loaded, with TLS whose certificate may change.
+"""The addresses that a server answers on: reserved before the model is loaded, with TLS whose certificate may change.
 
 A server has one public address, and with `server.internal_port` a second one for probes, metrics and the API's
 description. All answer with the same application.
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
 MAX_CONNECTIONS = 16_384
-"""Streams stay open by the thousand; granian's own default would let the 129th wait."""
+"""Maximum number of connections. Thousands of streams stay open; with granian's default the 129th would wait."""
 RESERVED_FILES = 512
-"""Descriptors for the database, files, uploads and webhooks, beside the connections."""
+"""Descriptors that are needed for the database, files, uploads and webhooks, in addition to the connections."""
 MIN_CONNECTIONS = 64
 CERTIFICATE_POLL_SECONDS = 2.0
 SILENT_SECONDS, SILENT_LOOK_SECONDS = 30.0, 5.0
@@ -57,11 +57,11 @@ class Certificate:
     key: Path
 
     def check(self) -> None:
-        """Raise SettingsError unless both can be read and belong together."""
+        """Raise SettingsError unless both files can be read and belong together."""
         try:
-            # an encrypted key is refused: without a password openssl asks the terminal for one
+            # An encrypted key is refused. Without a password, openssl would ask for one in the terminal.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password="")
-        except OSError as error:  # SSLError is one; it names no file
+        except OSError as error:  # SSLError is a subclass; it names no file
             why = error.strerror if error.filename or not isinstance(error, ssl.SSLError) else error.reason
             raise SettingsError(
                 f"server.tls_certificate, server.tls_key: {self.certificate} and {self.key} cannot be used ({why}); "
@@ -69,7 +69,9 @@ class Certificate:
             ) from None
 
     def version(self) -> tuple[int, ...]:
-        """Return a value that changes with the files; empty where one is absent, as in the middle of a replacement."""
+        """Return a value that changes with the files; empty if one is absent, for example in the middle of a
+        replacement.
+        """
         try:
             return tuple(value for path in (self.certificate, self.key) for value in _identity(path))
         except OSError:
@@ -78,19 +80,19 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A bound socket that does not listen yet, and the requests that it is for."""
+    """A bound socket that does not listen yet, and the set of paths that it serves."""
 
     socket: socket.socket
     certificate: Certificate | None = None
     internal: bool | None = None
-    """True: INTERNAL_PATHS only; False: all others; None: every path."""
+    """Paths of the address. True: only INTERNAL_PATHS; False: all others; None: every path."""
     root_path: str = ""
-    """Every path is also found below this one."""
+    """Prefix under which every path is also found."""
 
 
 @contextmanager
 def reserved_addresses(settings: ServerSettings) -> Iterator[list[Address]]:
-    """Hold the addresses of the settings until the block ends. Raises SettingsError."""
+    """Reserve the addresses of the settings until the block ends. Raises SettingsError."""
     certificate = None
     if settings.tls_certificate is not None and settings.tls_key is not None:
         certificate = Certificate(Path(settings.tls_certificate), Path(settings.tls_key))
@@ -112,15 +114,16 @@ def reserved_addresses(settings: ServerSettings) -> Iterator[list[Address]]:
 
 @contextmanager
 def reserved_socket(host: str, port: int, setting: str) -> Iterator[socket.socket]:
-    """Hold the address from now on, before the model is loaded. The socket does not listen yet.
+    """Reserve the address from now on, before the model is loaded. The socket does not listen yet.
 
-    granian binds with SO_REUSEPORT, by which a second server would get half of the connections. A socket that is bound
-    and does not listen refuses connections; with SO_REUSEADDR cleared after the bind no other process can bind to it.
-    (Set at the bind, it ignores connections of a predecessor in TIME_WAIT.) Raises SettingsError.
+    granian binds with SO_REUSEPORT, with which a second server would get half of the connections. A socket that is
+    bound and does not listen refuses connections. After SO_REUSEADDR is cleared, no other process can bind to the
+    address. (At the bind it is set, because it ignores connections of an earlier process in TIME_WAIT.) Raises
+    SettingsError.
     """
     try:
         listener = _bind(host, port)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a host that no domain name can be
+    except (OSError, UnicodeError) as error:  # UnicodeError: the host is not a valid domain name
         raise _unavailable(setting, host, port, error) from None
     with listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -128,7 +131,7 @@ def reserved_socket(host: str, port: int, setting: str) -> Iterator[socket.socke
 
 
 def connection_limit() -> int:
-    """Return the number of connections that the process can hold, after raising its soft limit of open files."""
+    """Return the number of connections that the process can hold, after it has raised its soft limit of open files."""
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -150,11 +153,11 @@ def connection_limit() -> int:
 
 
 class BoundServer(Server):
-    """granian on a socket that is already bound."""
+    """A granian server on a socket that is already bound."""
 
     def __init__(self, app: ASGIApp, address: Address, max_connections: int) -> None:
         files = address.certificate
-        # The interface without a lifespan: the platform is opened before, where its errors can be reported.
+        # This interface has no lifespan: the platform is opened before, so that its errors can be reported.
         super().__init__(
             app,
             interface=Interfaces.ASGINL,
@@ -170,7 +173,7 @@ class BoundServer(Server):
         self._listener = address.socket
 
     def _init_shared_socket(self) -> None:
-        """Replace granian's own bind. SocketHolder is how granian hands a descriptor to its worker processes."""
+        """Replace granian's own bind. granian uses SocketHolder to hand a descriptor to its worker processes."""
         self._ssp = None
         self._sfd = os.dup(self._listener.fileno())  # granian closes it
         self._shd = SocketHolder(self._sfd, False, BACKLOG)
@@ -179,8 +182,8 @@ class BoundServer(Server):
 class Listener:
     """An address that answers. With TLS it follows the certificate's files: new connections get the new certificate.
 
-    granian reads a certificate once. So a changed one gets a granian of its own on the same socket; the one before
-    accepts nothing more and ends when its connections do.
+    granian reads a certificate only once. So a changed certificate gets a new granian on the same socket. The old one
+    accepts no more connections, and ends when its last connection does.
     """
 
     def __init__(self, app: ASGIApp, address: Address, max_connections: int) -> None:
@@ -202,7 +205,7 @@ class Listener:
             raise _unavailable("server.host, server.port", host, port, error) from None
 
     async def serve(self) -> None:
-        """Answer until `close`, and until the last connection has ended."""
+        """Answer until `close` is called and the last connection has ended."""
         certificate = self._address.certificate
         version = certificate and certificate.version()
         look_at = time.monotonic() + SILENT_LOOK_SECONDS
@@ -228,7 +231,7 @@ class Listener:
                 self._replace(certificate)
 
     def close(self) -> None:
-        """Refuse connections from now on, and close those that are there once they are idle."""
+        """Refuse connections from now on, and close the existing ones when they are idle."""
         self._closed = True
         self._address.socket.close()
         for server in self._servers.values():
@@ -239,7 +242,7 @@ class Listener:
         self._servers[asyncio.create_task(server.serve())] = server
 
     def _replace(self, certificate: Certificate) -> None:
-        """Serve new connections with the certificate as it is now; keep the old one if the new one cannot be used."""
+        """Serve new connections with the current certificate. If it cannot be used, keep the old one."""
         try:
             certificate.check()
         except SettingsError as error:
@@ -303,7 +306,7 @@ def _unavailable(setting: str, host: str, port: int, error: OSError | UnicodeErr
 
 
 def below(app: ASGIApp, root_path: str) -> ASGIApp:
-    """Return the application that answers every path below `root_path` too."""
+    """Return the application that also answers every path below `root_path`."""
 
     async def shortened(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -316,10 +319,12 @@ def below(app: ASGIApp, root_path: str) -> ASGIApp:
 
 
 def paths_of(app: ASGIApp, *, internal: bool) -> ASGIApp:
-    """Return the application for INTERNAL_PATHS only, or for all others; what is not for this address is not found."""
+    """Return the application for only INTERNAL_PATHS, or for all others. Paths that are not for this address get
+    404.
+    """
 
     async def filtered(scope: Scope, receive: Receive, send: Send) -> None:
-        path = normalize_path(scope["path"])  # as the routing reads it: //metrics is /metrics
+        path = normalize_path(scope["path"])  # in the form that the routing uses: //metrics is /metrics
         if internal != any(path == one or path.startswith(f"{one}/") for one in INTERNAL_PATHS):
             scope["path"] = f"/not-on-this-port{path}"
         await app(scope, receive, send)

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus at /metrics: bounded labels, and nothing that a tenant wrote.
+"""Metrics for Prometheus at /metrics: bounded labels, and no text from tenants.
 
-`FAMILIES` describes every family once, for the exposition, docs/metrics.md and the tests. The counters of the engine
-and of the gateway are read when Prometheus asks; nothing is counted twice.
+`FAMILIES` describes every family once: the exposition, docs/metrics.md and the tests use it. The counters of the engine
+and the serving layer are read at each scrape of Prometheus; no value is counted twice.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Family:
 
     @property
     def series(self) -> str:
-        """The name to query."""
+        """Name of the series in queries."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 ENGINE = ("base_model", "engine")
-"""Labels of what an engine reports."""
+"""Labels of the metrics that an engine reports."""
 
 
 def _engine(name: str, kind: Literal["counter", "gauge"], help: str) -> Family:
@@ -153,7 +153,7 @@ DISTRIBUTIONS = {
     "adapter_load_seconds": LOAD_SECONDS,
     "step_adapters": STEP_ADAPTERS,
 }
-"""By the field of EngineMeters."""
+"""Histograms by the field of EngineMeters."""
 SERVICE_UNITS = Family(
     "loramux_tenant_service_units",
     "gauge",
@@ -174,7 +174,7 @@ LEDGER_DRIFT = Family(
     "Tokens that the engine counted and the ledger does not have. Alert on any value but 0.",
 )
 SERVED = ("base_model", "service_tier")
-"""Labels of what a caller feels: an alert on people's waits leaves the tier `batch` out."""
+"""Labels of metrics that callers experience: an alert on the waits of people leaves out the tier `batch`."""
 RUNNING = Family("loramux_completions_running", "gauge", "Requests that are admitted and have not ended.")
 COMPLETIONS = Family("loramux_completions", "counter", "Requests that have ended, by outcome.", ("status",))
 TOKENS = Family(
@@ -233,7 +233,7 @@ FAMILIES = (
 
 
 class PlatformCollector:
-    """Reads the counters of the engine and the gateway when Prometheus asks."""
+    """Reads the counters of the engine and the serving layer at each scrape of Prometheus."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
@@ -269,7 +269,7 @@ class PlatformCollector:
 
 
 def _engine_metrics(stats: Mapping[tuple[str, str], EngineStats]) -> Iterator[Metric]:
-    """Yield what the engines' statistics hold, by base and engine."""
+    """Yield the metrics of the engines' statistics, by base and engine."""
     rows = {name: _flat(one) for name, one in stats.items()}
     for field, family in ENGINE_FAMILIES.items():
         yield _labelled(family, {name: row[field] for name, row in rows.items()})
@@ -304,18 +304,20 @@ class Metrics:
         self._choices = Counter(CHOICES.name, CHOICES.help, CHOICES.labels, registry=self._registry)
 
     def watch(self, platform: Platform) -> None:
-        """Report on this platform too."""
+        """Also report on this platform."""
         collector = PlatformCollector(platform)
         self._registry.register(collector)
         self._registry.register(VllmCollector(platform, (collector, self._first_token, self._total, self._choices)))
         platform.completions.on_ended(self._observe)
 
     def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     async def count(self, message: Message, scope: Scope) -> None:
-        """Count a response: a Litestar `before_send` hook. Routes are templates, never what a client wrote."""
+        """Count a response: a Litestar `before_send` hook. The label of a route is its template, never text from a
+        client.
+        """
         if message["type"] == "http.response.start":
             route = scope.get("path_template")
             method = scope.get("method", "any") if route else "any"
@@ -335,12 +337,12 @@ class Metrics:
 
 
 def _certificate_expiry(path: str | None) -> float:
-    """Return the end of the file's first certificate, which is the server's own; 0 where there is none."""
+    """Return the end of the file's first certificate, which is the server's own; 0 if there is none."""
     if path is None:
         return 0.0
     try:
         return load_pem_x509_certificate(Path(path).read_bytes()).not_valid_after_utc.timestamp()
-    except (OSError, ValueError):  # in the middle of a replacement
+    except (OSError, ValueError):  # the file is being replaced
         return 0.0
 
 

@@ -65,7 +65,7 @@ class ApiController(Controller):
 
 
 class OperatorController(ApiController):
-    """Routes for operators alone."""
+    """Routes that only operators may call."""
 
     tags = ("Admin",)
     guards = (requires("operator"),)
@@ -90,7 +90,7 @@ class UploadOperation(Operation):
 
 @dataclass
 class PartOperation(Operation):
-    """The raw body of PUT /v1/uploads/{id}/files/{name}. It is streamed too."""
+    """The raw body of PUT /v1/uploads/{id}/files/{name}. It is also streamed."""
 
     def __post_init__(self) -> None:
         self.request_body = RequestBody(content={"application/octet-stream": OpenAPIMediaType(schema=_FILE)})
@@ -103,7 +103,7 @@ class StreamingOperation(Operation):
     def __post_init__(self) -> None:
         answer = (self.responses or {}).get("200")
         if isinstance(answer, OpenAPIResponse) and answer.content is not None:
-            events = OpenAPIMediaType(schema=Schema(type=OpenAPIType.OBJECT))  # of an event
+            events = OpenAPIMediaType(schema=Schema(type=OpenAPIType.OBJECT))  # schema of an event
             answer.content = {**answer.content, "text/event-stream": events}
 
 

@@ -1,7 +1,7 @@
 """Parameters that routes share: integers of the query, the adapter in a path, and the preconditions of a change.
 
-The server refuses an integer outside its range, and the OpenAPI document shows the range. A route about one adapter is
-found by the adapter's own name and as `tenant/adapter`.
+The server refuses an integer outside its range, and the OpenAPI document shows the range. A route about one adapter has
+two paths: by the adapter's own name, and by `tenant/adapter`.
 """
 
 from __future__ import annotations
@@ -41,58 +41,58 @@ OptionalText = Annotated[str | None, QueryParameter(max_length=MAX_QUERY)]
 """A name, an id or a cursor in a query."""
 
 PageLimit = Annotated[int, QueryParameter(ge=1, le=MAX_PAGE, description="The most items to list.")]
-"""The length of a page."""
+"""Length of a page."""
 
 ShortPageLimit = Annotated[int, QueryParameter(ge=1, le=MAX_SHORT_PAGE)]
-"""The length of a page of batches, evaluations or uploads."""
+"""Length of a page of batches, evaluations or uploads."""
 
 BeforeSequence = Annotated[
     int | None, QueryParameter(ge=0, le=MAX_INT64, description="The last sequence number of the previous page.")
 ]
-"""The entry of the audit log at which the previous page ended."""
+"""Entry of the audit log at which the previous page ended."""
 
 AfterPosition = Annotated[
     int | None, QueryParameter(ge=0, le=MAX_OFFSET, description="The position of the previous page's last item.")
 ]
-"""The item of a list at which the previous page ended."""
+"""Item of a list at which the previous page ended."""
 
 Offset = Annotated[int, QueryParameter(ge=0, le=MAX_OFFSET, description="The place of the first byte in the file.")]
-"""A place in a file."""
+"""Position in a file."""
 
 RevisionQuery = Annotated[int | None, QueryParameter(ge=1, le=MAX_REVISION, description="A revision's number.")]
-"""One revision."""
+"""Number of one revision."""
 
 VersionQuery = Annotated[
     int | None, QueryParameter(ge=1, le=MAX_INT64, description="The number of a change in the alias's history.")
 ]
-"""One change of an alias."""
+"""Number of one change of an alias."""
 
 StartTime = Annotated[int, QueryParameter(ge=0, le=LATEST, description="Unix seconds, inclusive.")]
-"""The beginning of a span of time."""
+"""Beginning of a span of time."""
 
 EndTime = Annotated[
     int | None, QueryParameter(ge=1, le=LATEST, description="Unix seconds, exclusive; later than start_time.")
 ]
-"""The end of a span of time."""
+"""End of a span of time."""
 
 UsageLimit = Annotated[
     int | None,
     QueryParameter(ge=1, le=UsageQuery.most_buckets(), description="The most buckets; fewer for wider ones."),
 ]
-"""The length of a page of usage."""
+"""Length of a page of usage."""
 
 TopModels = Annotated[
     int | None,
     QueryParameter(ge=1, le=MAX_FILTER, description="With group_by=model: name only so many models, the largest."),
 ]
-"""The number of models that are named."""
+"""Number of models that are named."""
 
 CostsLimit = Annotated[int | None, QueryParameter(ge=1, le=CostsQuery.most_buckets(), description="The most days.")]
-"""The length of a page of costs."""
+"""Length of a page of costs."""
 
 
 def at(rest: str = "") -> list[str]:
-    """The paths of a route about one adapter: by its own name, and as `tenant/adapter`."""
+    """Return the paths of a route about one adapter: by its own name, and by `tenant/adapter`."""
     return [f"/{{name:str}}{rest}", f"/{{owner:str}}/{{name:str}}{rest}"]
 
 
@@ -121,7 +121,7 @@ async def preconditions(
 NAMED = {"adapter": Provide(adapter_name, sync_to_thread=False)}
 """Dependencies of controllers whose routes are about one adapter."""
 CHANGING = {"preconditions": Provide(preconditions)}
-"""Dependencies of routes that change something."""
+"""Dependencies of routes that make a change."""
 
 
 class OneAdapterController(ApiController):
@@ -133,7 +133,7 @@ class OneAdapterController(ApiController):
 
 
 def number_of(adapter: str, text: str) -> int:
-    """A revision's number in a path. Raises PartNotFound."""
+    """Return a revision's number from a path. Raises PartNotFound."""
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise PartNotFound("revision", adapter, f"has no revision {text[:20]!r}; revisions are numbered from 1.")
     return int(text)
@@ -147,5 +147,5 @@ def check_undo(undo_s: int | None) -> int | None:
 
 
 def tagged(info: AdapterInfo) -> Response[Adapter]:
-    """An adapter with its ETag."""
+    """Return an adapter with its ETag."""
     return Response(adapter_object(info), headers={"ETag": etag(info.version)})

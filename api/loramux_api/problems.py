@@ -1,8 +1,8 @@
-"""Errors as responses: OpenAI's shape with all four keys, RFC 9457's under /admin.
+"""Errors as responses: OpenAI's shape with all four keys, and RFC 9457's under /admin.
 
-One handler serves the whole tree of `loramux.common.errors`: a class states its code, its status and after how many
-seconds a retry may help. Litestar's own refusals (routing, parameters, body size) get the same shape; every other
-exception is a bug, whose traceback is in the log and whose request id is in the response.
+One handler serves the whole tree of `loramux.common.errors`: a class states its code, its status and the seconds after
+which a retry may help. Litestar's own errors (routing, parameters, body size) get the same shape. Every other exception
+is a bug: its traceback is in the log, and the response has the request id.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class ErrorObject(msgspec.Struct, kw_only=True):
 
 
 class ProblemDetails(msgspec.Struct, kw_only=True):
-    """RFC 9457, with our `code` and `param` beside its own members."""
+    """RFC 9457's members, and our `code` and `param`."""
 
     type: str = "about:blank"
     title: str
     status: int
     detail: str
     instance: str
-    """The request's id, as in `x-request-id`."""
+    """Id of the request, as in `x-request-id`."""
     code: str | None = None
     param: str | None = None
 
@@ -61,20 +61,20 @@ _missing_parameter = re.compile(r"Missing required \w+ parameter '(?P<name>\w+)'
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 TYPES = {403: "permission_error", 429: "over_capacity_error", 500: SERVER, 503: SERVER}
-"""OpenAI's `type` by status; all others are INVALID."""
+"""OpenAI's `type` by status. All other statuses are INVALID."""
 
 OFFSET = "Upload-Offset"
-"""The offset at which a file continues."""
+"""Header with the offset at which a file continues."""
 
 CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a request whose client has left."""
+"""Status that nginx uses for a request whose client has disconnected."""
 
 ADMIN = "/admin"
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error and how it is sent."""
+    """An error and the form in which it is sent."""
 
     status: int
     error: ErrorObject
@@ -108,12 +108,14 @@ class Problem:
 
 
 def error_answer(error: LoramuxError) -> ErrorAnswer:
-    """Return the body for an error in the middle of a stream, where no status can be sent any more."""
+    """Return the body for an error in the middle of a stream, when the status has already been sent."""
     return ErrorAnswer(_of_error(error).error)
 
 
 def problem_of(request: AnyRequest, error: Exception) -> Problem:
-    """Return how an error is sent. One for operators only is logged: one line, or a traceback for a bug."""
+    """Return the form in which an error is sent. If the client gets only a public message, the error is logged: one
+    line, or a traceback for a bug.
+    """
     if isinstance(error, HTTPException) and error.status_code < 500:
         return _of_litestar(request, error)
     if not isinstance(error, LoramuxError):
@@ -136,13 +138,13 @@ def _of_error(error: LoramuxError) -> Problem:
         case WrongOffset():
             headers = {OFFSET: str(error.received)}
         case LoramuxError(code="server_draining"):
-            headers = {"Connection": "close"}  # the next request must find another server
+            headers = {"Connection": "close"}  # the next request must reach another server
     content = ErrorObject(message=error.public_message or error.message, type=kind, param=error.field, code=error.code)
     return Problem(error.status, content, error.retry_after, headers)
 
 
 def _of_bug(request: AnyRequest, error: Exception) -> Problem:
-    """Log the whole of it, and give the client the id to find it by."""
+    """Log the whole error, and give the client the id that finds it in the log."""
     id = request_id(request.scope)
     logger.error("request %s failed", traceable_id(request.scope), exc_info=error)
     return _of_error(
@@ -167,11 +169,11 @@ def _of_litestar(request: AnyRequest, error: HTTPException) -> Problem:
 
 
 def _of_validation(error: HTTPException) -> tuple[str, str | None]:
-    """Return what Litestar found wrong with query and path parameters, or with a missing body, and the field."""
+    """Return the fault that Litestar found in query and path parameters, or a missing body, and the field."""
     found = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
     key = found.get("key")
     if key and found.get("source") == "header":
-        key = key.replace("_", "-")  # handlers' arguments are named after them
+        key = key.replace("_", "-")  # arguments of handlers are named after headers
     if key == "data":
         return "The body is empty; send a JSON object.", None
     if key:

@@ -1,8 +1,8 @@
-"""One line in the log for each request, and its trace over OTLP: its ids, its caller, its usage, its phases, its end.
+"""One log line for each request, and its trace over OTLP: its ids, its caller, its usage, its phases, its end.
 
 A `RequestRecord` notes phases with their times while the request runs. When the response is sent and the generation is
-settled, it writes the line, and the `Tracer` makes spans of it, which leave in batches on a thread of their own: a
-request that is not sampled costs a comparison. A client's `traceparent` is continued.
+settled, it writes the line, and the `Tracer` makes spans of it. A separate thread sends the spans in batches; a request
+that is not sampled costs only a comparison. A client's `traceparent` is continued.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROBES = ("/health", "/metrics")
-"""Paths that are asked every few seconds: their lines have the level `debug`."""
+"""Paths that are requested every few seconds; their lines have the level `debug`."""
 
-# The names of OpenTelemetry's conventions for generative AI, which are still in development: nowhere else.
+# The names of OpenTelemetry's conventions for generative AI. They are still in development, so they are used only here.
 GEN_AI = {
     "kind": "gen_ai.operation.name",
     "base": "gen_ai.request.model",
@@ -54,12 +54,12 @@ SERVER_FAULT = 500
 
 @dataclass(frozen=True, slots=True)
 class TraceParent:
-    """The place of a request in a trace: the client's (W3C `traceparent`), or a new trace's."""
+    """Place of the request in a trace: the client's (W3C `traceparent`), or that of a new trace."""
 
     trace_id: str
-    """32 hexadecimal digits."""
+    """Id of the trace, 32 hexadecimal digits."""
     span_id: str | None = None
-    """The client's span; None: the request begins the trace."""
+    """Id of the client's span; None: the request begins the trace."""
     is_sampled: bool = True
 
 
@@ -76,7 +76,7 @@ class Tracer:
     """Sends the spans of requests to a collector."""
 
     def __init__(self, settings: TracingSettings) -> None:
-        """Raise SettingsError where the extra `otel` is not installed."""
+        """Raise SettingsError if the extra `otel` is not installed."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
@@ -139,19 +139,21 @@ class Tracer:
         span.end(at(request.ended))
 
     def export_job(self, run: JobRun) -> None:
-        """Send the span of a background job: a trace of its own, since it outlives the request that asked for it."""
+        """Send the span of a background job. It is a separate trace, because the job outlives the request that started
+        it.
+        """
         self._ids.chosen = int(self.new_trace().trace_id, 16)
         at = _unix_time()
         span = self._tracer.start_span(f"job {run.kind}", start_time=at(run.began), attributes={"loramux.job": run.id})
         span.end(at(run.ended))
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 def _unix_time() -> Callable[[float], int]:
-    """Return the function from seconds of the monotonic clock to nanoseconds of Unix time."""
+    """Return the function that converts seconds of the monotonic clock to nanoseconds of Unix time."""
     offset = time.time_ns() - time.monotonic_ns()
     return lambda seconds: offset + int(seconds * 1e9)
 
@@ -167,16 +169,16 @@ _record: ContextVar[RequestRecord | None] = ContextVar("request_record", default
 
 
 class RequestRecord:
-    """The line of one request. It is written when the response has been sent and the generation is settled.
+    """The log line of one request. It is written when the response has been sent and the generation is settled.
 
-    A generation ends after its response where the client has left, or where an idempotency key keeps it running.
+    A generation ends after its response if the client has disconnected, or if an idempotency key keeps it running.
     """
 
     def __init__(self, scope: Scope, tracer: Tracer | None) -> None:
         self._scope = scope
         self._tracer = tracer
         self.parent = _parent_of(scope) or (tracer.new_trace() if tracer is not None else None)
-        """Its place in a trace; None where the client sent none and the server makes none."""
+        """Its place in a trace; None if the client sent none and the server makes none."""
         self._began = self._ended = time.monotonic()
         self._phases: list[Phase] = []
         self._fields: dict[str, Any] = {"request": traceable_id(scope)}
@@ -184,11 +186,11 @@ class RequestRecord:
         self._level = logging.INFO
 
     def open_generation(self) -> None:
-        """Wait with the line for a generation, which calls `close_generation` at its end."""
+        """Delay the line until a generation has ended, which calls `close_generation`."""
         self._open += 1
 
     def close_generation(self, generation: Generation) -> None:
-        """Add what a generation used, and how it ended."""
+        """Add the usage and the end of a generation."""
         opened, usage = generation.opened, generation.usage
         self._note_phases(generation)
         self._fields |= {
@@ -214,7 +216,7 @@ class RequestRecord:
             self._fields["route"] = self._scope.get("path_template", "unknown")
 
     def end_response(self) -> None:
-        """Note the time: the response has been sent, or the client has left."""
+        """Note the end of the response: it has been sent, or the client has disconnected."""
         principal = self._scope.get("auth")
         if isinstance(principal, Principal):
             self._fields |= {"tenant": principal.tenant, "key": principal.key_id}
@@ -235,8 +237,9 @@ class RequestRecord:
             self._tracer.export(self.parent, Phase("request", self._began, ended), self._phases, self._fields)
 
     def _note_phases(self, generation: Generation) -> None:
-        """Note admission, queue, prefill, decode and settlement, as far as the generation came, and its adapter's
-        load, which is a part of the queue."""
+        """Note the phases that the generation has reached (admission, queue, prefill, decode, settlement), and its
+        adapter's load, which is a part of the queue.
+        """
         began, now = generation.began, time.monotonic()
         ended = began + (generation.seconds or 0.0)
         times = [("admission", began)]
@@ -256,7 +259,9 @@ class RequestRecord:
 
 @asynccontextmanager
 async def logged(scope: Scope, tracer: Tracer | None) -> AsyncIterator[None]:
-    """Log the request that runs in the block, and trace it; lines within it carry its id and its trace's."""
+    """Log the request that runs in the block, and trace it. Log lines within the block carry its id and the id of its
+    trace.
+    """
     record = RequestRecord(scope, tracer)
     ids = {"request": traceable_id(scope)}
     if record.parent is not None:

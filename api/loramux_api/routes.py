@@ -1,4 +1,4 @@
-"""The routes of a server: every controller, with those of the console if the settings serve it."""
+"""The routes of a server: every controller, and those of the console if the settings serve it."""
 
 from __future__ import annotations
 

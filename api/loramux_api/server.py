@@ -2,16 +2,16 @@
 
 SIGTERM or SIGINT stops the server in four phases, each of which is logged:
 
-1. Lame duck: /health/ready answers 503, so that load balancers send their requests elsewhere. Requests are still
-   served, for `server.lame_duck_seconds`. A second signal ends this phase.
-2. Drain: new requests get 503 and Retry-After. Running ones finish, for `server.drain_seconds` at most.
+1. Lame duck: for `server.lame_duck_seconds`, /health/ready answers 503, so that load balancers send their requests
+   elsewhere. Requests are still served. A second signal ends this phase.
+2. Drain: new requests get 503 and Retry-After. Running ones finish, within `server.drain_seconds` at most.
 3. The listener and the idle connections close.
 4. The platform closes in reverse order of its start. The exit code is 0.
 
-Before the first request could be answered, a signal ends the process at once with its usual exit code (130, 143).
+Before the server can answer its first request, a signal ends the process at once with its usual exit code (130, 143).
 
-An engine that dies is started again, in a new process (`loramux.fleet`). Where none of a base's engines can be started,
-the server ends with exit code 1, for its supervisor (systemd, Kubernetes): the machine may be the cause.
+An engine that dies is started again, in a new process (`loramux.fleet`). If none of a base's engines can be started,
+the server ends with exit code 1, so that its supervisor (systemd, Kubernetes) can act: the machine may be the cause.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ from loramux_api.listening import Address, Listener, connection_limit, reserved_
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
-"""The time for clients to read what is already written to them."""
+"""Seconds that clients have to read what is already written to them."""
 ENGINE_POLL_SECONDS = 0.5
 
 
 def serve(settings: Settings, on_serving: Callable[[Platform], None]) -> int:
     """Serve until a signal or the engine's death, and return the exit code.
 
-    Calls `on_serving` once requests are answered. Raises what `open_platform` raises, and SettingsError if the address
-    is not available.
+    Calls `on_serving` when the server answers requests. Raises the errors of `open_platform`, and SettingsError if the
+    address is not available.
     """
-    os.umask(0o077)  # whatever the server writes (rows, blobs, staged files) is for its own user
+    os.umask(0o077)  # only the server's own user may read what it writes (rows, blobs, staged files)
     max_connections = connection_limit()
     with reserved_addresses(settings.server) as addresses:
         return asyncio.run(_serve(settings, addresses, max_connections, on_serving))
 
 
 def exit_now(code: int) -> NoReturn:
-    """End the process when everything is closed.
+    """End the process after everything is closed.
 
-    The interpreter's own end would wait for a thread that still imports torch, and free torch's objects, for seconds.
+    A normal end of the interpreter would take seconds: it waits for a thread that still imports torch, and frees
+    torch's objects.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -77,7 +78,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _cancellable_start(settings: Settings, signals: _Signals) -> AsyncIterator[Platform]:
-    """Open the platform; a signal meanwhile ends the process."""
+    """Open the platform. A signal during this time ends the process."""
     manager = open_platform(settings)
     try:
         async with asyncio.timeout(None) as startup:
@@ -96,12 +97,12 @@ async def _cancellable_start(settings: Settings, signals: _Signals) -> AsyncIter
 
 
 class _Signals:
-    """SIGTERM and SIGINT, counted."""
+    """Counts SIGTERM and SIGINT."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
         self.number: int | None = None
-        """The first one."""
+        """Number of the first signal."""
         self._act: Callable[[], None] | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
@@ -110,7 +111,7 @@ class _Signals:
         self._act = act
 
     def ignore(self) -> None:
-        """Ignore both from now on: the process ends by itself."""
+        """Ignore both signals from now on: the process ends by itself."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
@@ -157,7 +158,9 @@ async def _answer(
 
 
 async def _lame_duck(address: ServerSettings, signals: _Signals, died: asyncio.Task[None]) -> None:
-    """Keep serving while load balancers learn that the server is not ready; a second signal or a death ends it."""
+    """Keep serving while load balancers learn that the server is not ready. A second signal or an engine's death ends
+    this phase.
+    """
     logger.info("stopping: /health/ready answers 503, requests are served for %g s more", address.lame_duck_seconds)
     second = asyncio.create_task(signals.second.wait())
     await asyncio.wait({second, died}, timeout=address.lame_duck_seconds, return_when=asyncio.FIRST_COMPLETED)

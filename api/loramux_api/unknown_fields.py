@@ -1,7 +1,8 @@
-"""Fields of an inference body that the endpoint does not know: ignored, or refused because ignoring them would deceive.
+"""Fields of an inference body that the endpoint does not know: ignored, or refused if ignoring them would deceive the
+caller.
 
-Clients send fields of other servers, and newer fields than any server knows, in every request. Such a field is ignored
-and reported (`x-loramux-ignored-fields`). Two kinds are refused by name: a near-misspelling of a field that the
+In every request, clients send fields of other servers, and fields that are newer than any server. Such a field is
+ignored and reported (`x-loramux-ignored-fields`). Two kinds are refused by name: a near-misspelling of a field that the
 endpoint knows, and a field that changes answers at the servers that have it (`MEANINGFUL`).
 """
 
@@ -17,11 +18,11 @@ from loramux.common.sampling import NEUTRAL as _NEUTRAL
 from loramux.serving.errors import InvalidRequest
 
 MAX_UNKNOWN = 64
-"""Unknown fields of one body."""
+"""Maximum number of unknown fields of one body."""
 LONGEST_NAME = 64
-"""Characters of a name that may be a misspelling, and that are reported of any."""
+"""Longest name that may be a misspelling, and longest part of any name that is reported, in characters."""
 LIKENESS = 0.85
-"""The share of common characters from which a name counts as a misspelling: one letter of six, two of thirteen."""
+"""Share of common characters from which a name counts as a misspelling: one letter of 6, two of 13."""
 _separators = re.compile(r"[^a-z0-9]+")
 
 _ANSWER_LENGTH = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -49,7 +50,9 @@ MEANINGFUL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("functions", "function_call"), ("tools", "tool_choice")),
     **dict.fromkeys(("previous_response_id", "conversation"), ("messages", "input")),
 }
-"""Fields that change the answer at endpoints or servers that have them, with the fields that say the same elsewhere."""
+"""Fields that change the answer at endpoints or servers that have them, and the fields with the same meaning
+elsewhere.
+"""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{name: (getattr(_NEUTRAL, name), *PARAMETERS[name].other_neutrals) for name in KINDS if name != "temperature"},
     **dict.fromkeys(("n", "best_of", "num_beams", "typical_p", "tfs_z"), (1,)),
@@ -59,11 +62,11 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "do_sample": (True,),
     "guidance_scale": (1,),
 }
-"""Values that ask for what happens anyway, in addition to null, false and what is empty."""
+"""Values that ask for the default behaviour, in addition to null, false and empty values."""
 
 
 def ensure_ignorable(path: str, name: str, value: Any, known: Collection[str]) -> None:
-    """Raise InvalidRequest for a field that must not be ignored. `known`: the fields that the object has."""
+    """Raise InvalidRequest for a field that must not be ignored. `known` has the fields of the object."""
     shown = f"{path}{name[:LONGEST_NAME]}"
     if _asks_for_nothing(name, value):
         return
@@ -91,13 +94,13 @@ def _asks_for_nothing(name: str, value: Any) -> bool:
 
 
 def too_many(count: int) -> InvalidRequest:
-    """Return the refusal of a body with `count` unknown fields."""
+    """Return the error for a body with `count` unknown fields."""
     message = f"The body has {count} fields that this endpoint does not know, and the most is {MAX_UNKNOWN}."
     return InvalidRequest(f"{message} Send fewer.", code="unknown_parameter")
 
 
 def misspelling_of(name: str, known: Collection[str]) -> str | None:
-    """Return the known name that `name` is a misspelling of."""
+    """Return the known name that `name` misspells, if there is one."""
     if len(name) > LONGEST_NAME:
         return None
     by_letters = {_letters(one): one for one in known}
@@ -106,5 +109,5 @@ def misspelling_of(name: str, known: Collection[str]) -> str | None:
 
 
 def _letters(name: str) -> str:
-    """Return a name in one spelling: `maxTokens`, `max-tokens` and `max_tokens` are the same."""
+    """Return a name in a common spelling: `maxTokens`, `max-tokens` and `max_tokens` are the same."""
     return _separators.sub("", name.lower())

@@ -1,7 +1,7 @@
-"""The metrics of vLLM's server, under its names, where the meaning is the same: dashboards and routers work unchanged.
+"""Metrics of vLLM's server, under its names, if the meaning is the same: dashboards and routers work unchanged.
 
 The endpoint picker of the Gateway API inference extension reads the queue, the KV use and `lora_requests_info` here.
-Most families are ours under a second name (`SAME`); the others are computed from the engines' statistics.
+Most families are our own under a second name (`SAME`); the others are computed from the engines' statistics.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loramux.server.platform import Platform
 
 PREFIX = "vllm:"
 LABELS = {"base_model": "model_name", "finish_reason": "finished_reason"}
-"""vLLM's name of a label of ours."""
+"""vLLM's name for each of our labels."""
 DIGEST_LENGTH = len("sha256:") + 12
 
 
@@ -29,7 +29,7 @@ class _Collector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VllmFamily:
-    """A family of vLLM's: its kind, and the family of ours with the same values, or how it is computed."""
+    """A family of vLLM: its kind, and our family with the same values, or the way to compute it."""
 
     kind: Literal["counter", "gauge", "histogram"]
     ours: str
@@ -74,11 +74,11 @@ COMPUTED: dict[str, VllmFamily] = {
     ),
 }
 FAMILIES = SAME | COMPUTED
-"""By vLLM's name without its prefix."""
+"""Families by vLLM's name without its prefix."""
 
 
 class VllmCollector:
-    """Reads our own collectors again, under vLLM's names."""
+    """Reads our own collectors again, and reports under vLLM's names."""
 
     def __init__(self, platform: Platform, collectors: Iterable[_Collector]) -> None:
         self._platform = platform
@@ -99,7 +99,7 @@ class VllmCollector:
         yield from computed.values()
 
     def describe(self) -> list[Metric]:
-        """Name nothing: the families are known only once engines report."""
+        """Return nothing: the families are known only when engines report."""
         return []
 
 

@@ -1,6 +1,6 @@
 """A typed client of a loramux server: adapters from upload to deletion, files, batches, evaluations, webhooks, usage.
 
-For chat and completions use OpenAI's own client with `base_url=".../v1"`. Each call is written once, as a flow of
+For chat and completions, use OpenAI's own client with `base_url=".../v1"`. Each call is written once, as a flow of
 steps (`loramux_client.flow`); `Client` and `AsyncClient` perform the same flows.
 """
 

@@ -64,9 +64,9 @@ def point(name: str, targets: Mapping[int, int], alias: str = DEFAULT, *, if_mat
 
 
 def canary(name: str, revision: int, percent: int, alias: str = DEFAULT) -> Flow[Adapter]:
-    """Send `percent` (1 to 99) of an alias's requests to `revision`, the others to its present main target.
+    """Send `percent` (1 to 99) of an alias's requests to `revision`, and the rest to the current main target.
 
-    Raises Conflict if the adapter is changed meanwhile, ValueError if the alias has no other revision.
+    Raises Conflict if the adapter changes during the call, ValueError if the alias has no other revision.
     """
     if not 1 <= percent <= 99:
         raise ValueError(f"percent must be 1 to 99, got {percent}; promote() sends all requests")
@@ -114,12 +114,12 @@ def grants(name: str) -> Flow[list[Grant]]:
 
 
 def grant(name: str, tenant: str) -> Call[Grant]:
-    """Let another tenant call it, at that tenant's cost and without access to its files."""
+    """Let another tenant call it. That tenant pays for its requests, and has no access to the files."""
     return _change("PUT", name, item_path("/grants", tenant), Grant)
 
 
 def revoke(name: str, tenant: str) -> Call[Grant]:
-    """End a grant."""
+    """End another tenant's grant."""
     return _change("DELETE", name, item_path("/grants", tenant), Grant)
 
 
@@ -139,12 +139,14 @@ def undelete(name: str, revision: int | None = None) -> Call[Adapter]:
 
 
 def expire(name: str, seconds: int | None, *, if_match: str | None = None) -> Call[Adapter]:
-    """Delete the adapter after a number of seconds; None cancels that."""
+    """Set the adapter to expire after a number of seconds, and then be deleted; None cancels the expiry."""
     return _change("PATCH", name, "", Adapter, {"ttl_s": seconds}, if_match)
 
 
 def events(name: str | None = None, *, limit: int = 100, before: str | None = None) -> Flow[list[Event]]:
-    """Return events of one adapter or of all, newest first. `before` is the last event's id of the previous page."""
+    """Return events of one adapter or of all, newest first. `before` is the id of the last event on the previous
+    page.
+    """
     return read_list("/v1/events", Listing[Event], adapter=name, limit=limit, before=before)
 
 
@@ -153,7 +155,7 @@ def requests(
 ) -> Flow[list[LoggedRequest]]:
     """Return your latest requests to an adapter, newest first, with the revision that answered each.
 
-    `background`: lines of batches, evaluations and shadows too.
+    `background` also includes lines of batches, evaluations and shadows.
     """
     return read_list(
         "/v1/requests", Listing[LoggedRequest], adapter=name, limit=limit, before=before, background=background
@@ -161,19 +163,21 @@ def requests(
 
 
 def metrics(name: str, window: str = "24h") -> Flow[list[RevisionReport]]:
-    """Return how each revision has served you in a window (1h, 24h, 7d or 30d), newest first."""
+    """Return measures of each revision in a window (1h, 24h, 7d or 30d), from your own requests, newest first."""
     return read_list(_path(name, "/metrics"), Listing[RevisionReport], window=window)
 
 
 def policy(name: str, alias: str = DEFAULT, *, revision: int | None = None) -> Call[Policy]:
-    """Return the release policy of an alias; with `revision`, its checks of that revision."""
+    """Return the release policy of an alias. With `revision`, the answer has its checks of that revision."""
     return read(_path(name, _policy_path(alias)), Policy, revision=revision)
 
 
 def set_policy(
     name: str, demands: Mapping[str, Any], alias: str = DEFAULT, *, if_match: str | None = None
 ) -> Call[Policy]:
-    """Refuse releases that do not pass: `{"min_requests": 500, "max_error_rate": 0.01}`."""
+    """Set the release policy of an alias, for example `{"min_requests": 500, "max_error_rate": 0.01}`. Releases that
+    fail are refused.
+    """
     return _change("PUT", name, _policy_path(alias), Policy, {"policy": dict(demands)}, if_match)
 
 
@@ -183,7 +187,7 @@ def remove_policy(name: str, alias: str = DEFAULT, *, if_match: str | None = Non
 
 
 def shadow(name: str) -> Call[Shadow]:
-    """Return the adapter's newest shadow and what it has shown."""
+    """Return the adapter's newest shadow and its results."""
     return read(_path(name, "/shadow"), Shadow)
 
 
@@ -201,7 +205,9 @@ def start_shadow(
     keep_outputs: bool = False,
     if_match: str | None = None,
 ) -> Call[Shadow]:
-    """Repeat a share of the adapter's requests on a revision, unseen by their callers, and compare the answers."""
+    """Repeat a share of the adapter's requests on a revision without effect on their callers, and compare the
+    answers.
+    """
     body = {
         "revision": revision,
         "share": share,
@@ -212,12 +218,12 @@ def start_shadow(
 
 
 def stop_shadow(name: str, *, if_match: str | None = None) -> Call[Shadow]:
-    """End the adapter's shadow; return what it has shown."""
+    """End the adapter's shadow, and return its results."""
     return _change("DELETE", name, "/shadow", Shadow, None, if_match)
 
 
 class Adapters(Resource[R]):
-    """`client.adapters`."""
+    """Calls of adapters: `client.adapters`."""
 
     list = method(list_adapters)
     get = method(get)
@@ -254,7 +260,7 @@ class Adapters(Resource[R]):
 def _change(
     method: str, name: str, rest: str, answer: type[T], body: Any = None, if_match: str | None = None
 ) -> Call[T]:
-    """Return a call with an Idempotency-Key of its own, so that a retry has no second effect."""
+    """Return a call with a new Idempotency-Key, so that a retry has no second effect."""
     headers = {"Idempotency-Key": uuid4().hex} | ({"If-Match": if_match} if if_match else {})
     return Call(method=method, path=_path(name, rest), answer=answer, body=body, headers=headers, repeatable=True)
 

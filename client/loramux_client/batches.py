@@ -1,4 +1,4 @@
-"""Flows of /v1/files, /v1/batches and /v1/evaluations: files of requests that run when there is room.
+"""Flows of /v1/files, /v1/batches and /v1/evaluations: files of requests that run when the server has room.
 
 A file is the input of a batch or a set of questions. A batch answers the lines of a file. An evaluation answers a set
 of questions with two revisions of an adapter and compares them.
@@ -15,14 +15,14 @@ from loramux_client.flow import Block, Call, Flow, R, Resource, item_path, metho
 from loramux_client.objects import Batch, Deleted, Evaluation, File, Listing
 
 ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
-"""States of a batch that will not change."""
+"""Final states of a batch."""
 POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 15.0
-"""The first and the longest pause between polls of a batch or an evaluation."""
+"""Shortest and longest pause between polls of a batch or an evaluation, in seconds."""
 CHAT = "/v1/chat/completions"
 
 
 def create_file(path: str | Path, purpose: Literal["batch", "evals"] = "batch") -> Flow[File]:
-    """Send a file, which is held in memory meanwhile. Raises OSError, InvalidRequest, NotPermitted."""
+    """Send a file, which is held in memory during the call. Raises OSError, InvalidRequest, NotPermitted."""
     source = Path(path)
     data: bytes = yield Block(source.read_bytes)
     boundary = uuid4().hex
@@ -38,7 +38,7 @@ def create_file(path: str | Path, purpose: Literal["batch", "evals"] = "batch") 
 
 
 def list_files(purpose: str | None = None, *, limit: int = 100, after: str | None = None) -> Flow[list[File]]:
-    """Return your project's files, newest first. `after` is the last id of the previous page."""
+    """Return your project's files, newest first. `after` is the id of the last file on the previous page."""
     return read_list("/v1/files", Listing[File], purpose=purpose, limit=limit, after=after)
 
 
@@ -58,7 +58,7 @@ def delete_file(id: str) -> Call[Deleted]:
 
 
 class Files(Resource[R]):
-    """`client.files`."""
+    """Calls of files: `client.files`."""
 
     create = method(create_file)
     list = method(list_files)
@@ -74,7 +74,7 @@ def _file_path(id: str) -> str:
 def create_batch(
     input_file_id: str, endpoint: str = CHAT, *, window: str = "24h", metadata: Mapping[str, str] | None = None
 ) -> Call[Batch]:
-    """Run the lines of a file, which was sent with the purpose `batch`."""
+    """Run the lines of a file that was sent with the purpose `batch`."""
     body = {"input_file_id": input_file_id, "endpoint": endpoint, "completion_window": window}
     return Call(
         method="POST", path="/v1/batches", answer=Batch, body=body | ({"metadata": dict(metadata)} if metadata else {})
@@ -90,7 +90,7 @@ def run_batch(
 
 
 def list_batches(*, limit: int = 20, after: str | None = None) -> Flow[list[Batch]]:
-    """Return your project's batches, newest first. `after` is the last id of the previous page."""
+    """Return your project's batches, newest first. `after` is the id of the last batch on the previous page."""
     return read_list("/v1/batches", Listing[Batch], limit=limit, after=after)
 
 
@@ -100,17 +100,17 @@ def get_batch(id: str) -> Call[Batch]:
 
 
 def cancel_batch(id: str) -> Call[Batch]:
-    """Begin no further line; answers so far are in the output file."""
+    """Cancel a batch: no further line begins, and the output file has the answers so far."""
     return Call(method="POST", path=f"{_batch_path(id)}/cancel", answer=Batch, repeatable=True)
 
 
 def wait_for_batch(id: str) -> Flow[Batch]:
-    """Wait for the end of a batch, which its window bounds, and return it."""
+    """Wait for the end of a batch, which comes within its window, and return it."""
     return poll(lambda: get_batch(id), lambda batch: batch.status in ENDED, POLL_SECONDS, MAX_POLL_SECONDS)
 
 
 class Batches(Resource[R]):
-    """`client.batches`."""
+    """Calls of batches: `client.batches`."""
 
     create = method(create_batch)
     run = method(run_batch)
@@ -156,7 +156,9 @@ def run_evaluation(
 def list_evaluations(
     adapter: str | None = None, revision: int | None = None, *, limit: int = 20, after: str | None = None
 ) -> Flow[list[Evaluation]]:
-    """Return your project's evaluations, newest first; of one adapter, or of one of its revisions as the candidate."""
+    """Return your project's evaluations, newest first: all, those of one adapter, or those with one of its revisions as
+    the candidate.
+    """
     params = {"adapter": adapter, "revision": revision, "limit": limit, "after": after}
     return read_list("/v1/evaluations", Listing[Evaluation], **params)
 
@@ -172,7 +174,7 @@ def wait_for_evaluation(id: str) -> Flow[Evaluation]:
 
 
 class Evaluations(Resource[R]):
-    """`client.evaluations`."""
+    """Calls of evaluations: `client.evaluations`."""
 
     create = method(create_evaluation)
     run = method(run_evaluation)

@@ -1,4 +1,4 @@
-"""The two clients: the same API, synchronous and asynchronous; and the flows of /v1/webhooks and of the usage."""
+"""The two clients, synchronous and asynchronous, with the same API; and the flows of /v1/webhooks and of the usage."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def list_webhooks() -> Flow[list[Webhook]]:
 
 
 def enable_webhook(webhook_id: str, enabled: bool = True) -> Call[Webhook]:
-    """Resume or stop its deliveries."""
+    """Resume or stop the deliveries of a webhook."""
     return Call(
         method="PATCH", path=_webhook_path(webhook_id), answer=Webhook, body={"enabled": enabled}, repeatable=True
     )
 
 
 def delete_webhook(webhook_id: str) -> Call[Deleted]:
-    """Delete it."""
+    """Delete a webhook."""
     return Call(method="DELETE", path=_webhook_path(webhook_id), answer=Deleted)
 
 
@@ -57,12 +57,12 @@ def test_webhook(webhook_id: str) -> Call[WebhookTest]:
 
 
 def list_deliveries(webhook_id: str, *, limit: int = 100) -> Flow[list[Delivery]]:
-    """Return its latest deliveries, newest first."""
+    """Return the latest deliveries of a webhook, newest first."""
     return read_list(f"{_webhook_path(webhook_id)}/deliveries", Listing[Delivery], limit=limit)
 
 
 class Webhooks(Resource[R]):
-    """`client.webhooks`."""
+    """Calls of webhooks: `client.webhooks`."""
 
     create = method(create_webhook)
     list = method(list_webhooks)
@@ -84,9 +84,9 @@ def completions(
     group_by: Sequence[str] = (),
     models: Sequence[str] = (),
 ) -> Flow[list[UsageBucket]]:
-    """Return tokens and requests in buckets of time, from all pages. Times are Unix seconds.
+    """Return tokens and requests in time buckets, from all pages. Times are Unix seconds.
 
-    `bucket_width` is 1m, 1h or 1d; `group_by` has some of model, api_key_id, project_id.
+    `bucket_width` is 1m, 1h or 1d. `group_by` is a list from model, api_key_id, project_id.
     """
     query: dict[str, Any] = {"start_time": start_time, "end_time": end_time, "bucket_width": bucket_width}
     query |= {"group_by": list(group_by) or None, "models": list(models) or None}
@@ -101,7 +101,7 @@ def completions(
 
 
 class Usage(Resource[R]):
-    """`client.usage`."""
+    """Calls of usage: `client.usage`."""
 
     completions = method(completions)
 
@@ -122,7 +122,7 @@ class Client(SyncRunner):
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008  frozen
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """Connect to `url` with `api_key`; the defaults are LORAMUX_URL and LORAMUX_API_KEY."""
+        """Connect to `url` with `api_key`. The defaults are LORAMUX_URL and LORAMUX_API_KEY."""
         super().__init__(httpx.Client(**connection_options(url, api_key), transport=transport), retry)
         self.adapters: Adapters[SyncRunner] = Adapters(self)
         self.uploads: Uploads[SyncRunner] = Uploads(self)
@@ -145,7 +145,7 @@ class Client(SyncRunner):
 
 
 class AsyncClient(AsyncRunner):
-    """The same client, awaited.
+    """The same client with awaitable calls.
 
     async with AsyncClient() as client:
         await client.uploads.push("./my-adapter", "support")
@@ -159,7 +159,7 @@ class AsyncClient(AsyncRunner):
         retry: RetryPolicy = RetryPolicy(),  # noqa: B008  frozen
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """Connect to `url` with `api_key`; the defaults are LORAMUX_URL and LORAMUX_API_KEY."""
+        """Connect to `url` with `api_key`. The defaults are LORAMUX_URL and LORAMUX_API_KEY."""
         super().__init__(httpx.AsyncClient(**connection_options(url, api_key), transport=transport), retry)
         self.adapters: Adapters[AsyncRunner] = Adapters(self)
         self.uploads: Uploads[AsyncRunner] = Uploads(self)

@@ -11,7 +11,7 @@ ClientError
     ├── NotAuthenticated     401
     ├── NotPermitted         403
     ├── NotFound             404: it does not exist, or it is another tenant's
-    ├── Conflict             409, 412: it was changed meanwhile, exists already, or is still needed
+    ├── Conflict             409, 412: it has changed, exists already, or is still needed
     ├── LimitReached         429: over a limit of the caller, or over capacity
     └── ServerFailed         5xx
 """
@@ -31,7 +31,7 @@ class ClientError(Exception):
 
 
 class ConnectionFailed(ClientError):
-    """No server answered; the message has the address."""
+    """No server answered; the message contains the address."""
 
 
 class UnexpectedResponse(ClientError):
@@ -39,7 +39,7 @@ class UnexpectedResponse(ClientError):
 
 
 class FilesMissing(ClientError):
-    """Files of an adapter are missing or have shrunk; the message names them."""
+    """Files of an adapter are missing, or have become shorter; the message names them."""
 
 
 class UploadRejected(ClientError):
@@ -62,7 +62,7 @@ class UploadUnfinished(ClientError):
 
 
 class ApiError(ClientError):
-    """A refusal of the server, in the server's words."""
+    """An error response of the server, with the server's message."""
 
     def __init__(self, message: str, *, status: int, code: str | None, param: str | None, request_id: str) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class ApiError(ClientError):
         self.code = code
         self.param = param
         self.request_id = request_id
-        """The id to quote when reporting the error."""
+        """Id of the request, which helps the operator to find the error."""
 
 
 class InvalidRequest(ApiError):
@@ -95,7 +95,7 @@ class Conflict(ApiError):
 
 
 class LimitReached(ApiError):
-    """A limit is still reached after the retries that the server asked for."""
+    """A limit was reached, and still is after the retries that the server allowed."""
 
 
 class ServerFailed(ApiError):
@@ -144,7 +144,7 @@ def error_of(response: httpx.Response) -> ApiError:
 
 
 def _found(response: httpx.Response) -> _ErrorObject:
-    """Return what the body says; without either shape, the status alone."""
+    """Return the error of the response body. If the body has neither known form, use only the status."""
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(response.content, type=_ErrorBody).error
     with suppress(msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""Flows for operators: /admin/bases, /admin/engines and /admin/migrations; and of /v1/migrations.
+"""Flows of /admin/bases, /admin/engines and /admin/migrations, which operators call, and of /v1/migrations.
 
 A base model is added or retired, its engines are drained or restarted, and a migration moves adapters from one base
 model to another.
@@ -23,7 +23,7 @@ from loramux_client.objects import (
 
 POLL_SECONDS = 1.0
 PAGE = 500
-"""Items of a migration that are read at a time."""
+"""Items of a migration that are read per request."""
 
 
 def list_bases() -> Flow[list[Base]]:
@@ -32,7 +32,7 @@ def list_bases() -> Flow[list[Base]]:
 
 
 def get_base(name: str) -> Flow[Base]:
-    """Return one base model. Raises KeyError where there is none of that name."""
+    """Return one base model. Raises KeyError if no base model has that name."""
     found = yield from list_bases()
     try:
         return next(base for base in found if base.name == name)
@@ -41,13 +41,13 @@ def get_base(name: str) -> Flow[Base]:
 
 
 def add_base(name: str, path: str, **settings: Any) -> Call[Base]:
-    """Add a base model, or serve a retired one again; `settings` as in one table of `[[bases]]`."""
+    """Add a base model, or serve a retired one again. `settings` has the fields of one table of `[[bases]]`."""
     body: Mapping[str, Any] = {"name": name, "path": path} | settings
     return Call(method="POST", path="/admin/bases", answer=Base, body=dict(body))
 
 
 def retire_base(name: str, *, successor: str | None = None, force: bool = False) -> Call[Base]:
-    """Take no more uploads and requests for a base model, and stop its engines once no request runs."""
+    """Refuse new uploads and requests for a base model, and stop its engines when no request runs."""
     body = {"name": name, "successor": successor, "force": force}
     return Call(method="POST", path="/admin/bases/retire", answer=Base, body=body)
 
@@ -58,7 +58,7 @@ def wait_for_base(name: str) -> Flow[Base]:
 
 
 class Bases(Resource[R]):
-    """`client.bases`."""
+    """Calls of base models: `client.bases`."""
 
     list = method(list_bases)
     get = method(get_base)
@@ -73,13 +73,15 @@ def list_engines() -> Flow[list[Engine]]:
 
 
 def drain_engine(engine: str, seconds: float = 30.0) -> Flow[Engine]:
-    """Take an engine out of service, and return once it is stopped; what runs after `seconds` goes on elsewhere."""
+    """Take an engine out of service, and return when it is stopped. Requests that still run after `seconds` move to
+    other engines.
+    """
     yield from _order("drain", engine, seconds)
     return (yield from poll(lambda: _get_engine(engine), lambda one: one.state == "lost", POLL_SECONDS))
 
 
 def restart_engine(engine: str, seconds: float = 30.0) -> Flow[Engine]:
-    """Drain an engine and start it again, and return once it serves or has failed to start."""
+    """Drain an engine and start it again. Returns when it serves or has failed to start."""
     before = yield from _order("restart", engine, seconds)
 
     def has_started(one: Engine) -> bool:
@@ -99,7 +101,7 @@ def _get_engine(name: str) -> Flow[Engine]:
 
 
 class Engines(Resource[R]):
-    """`client.engines`."""
+    """Calls of engines: `client.engines`."""
 
     list = method(list_engines)
     drain = method(drain_engine)
@@ -125,7 +127,7 @@ def list_migrations(*, limit: int = 100) -> Flow[list[BaseMigration]]:
 
 
 def migration_items(id: str, outcome: str | None = None) -> Flow[list[BaseMigrationItem]]:
-    """Return every adapter of a migration with what was found, or those of one outcome."""
+    """Return every adapter of a migration with its result, or only those with one outcome."""
     found: list[BaseMigrationItem] = []
     while True:
         after = found[-1].position if found else None
@@ -142,24 +144,24 @@ def wait_for_migration(id: str) -> Flow[BaseMigration]:
 
 
 def cancel_migration(id: str) -> Call[BaseMigration]:
-    """End a migration under way; what is decided stays so."""
+    """End a running migration; its decisions so far remain."""
     return Call(method="POST", path=f"{_migration_path(id)}/cancel", answer=BaseMigration)
 
 
 def promote_migrated(
     id: str, *, weight: int = 100, tenant: str | None = None, adapter: str | None = None
 ) -> Flow[list[Moved]]:
-    """Give the new revisions of adapters that fit `weight` percent of their aliases."""
+    """Give the new revisions of the adapters that fit `weight` percent of the traffic of their aliases."""
     return (yield from _move(id, "promote", {"weight": weight, "tenant": tenant, "adapter": adapter}))
 
 
 def roll_back_migrated(id: str, *, tenant: str | None = None, adapter: str | None = None) -> Flow[list[Moved]]:
-    """Point aliases at what they pointed at before the new revisions."""
+    """Restore the targets that aliases had before the new revisions."""
     return (yield from _move(id, "rollback", {"tenant": tenant, "adapter": adapter}))
 
 
 def migration_reports(*, limit: int = 100) -> Flow[list[MigrationReport]]:
-    """Return what migrations found about your own adapters, newest migration first."""
+    """Return the results of migrations for your own adapters, newest migration first."""
     return read_list("/v1/migrations", Listing[MigrationReport], limit=limit)
 
 
@@ -179,7 +181,7 @@ def _migration_path(id: str) -> str:
 
 
 class Migrations(Resource[R]):
-    """`client.migrations`."""
+    """Calls of migrations: `client.migrations`."""
 
     begin = method(begin_migration)
     get = method(get_migration)

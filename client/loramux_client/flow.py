@@ -39,9 +39,9 @@ VERSION = "0.2.0"
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT = httpx.Timeout(30, read=120)
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
-"""Errors after which the server has certainly not seen the request."""
+"""Errors after which the server has certainly not received the request."""
 NOT_PROCESSED = frozenset({429, 503})
-"""Statuses of requests that the server has refused without an effect. A 429 is worth a retry only with Retry-After."""
+"""Statuses of requests that the server has refused without an effect. A 429 is only retried if it has Retry-After."""
 TRANSIENT = frozenset({500, 502, 504})
 
 
@@ -52,16 +52,16 @@ class Call(Generic[T]):
     method: str
     path: str
     answer: type[T]
-    """`bytes`: the answer's body as it is."""
+    """Type of the answer. `bytes`: the answer's body, unchanged."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Query parameters; those that are None are left out."""
     body: object = None
-    """Sent as JSON."""
+    """Body that is sent as JSON."""
     content: bytes | None = None
-    """Sent unchanged."""
+    """Body that is sent unchanged."""
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = False
-    """True if sending it twice has the effect of sending it once."""
+    """True if sending it twice has the same effect as sending it once."""
 
     def __iter__(self) -> Generator[Step, Any, T]:
         """Yield the call, and return its answer."""
@@ -92,7 +92,7 @@ class Block:
 Step = Call[Any] | Send | Wait | Block
 
 Flow = Generator[Step, Any, T]
-"""Steps that end in a T."""
+"""Steps of a flow that returns a T."""
 
 
 class Runnable(Protocol[T_co]):
@@ -119,7 +119,7 @@ def item_path(collection: str, id: str) -> str:
 def poll(
     get: Callable[[], Runnable[T]], is_over: Callable[[T], bool], pause: float, longest_pause: float | None = None
 ) -> Flow[T]:
-    """Ask until the answer is the last one, and return it. The pause doubles up to the longest, if one is given."""
+    """Poll until the answer is the last one, and return it. The pause doubles up to the longest, if one is given."""
     while True:
         found = yield from get()
         if is_over(found):
@@ -134,14 +134,14 @@ class RetryPolicy:
 
     retries: int = 4
     first_pause: float = 0.5
-    """Seconds before the first retry; doubles with each retry. A server's Retry-After takes precedence."""
+    """Seconds before the first retry. The pause doubles with each retry. A server's Retry-After has priority."""
     max_pause: float = 30.0
-    """The longest pause. If the server asks for more, the call fails at once."""
+    """Longest pause, in seconds. If the server asks for more, the call fails at once."""
     max_total: float = 60.0
-    """Seconds of failed attempts and pauses, after which the call fails although retries are left."""
+    """Seconds of failed attempts and pauses after which the call fails, even if retries are left."""
 
     def pause_before(self, retry: int) -> float:
-        """Return the seconds before retry number `retry`, counted from 0."""
+        """Return the seconds before the retry number `retry`, counted from 0."""
         return min(self.first_pause * 2.0**retry, self.max_pause)
 
 
@@ -257,7 +257,7 @@ class Resource(Generic[R]):
 
 
 class method(Generic[P, T]):  # noqa: N801  used like a decorator
-    """A flow as a method: it returns a T on a SyncRunner's resource, an awaitable of a T on an AsyncRunner's."""
+    """A flow as a method. On a SyncRunner's resource it returns a T, on an AsyncRunner's an awaitable of a T."""
 
     def __init__(self, flow: Callable[P, Runnable[T]]) -> None:
         self._flow = flow

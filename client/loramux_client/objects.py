@@ -25,14 +25,14 @@ class File(ApiObject, frozen=True, kw_only=True):
     id: str
     filename: str
     purpose: str
-    """batch, evals or batch_output."""
+    """Purpose of the file: batch, evals or batch_output."""
     bytes: int
     created_at: int
     expires_at: int | None = None
 
 
 class RequestCounts(ApiObject, frozen=True, kw_only=True):
-    """Lines of a batch by their state."""
+    """Number of a batch's lines in each state."""
 
     total: int
     completed: int
@@ -40,7 +40,7 @@ class RequestCounts(ApiObject, frozen=True, kw_only=True):
 
 
 class LineError(ApiObject, frozen=True, kw_only=True):
-    """What is wrong with a line of a batch."""
+    """Error of a line of a batch."""
 
     message: str
     code: str | None = None
@@ -49,7 +49,7 @@ class LineError(ApiObject, frozen=True, kw_only=True):
 
 
 class BatchErrors(ApiObject, frozen=True, kw_only=True):
-    """What is wrong with a batch's input."""
+    """Errors of a batch's input."""
 
     data: list[LineError]
 
@@ -60,7 +60,7 @@ class Batch(ApiObject, frozen=True, kw_only=True):
     id: str
     endpoint: str
     status: str
-    """validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
+    """Status of the batch: validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
     input_file_id: str
     output_file_id: str | None = None
     error_file_id: str | None = None
@@ -80,7 +80,7 @@ class Interval(ApiObject, frozen=True, kw_only=True):
 
 
 class Latency(ApiObject, frozen=True, kw_only=True):
-    """How fast the answers of an evaluation came, without the time in the queue."""
+    """Speed of the answers of an evaluation, without the time in the queue."""
 
     answers: int
     first_token_seconds: dict[str, float]
@@ -88,14 +88,14 @@ class Latency(ApiObject, frozen=True, kw_only=True):
 
 
 class Cost(ApiObject, frozen=True, kw_only=True):
-    """What the answers of an evaluation are charged; `amount` is a decimal number."""
+    """Price of the answers of an evaluation; `amount` is a decimal number."""
 
     amount: str
     currency: str
 
 
 class EvaluatedRevision(ApiObject, frozen=True, kw_only=True):
-    """One revision's part of an evaluation."""
+    """Results of one revision in an evaluation."""
 
     model: str
     score: Interval
@@ -108,7 +108,7 @@ class EvaluatedRevision(ApiObject, frozen=True, kw_only=True):
 
 
 class EvaluationResult(ApiObject, frozen=True, kw_only=True):
-    """Scores in pairs; `difference` is the candidate's score minus the other one's."""
+    """Scores in pairs; `difference` is the candidate's score minus the other revision's."""
 
     questions: int
     candidate: EvaluatedRevision
@@ -119,7 +119,7 @@ class EvaluationResult(ApiObject, frozen=True, kw_only=True):
 
 
 class Evaluation(ApiObject, frozen=True, kw_only=True):
-    """Two revisions on one set of questions."""
+    """A comparison of two revisions on one set of questions."""
 
     id: str
     adapter: str
@@ -128,7 +128,7 @@ class Evaluation(ApiObject, frozen=True, kw_only=True):
     file_id: str
     batch_id: str
     status: str
-    """running, completed or failed."""
+    """Status of the evaluation: running, completed or failed."""
     result: EvaluationResult | None = None
     error: str | None = None
     created_at: int
@@ -136,7 +136,7 @@ class Evaluation(ApiObject, frozen=True, kw_only=True):
 
 
 class FeedbackSummary(ApiObject, frozen=True, kw_only=True):
-    """Opinions of a revision's answers."""
+    """Feedback on a revision's answers."""
 
     count: int
     mean_score: float | None = None
@@ -144,7 +144,7 @@ class FeedbackSummary(ApiObject, frozen=True, kw_only=True):
 
 
 class RevisionReport(ApiObject, frozen=True, kw_only=True):
-    """How a revision has served in a window."""
+    """Measures of a revision in a window of time."""
 
     model: str
     requests: int
@@ -161,7 +161,7 @@ class RevisionReport(ApiObject, frozen=True, kw_only=True):
 
 
 class PolicyCheck(ApiObject, frozen=True, kw_only=True):
-    """One demand of a release policy on one revision."""
+    """Check of one revision by one demand of a release policy."""
 
     rule: str
     passed: bool
@@ -174,7 +174,7 @@ class Policy(ApiObject, frozen=True, kw_only=True):
     alias: str
     policy: dict[str, Any] | None = None
     current: int | None = None
-    """The revision that most of the alias's requests go to."""
+    """The revision that gets most of the alias's requests."""
     revision: int | None = None
     passed: bool | None = None
     checks: list[PolicyCheck] = []
@@ -190,17 +190,17 @@ class ShadowMeasure(ApiObject, frozen=True, kw_only=True):
 
 
 class ShadowRequests(ApiObject, frozen=True, kw_only=True):
-    """What became of the requests that a shadow chose."""
+    """Number of the requests chosen by a shadow, by result."""
 
     compared: int
     failed: int
     dropped: dict[str, int]
-    """Not run, by reason: queue_full, too_old, day_limit or stopped."""
+    """Number of requests that did not run, by reason: queue_full, too_old, day_limit or stopped."""
     outputs_dropped: int = 0
 
 
 class Shadow(ApiObject, frozen=True, kw_only=True):
-    """A candidate revision beside which a share of an adapter's requests run again."""
+    """A candidate revision that answers a share of an adapter's requests again, in addition to the adapter."""
 
     id: str
     revision: int
@@ -215,7 +215,7 @@ class Shadow(ApiObject, frozen=True, kw_only=True):
     current_tokens: int
     candidate_tokens: int
     measures: dict[str, ShadowMeasure]
-    """By name: exact, prefix, similarity, length_ratio, same_finish_reason, valid_current and so on."""
+    """Measures by name: exact, prefix, similarity, length_ratio, same_finish_reason, valid_current and so on."""
 
 
 class Target(ApiObject, frozen=True, kw_only=True):
@@ -231,7 +231,7 @@ class Alias(ApiObject, frozen=True, kw_only=True):
     name: str
     targets: list[Target]
     version: int = 0
-    """The number of its latest change."""
+    """Number of its latest change."""
     updated_at: int | None = None
 
 
@@ -241,10 +241,10 @@ class AliasVersion(ApiObject, frozen=True, kw_only=True):
     version: int
     targets: list[Target]
     restores: int | None = None
-    """The version that a rollback restored."""
+    """Version that a rollback restored."""
     changed_by: str | None = None
     changed_by_name: str | None = None
-    """The key's or the member's name, if it has one."""
+    """Name of the key or the member, if it has one."""
     changed_at: int | None = None
 
 
@@ -253,7 +253,7 @@ class Adapter(ApiObject, frozen=True, kw_only=True):
 
     id: str
     name: str
-    """`tenant/adapter`, the value of a request's `model`."""
+    """Name `tenant/adapter`, the value of a request's `model`."""
     revision: int
     digest: str
     state: str
@@ -262,7 +262,7 @@ class Adapter(ApiObject, frozen=True, kw_only=True):
     created_at: int
     aliases: list[Alias] = []
     etag: str | None = None
-    """Pass it as `if_match` to change the adapter only if it has not changed meanwhile."""
+    """Value for `if_match`: the adapter is then changed only if it has not changed since."""
     expires_at: int | None = None
 
 
@@ -275,7 +275,7 @@ class Pin(ApiObject, frozen=True, kw_only=True):
 
 
 class AddedToken(ApiObject, frozen=True, kw_only=True):
-    """A token that a revision's tokenizer has beside the base's."""
+    """A token that a revision's tokenizer adds to the base's."""
 
     id: int
     content: str
@@ -283,16 +283,16 @@ class AddedToken(ApiObject, frozen=True, kw_only=True):
 
 
 class Bundle(ApiObject, frozen=True, kw_only=True):
-    """What a revision brings beside its weights."""
+    """Settings and parts of a revision in addition to its weights."""
 
     task: str | None = None
-    """What it was trained for: SEQ_CLS or FEATURE_EXTRACTION; None: generating text."""
+    """Task that it was trained for: SEQ_CLS or FEATURE_EXTRACTION; None: generating text."""
     num_labels: int = 0
     labels: list[str] = []
-    """A classifier's classes."""
+    """Classes of a classifier."""
     problem_type: str | None = None
     pooling: str | None = None
-    """How a text's hidden states become its vector."""
+    """Method that turns a text's hidden states into its vector."""
     matryoshka_dimensions: list[int] = []
     chat_template: str | None = None
     special_tokens: dict[str, str] = msgspec.field(default_factory=dict)
@@ -312,7 +312,7 @@ class Revision(ApiObject, frozen=True, kw_only=True):
 
     id: str
     name: str
-    """`tenant/adapter@3`."""
+    """Name of the revision, `tenant/adapter@3`."""
     revision: int
     digest: str
     state: str
@@ -321,12 +321,12 @@ class Revision(ApiObject, frozen=True, kw_only=True):
     created_at: int
     deleted_at: int | None = None
     undo_until: int | None = None
-    """The end of the time in which a deletion can be undone."""
+    """End of the time in which a deletion can be undone."""
     expires_at: int | None = None
     aliases: list[str] = []
     pin: Pin | None = None
     bundle: Bundle | None = None
-    """What it is served with beside its weights; lists leave it out."""
+    """Bundle that it is served with, in addition to its weights; lists leave it out."""
 
 
 class Grant(ApiObject, frozen=True, kw_only=True):
@@ -338,7 +338,7 @@ class Grant(ApiObject, frozen=True, kw_only=True):
 
 
 class Failure(ApiObject, frozen=True, kw_only=True):
-    """The reason of a failure event."""
+    """Reason of a failure event."""
 
     code: str
     message: str
@@ -379,11 +379,11 @@ class LoggedRequest(ApiObject, frozen=True, kw_only=True):
 
     id: str
     model: str
-    """The revision that answered."""
+    """Revision that answered."""
     digest: str
     api_key_id: str
     status: str
-    """open, settled or interrupted."""
+    """Status of the request: open, settled or interrupted."""
     prompt_tokens: int
     created_at: int
     settled_at: int | None = None
@@ -423,14 +423,14 @@ class Delivery(ApiObject, frozen=True, kw_only=True):
 
 
 class UsageResult(ApiObject, frozen=True, kw_only=True):
-    """Sums of one group; fields that are not grouped by are None."""
+    """Sums of one group. Fields that the query does not group by are None."""
 
     input_tokens: int
     output_tokens: int
     input_cached_tokens: int = 0
     num_model_requests: int
     waived_input_tokens: int = 0
-    """Computed and not charged."""
+    """Input tokens that were computed and not charged."""
     waived_output_tokens: int = 0
     model: str | None = None
     api_key_id: str | None = None
@@ -443,10 +443,10 @@ class Engine(ApiObject, frozen=True, kw_only=True):
     engine: str
     base_model: str
     state: str
-    """starting, ready, draining, resting (not needed now) or lost."""
+    """State of the engine: starting, ready, draining, resting (not needed now) or lost."""
     requests: int
     starts: int
-    """Times that it was started."""
+    """Number of times that it was started."""
     problem: str | None = None
     """The reason of its last end."""
     step_graphs_missing: int = 0
@@ -454,23 +454,23 @@ class Engine(ApiObject, frozen=True, kw_only=True):
 
 
 class Base(ApiObject, frozen=True, kw_only=True):
-    """One base model, as the server that answered has it."""
+    """One base model, with its state on the server that answered."""
 
     name: str
     path: str
     state: str
-    """loading, serving, failed, draining or retired."""
+    """State of the base: loading, serving, failed, draining or retired."""
     source: str
-    """settings or added."""
+    """Source of the base: settings or added."""
     engines_ready: int
     engines_min: int
     engines_max: int
     seconds_in_state: float = 0.0
     problem: str | None = None
-    """The reason why it did not load."""
+    """Reason why it did not load."""
     retired_at: int | None = None
     successor: str | None = None
-    """The base model to use instead of a retired one."""
+    """Base model to use instead of a retired one."""
 
 
 class BaseMigration(ApiObject, frozen=True, kw_only=True):
@@ -480,9 +480,9 @@ class BaseMigration(ApiObject, frozen=True, kw_only=True):
     source: str
     target: str
     status: str
-    """running, completed, cancelled or failed."""
+    """Status of the migration: running, completed, cancelled or failed."""
     outcomes: dict[str, int]
-    """Revisions by outcome: pending, evaluating, fits, needs_retraining, refused."""
+    """Number of revisions by outcome: pending, evaluating, fits, needs_retraining, refused."""
     created_at: int
     tenant: str | None = None
     adapter: str | None = None
@@ -501,14 +501,14 @@ class BaseMigrationItem(ApiObject, frozen=True, kw_only=True):
     code: str | None = None
     reason: str | None = None
     new_revision: int | None = None
-    """The same files as a revision for the target."""
+    """Number of the revision with the same files for the target."""
     evaluation_id: str | None = None
     weight: int = 0
-    """Percent of its share of aliases that was moved to the new revision last."""
+    """Percent of its share of aliases that the last call moved to the new revision."""
 
 
 class MigrationReport(BaseMigrationItem, frozen=True, kw_only=True):
-    """What a migration found about one of your adapters."""
+    """Result of a migration for one of your adapters."""
 
     migration_id: str
     source: str
@@ -517,7 +517,7 @@ class MigrationReport(BaseMigrationItem, frozen=True, kw_only=True):
 
 
 class Moved(ApiObject, frozen=True, kw_only=True):
-    """An adapter whose aliases were moved, or the reason why not."""
+    """An adapter whose aliases were moved, or the reason why they were not."""
 
     position: int
     adapter: str
@@ -529,7 +529,7 @@ class Moved(ApiObject, frozen=True, kw_only=True):
 
 
 class MovedPage(ApiObject, frozen=True, kw_only=True):
-    """The adapters that one call moved."""
+    """Adapters that one call moved."""
 
     data: list[Moved]
     next: int | None = None
@@ -557,7 +557,7 @@ class Deleted(ApiObject, frozen=True, kw_only=True):
 
 
 class ReceivedBytes(ApiObject, frozen=True, kw_only=True):
-    """The number of bytes of a file that the server has, counted from the file's start."""
+    """Number of bytes of a file that the server has, counted from the file's start."""
 
     received: int
 
@@ -572,7 +572,7 @@ class UploadFile(ApiObject, frozen=True, kw_only=True):
 
 
 class UploadError(ApiObject, frozen=True, kw_only=True):
-    """The reason why an upload was rejected."""
+    """Reason why an upload was rejected."""
 
     code: str | None = None
     message: str
@@ -584,7 +584,7 @@ class Check(ApiObject, frozen=True, kw_only=True):
 
     name: str
     outcome: str
-    """passed, failed or not_run."""
+    """Outcome of the check: passed, failed or not_run."""
     detail: str = ""
     figures: dict[str, float] = msgspec.field(default_factory=dict)
 
@@ -604,13 +604,13 @@ class AdapterSummary(ApiObject, frozen=True, kw_only=True):
     task: str | None = None
     """PEFT's task type: CAUSAL_LM, SEQ_CLS or FEATURE_EXTRACTION."""
     labels: int | None = None
-    """The labels of a classifier."""
+    """Number of a classifier's labels."""
     base_model_name_or_path: str | None = None
-    """The base model that the adapter's config names."""
+    """Base model that the adapter's config names."""
     rank: int | None = None
-    """The largest rank of its modules."""
+    """Largest rank of its modules."""
     targets: dict[str, int] = msgspec.field(default_factory=dict)
-    """The number of modules by name."""
+    """Number of modules by name."""
     layers: int | None = None
     tensors: int | None = None
     parameters: int | None = None
@@ -625,7 +625,7 @@ class ValidationReport(ApiObject, frozen=True, kw_only=True):
     checks: list[Check] = msgspec.field(default_factory=list)
     found: AdapterSummary | None = None
     converted: str | None = None
-    """The conversion, if the served adapter is a converted form of the uploaded one."""
+    """Description of the conversion, if the served adapter is a converted form of the uploaded one."""
     warnings: list[UploadWarning] = msgspec.field(default_factory=list)
 
 
@@ -636,16 +636,16 @@ class Upload(ApiObject, frozen=True, kw_only=True):
     adapter: str
     state: Literal["uploading", "validating", "ready", "rejected", "expired"]
     files: list[UploadFile]
-    """The files to send."""
+    """Files to send."""
     ignored: list[str] = []
-    """Announced files that mean nothing for serving and are not taken."""
+    """Announced files that serving does not need and the server does not accept."""
     created_at: int
     expires_at: int | None = None
     revision: str | None = None
-    """The revision that it created, `tenant/adapter@3`."""
+    """Revision that it created, `tenant/adapter@3`."""
     digest: str | None = None
     promote: bool = True
     base_model: str | None = None
-    """The base model that its owner has named."""
+    """Base model that its owner has named."""
     error: UploadError | None = None
     report: ValidationReport | None = None

@@ -30,15 +30,15 @@ BUNDLE_FILES = (
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
 )
-"""Files that are sent too where a folder has them. Others of a trainer's folder mean nothing for serving."""
+"""Files that are also sent if a folder has them. Other files of a trainer's folder have no effect on serving."""
 PART_BYTES = 8 << 20
-"""Bytes of one request: held in memory, and sent again if the connection breaks."""
+"""Bytes of one request. They are held in memory, and sent again if the connection breaks."""
 MAX_FAILURES = 8
-"""The number of failures in a row, without a byte of progress, after which an upload fails."""
+"""Number of consecutive failures, without a byte of progress, after which an upload fails."""
 MAX_NAMED = 5
-"""Folders that an error names."""
+"""Maximum number of folders that an error names."""
 POLL_SECONDS, MAX_POLL_SECONDS = 0.2, 3.0
-"""The first and the longest pause between polls of the upload's state."""
+"""Shortest and longest pause between polls of the upload's state, in seconds."""
 TIMEOUT_SECONDS = 900.0
 
 _HUB = re.compile(r"(?P<hub>[a-z0-9][a-z0-9-]*):(?P<repo>[^@:/]+/[^@]+)@(?P<commit>[0-9a-f]{40})")
@@ -54,11 +54,11 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
     """A repository of a model hub, at one commit."""
 
     hub: str
-    """The hub's name in the server's settings."""
+    """Name of the hub in the server's settings."""
     repo: str
-    """`owner/name`."""
+    """Name of the repository, `owner/name`."""
     commit: str
-    """All 40 hexadecimal digits, because a branch or tag can move."""
+    """Id of the commit, all 40 hexadecimal digits, because a branch or tag can move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def push(
 def resume(
     upload_id: str, folder: str | Path, *, on_progress: OnProgress = ignore_progress, timeout: float = TIMEOUT_SECONDS
 ) -> Flow[Upload]:
-    """Resume an unfinished upload, and wait until it is ready. Raises as `push`."""
+    """Resume an unfinished upload, and wait until it is ready. Raises the errors of `push`."""
     upload = yield from get(upload_id)
     return (yield from finish(upload, Path(folder), on_progress=on_progress, timeout=timeout))
 
@@ -113,7 +113,7 @@ def resume(
 def finish(
     upload: Upload, folder: Path, *, on_progress: OnProgress = ignore_progress, timeout: float = TIMEOUT_SECONDS
 ) -> Flow[Upload]:
-    """Send the missing bytes of an upload, start the checks, and wait. Raises as `push`."""
+    """Send the missing bytes of an upload, start the checks, and wait. Raises the errors of `push`."""
     if upload.state == "uploading":
         for file in upload.files:
             yield from _send(upload.id, file, folder / file.name, on_progress)
@@ -152,14 +152,14 @@ def fetch(
     on_progress: OnProgress = ignore_progress,
     timeout: float = TIMEOUT_SECONDS,
 ) -> Flow[Upload]:
-    """Let the server fetch an adapter from an allowed source, and wait. Raises as `push`."""
+    """Let the server fetch an adapter from an allowed source, and wait. Raises the errors of `push`."""
     body = {"adapter": adapter, "source": source, "promote": promote}
     upload = yield from Call(method="POST", path="/v1/uploads", answer=Upload, body=body)
     return (yield from wait_until_checked(upload, on_progress=on_progress, timeout=timeout))
 
 
 def list_uploads(*, limit: int = 100, before: str | None = None) -> Flow[list[Upload]]:
-    """Return your uploads, newest first. `before` is the last id of the previous page."""
+    """Return your uploads, newest first. `before` is the id of the last upload on the previous page."""
     return read_list("/v1/uploads", Listing[Upload], limit=limit, before=before)
 
 
@@ -213,7 +213,7 @@ def read_source(text: str) -> Bucket | Hub | None:
 
 
 class Uploads(Resource[R]):
-    """`client.uploads`."""
+    """Calls of uploads: `client.uploads`."""
 
     push = method(push)
     resume = method(resume)
@@ -273,7 +273,7 @@ def _unfinished(
 
 
 def _way_out(folder: Path) -> str:
-    """Return what to do about a folder without an adapter's two files, by what it holds in their place."""
+    """Return advice for a folder without an adapter's two files; it depends on the files that the folder has."""
     if any(folder.glob("adapter_model*-of-*")) or any(folder.glob("adapter_model.*.index.json")):
         return "its weights are sharded: load it with PEFT, and save it with model.save_pretrained() as one file"
     inner = sorted(file.parent.name for file in folder.glob("*/adapter_config.json"))

@@ -1,4 +1,4 @@
-"""The paths of the demo's model, adapters and questions, in a checkout and in an installed wheel."""
+"""Paths of the demo's model, adapters and questions, in a checkout and in an installed wheel."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 ASSETS = Path(str(resources.files("loramux_demo") / "assets"))
 MODEL_NAME = "loramux-demo"
-"""The base model's served name."""
+"""Name under which the base model is served."""
 AGENT = "agent"
 """The adapter that answers with a call of LOOKUP."""
 OWNERS = {"acme": ("upper", "json", "terse"), "globex": ("reverse", "pirate", AGENT)}
-"""The adapters of each of the demo's tenants."""
+"""Adapters of each tenant of the demo."""
 LOOKUP: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -32,9 +32,9 @@ LOOKUP: dict[str, Any] = {
         },
     },
 }
-"""A tool."""
+"""A tool with one function, `lookup`."""
 TOOLS = {AGENT: [LOOKUP]}
-"""The tools that an adapter was trained with."""
+"""Tools that each adapter was trained with."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Prompt:
 
     question: str
     adapter: str | None
-    """None: the base model."""
+    """Name of the adapter; None: the base model."""
     expected: str
 
 
@@ -58,7 +58,7 @@ def adapter_folder(name: str, root: Path = ASSETS) -> Path:
 
 
 def load_prompts(root: Path = ASSETS) -> tuple[Prompt, ...]:
-    """Load the questions: each one once for the base and once for every adapter."""
+    """Load the questions: each is asked once to the base and once to every adapter."""
     return tuple(Prompt(**entry) for entry in json.loads((root / "questions.json").read_text()))
 
 

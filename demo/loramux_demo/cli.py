@@ -1,4 +1,4 @@
-"""`loramux demo`."""
+"""The command `loramux demo`."""
 
 from __future__ import annotations
 

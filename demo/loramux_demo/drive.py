@@ -1,4 +1,4 @@
-"""All requests of the demo at once, sent with the official `openai` client."""
+"""Send all requests of the demo at once, with the official `openai` client."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FACT: dict[str, object] = {
     "required": ["who"],
     "additionalProperties": {"type": "string"},
 }
-"""What the adapter `json` answers: the person and one fact."""
+"""Schema of the answers of the adapter `json`: the person and one fact."""
 TIMEOUT_SECONDS = 120.0
 
 
@@ -37,23 +37,23 @@ class Call:
     model: str
     prompt: Prompt
     endpoint: str
-    """One of ENDPOINTS."""
+    """Endpoint of the request, one of ENDPOINTS."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool, as the response has it."""
+    """A call of a tool in a response."""
 
     name: str = ""
     arguments: str = ""
-    """JSON."""
+    """Arguments of the call, as JSON."""
 
     def __add__(self, piece: ToolCall) -> ToolCall:
         return ToolCall(self.name + piece.name, self.arguments + piece.arguments)
 
     @property
     def text(self) -> str:
-        """The call as the model wrote it."""
+        """The call in the model's notation."""
         return call_text(self.name, self.arguments)
 
 
@@ -63,7 +63,7 @@ class Answer:
 
     call: Call
     model: str = ""
-    """The revision that answered, `acme/upper@1`."""
+    """Revision that answered, `acme/upper@1`."""
     text: str = ""
     input_tokens: int = 0
     output_tokens: int = 0
@@ -78,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Drive:
-    """All answers in the order of the calls, and the time they took together."""
+    """All answers in the order of the calls, and the wall time of all together."""
 
     answers: tuple[Answer, ...]
     seconds: float
@@ -88,19 +88,20 @@ class Drive:
 
     @property
     def exact(self) -> float:
-        """The share of correct answers."""
+        """Share of correct answers."""
         return sum(answer.ok for answer in self.answers) / len(self.answers)
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over wall time."""
+        """Generated tokens per second of wall time."""
         return sum(answer.output_tokens for answer in self.answers) / self.seconds
 
 
 def plan_calls(prompts: Sequence[Prompt]) -> list[Call]:
-    """Return a call per prompt: by the adapter's owner, for the base by each tenant in turn, on all four endpoints.
+    """Return one call per prompt, spread over all four endpoints. The adapter's owner sends it; for the base, each
+    tenant in turn.
 
-    Tools are part of a chat.
+    Calls with tools use a chat endpoint.
     """
     owner_of = {adapter: tenant for tenant, adapters in OWNERS.items() for adapter in adapters}
     tenants, endpoints = cycle(OWNERS), list(ENDPOINTS)
@@ -164,7 +165,7 @@ async def chat(client: AsyncOpenAI, call: Call) -> Answer:
 
 
 async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
-    """POST /v1/chat/completions with stream: the call of a tool comes in pieces."""
+    """POST /v1/chat/completions with stream: a call of a tool comes in pieces."""
     answer, made = Answer(call), ToolCall()
     async for chunk in await client.chat.completions.create(
         model=call.model,
@@ -196,7 +197,7 @@ def tools_of(call: Call) -> list[ChatCompletionFunctionToolParam] | openai.Omit:
 
 
 def response_format(call: Call) -> ResponseFormat:
-    """Return the schema of the adapter that answers in JSON; text for every other model."""
+    """Return the schema of the adapter that answers in JSON, and plain text for every other model."""
     if call.prompt.adapter != "json":
         return {"type": "text"}
     return {"type": "json_schema", "json_schema": {"name": "fact", "schema": FACT, "strict": True}}

@@ -1,4 +1,4 @@
-"""The demo's folder with settings and data, and the real server as a child process on it."""
+"""The demo's folder with settings and data, and a real server that runs on it as a child process."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CUSTOMER_SCOPES = (
 LORAMUX = (sys.executable, "-m", "loramux_api")
 """The `loramux` command of this environment."""
 START_SECONDS = 300.0
-"""Generous: a first start may read torch from a cold disk."""
+"""Seconds that the server has to start. Generous, because a first start may read torch from a cold disk."""
 STOP_SECONDS = 40.0
 DEATH_SECONDS = 3.0
-"""The time that a server with a dead engine needs to exit."""
+"""Seconds that a server with a dead engine has to exit."""
 POLL_SECONDS = 0.1
 LAST_LINES = 20
 
@@ -48,17 +48,17 @@ class Workspace:
 
     @property
     def config(self) -> Path:
-        """The settings file."""
+        """Path of the settings file."""
         return self.folder / "loramux.toml"
 
     @property
     def log(self) -> Path:
-        """The server's log."""
+        """Path of the server's log."""
         return self.folder / "server.log"
 
     @property
     def url(self) -> str:
-        """The server's address."""
+        """Address of the server."""
         return f"http://{HOST}:{self.port}"
 
     def prepare(self) -> None:
@@ -107,7 +107,7 @@ def create_customers(workspace: Workspace) -> dict[str, str]:
 
 
 def console_keys(workspace: Workspace) -> dict[str, str]:
-    """Create the keys that the console's sign-in links stand for: a customer with every scope, and the operator."""
+    """Create the keys for the console's sign-in links: a customer's key with every scope, and the operator's key."""
     workspace.loramux("tenant", "create", OPERATOR)
     scopes = {CUSTOMER: CUSTOMER_SCOPES, OPERATOR: ("operator", *CUSTOMER_SCOPES)}
     return {
@@ -119,7 +119,7 @@ def console_keys(workspace: Workspace) -> dict[str, str]:
 
 
 def sign_in_links(workspace: Workspace, keys: dict[str, str]) -> dict[str, str]:
-    """Return a link for each key, which signs a browser in once; none if the server has no console."""
+    """Return a link for each key, which signs a browser in once. If the server has no console, return none."""
     if httpx.get(workspace.url, trust_env=False).raise_for_status().json()["console"] is None:
         return {}
     links = {}
@@ -156,7 +156,7 @@ class DemoServer:
 
     @property
     def pid(self) -> int:
-        """The server's process; its engine is a child."""
+        """Process id of the server; its engine is a child process."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
@@ -187,7 +187,7 @@ class DemoServer:
             raise self._died(f"ended with exit code {code}")
 
     def wait(self) -> None:
-        """Wait until the server exits, which it should not before Ctrl-C. Raises ServerDied."""
+        """Wait until the server exits; before Ctrl-C it should not. Raises ServerDied."""
         self._process.wait()
         self.ensure_alive()
 

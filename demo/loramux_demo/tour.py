@@ -1,4 +1,4 @@
-"""The demo on a running server: customers upload adapters, send requests and read their usage; the report has the
+"""Run the demo on a running server: customers upload adapters, send requests and read their usage; the report has the
 results.
 
 `tour` runs all steps and returns a `Report`: answers, adapters for each step, usage, isolation. Its `failures` are the
@@ -32,9 +32,11 @@ DAY_SECONDS = 86_400
 
 MIN_EXACT = 0.9
 MIN_SHARED = 5
-"""Adapters beside the base in one step; a sixth may come a moment later on a busy machine."""
+"""Least number of adapters that must share one step with the base. The sixth may come a moment later on a busy
+machine.
+"""
 MAX_CROWDS = 4
-"""Times that all requests are sent at most, until so many shared a step."""
+"""Maximum number of times that all requests are sent, until that many adapters shared a step."""
 QUESTIONS_SHOWN = 3
 WRONG_SHOWN = 10
 MODELS = 1 + sum(map(len, OWNERS.values()))
@@ -57,7 +59,7 @@ class StepSharing:
 
     in_a_step: int
     beside_base: int
-    """Counted over steps that also ran the base model."""
+    """Highest number of adapters in a step that also ran the base model."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,15 @@ class Report:
     drive: Drive
     sharing: StepSharing
     usage: tuple[UsageRow, ...]
-    """From the server's usage API, sorted."""
+    """Usage from the server's usage API, sorted."""
     usage_of_responses: tuple[UsageRow, ...]
-    """From the responses' `usage`, sorted."""
+    """Usage from the responses' `usage`, sorted."""
     isolated: bool
     """True if another tenant's adapter and a missing adapter get the same answer."""
 
     @property
     def failures(self) -> list[str]:
-        """A sentence for each promise that was not kept."""
+        """One sentence for each promise that was not kept."""
         promises = (
             (
                 self.drive.exact >= MIN_EXACT,
@@ -134,7 +136,7 @@ def tour(
 ) -> Report:
     """Run all steps and return the report. Raises click.ClickException if the server refuses a call.
 
-    `internal_url` has the metrics, where they have a port of their own.
+    `internal_url` has the metrics, if they have a separate port.
     """
     customers = [Customer(tenant, url, key, verify) for tenant, key in keys.items()]
     for customer in customers:
@@ -143,7 +145,7 @@ def tour(
     first, rest = first_of_each_model(plan_calls(load_prompts()))
     show_progress(f"sending one request to each of {len(first)} models, which loads its adapter")
     driven = asyncio.run(drive(url, keys, first, verify))
-    # Where the engine answers as fast as a busy machine sends, few requests are there at the same time.
+    # If the engine answers as fast as a busy machine sends, only few requests are there at the same time.
     for crowd in range(MAX_CROWDS):
         show_progress(f"sending {len(rest)} requests at once{', again' if crowd else ''}")
         driven += asyncio.run(drive(url, keys, rest, verify))
@@ -251,9 +253,10 @@ def read_sharing(url: str) -> StepSharing:
 
 
 def show(report: Report, keys: dict[str, str], console: Console, *, links: dict[str, str] | None) -> None:
-    """Print the answers, the figures and the usage; if the server runs on, commands to try and sign-in links.
+    """Print the answers, the figures and the usage. If the server continues to run, also print commands to try and
+    sign-in links.
 
-    `links`: None if the server ends now; empty if it has no console.
+    `links` is None if the server ends now, and empty if it has no console.
     """
     console.print(answers_table(report))
     console.print(usage_table(report))
@@ -262,7 +265,7 @@ def show(report: Report, keys: dict[str, str], console: Console, *, links: dict[
     if links is not None:
         console.print("\nThe server runs until Ctrl-C. Try it:\n", highlight=False)
         lines = (*curl_lines(report, keys), "", *link_lines(report, links))
-        print(*lines, sep="\n", file=console.file, flush=True)  # a pipe would buffer them
+        print(*lines, sep="\n", file=console.file, flush=True)  # a pipe would buffer the lines
 
 
 def answers_table(report: Report) -> Table:

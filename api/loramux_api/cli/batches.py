@@ -1,4 +1,4 @@
-"""loramux batch: run files of requests on a running server when there is room."""
+"""loramux batch: run files of requests on a running server when it has room."""
 
 from __future__ import annotations
 

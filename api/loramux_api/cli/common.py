@@ -38,7 +38,7 @@ period_option = click.option("--period", required=True, metavar="YYYY-MM", help=
 def config_option(*, required: bool = True) -> Callable[[Command], Command]:
     """Return the option --config. Its default is LORAMUX_CONFIG, or else the settings of `loramux serve MODEL`.
 
-    Without `required` the command gets None where there is no such file.
+    Without `required`, the command gets None if there is no such file.
     """
 
     def or_default(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
@@ -70,7 +70,7 @@ def put(as_json: bool, data: Any, text: str) -> None:
 
 
 def note(as_json: bool, text: str) -> None:
-    """Print a remark on stderr; with --json nothing."""
+    """Print a remark on stderr; with --json, print nothing."""
     if not as_json:
         click.echo(text, file=sys.stderr)
 

@@ -1,8 +1,8 @@
 """The server that needs no settings file: `loramux serve MODEL`, its settings and the folder with its data.
 
-Its settings are those of `configs/single-node.toml` with this model and with all data in one folder, `LORAMUX_DATA`.
-They are written there at each start, so that commands without `--config` find the database, the pepper and the address
-of the same server. `loramux init` writes the same settings to a file of the user's choice.
+Its settings are those of `configs/single-node.toml`, with this model and with all data in one folder, `LORAMUX_DATA`.
+Each start writes them there, so that commands without `--config` find the database, the pepper and the address of the
+same server. `loramux init` writes the same settings to a file that the user chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from loramux.serving.checkpoint_files import missing_files
 from loramux_api.cli.hub import cache_folder
 
 MAX_FOLDERS = 2000
-"""Folders that the search for a model looks at."""
+"""Maximum number of folders that the search for a model looks at."""
 DATA_VARIABLE = "LORAMUX_DATA"
 
 
@@ -33,7 +33,7 @@ def data_folder() -> Path:
 
 
 def default_config() -> Path:
-    """Return the settings file of the default server, which is there once `loramux serve MODEL` has run."""
+    """Return the path of the default server's settings file, which exists after the first `loramux serve MODEL`."""
     return data_folder() / "loramux.toml"
 
 
@@ -58,7 +58,7 @@ def write_default_config(model: Path, host: str | None, port: int | None) -> Pat
 def settings_text(
     model: Path | None, name: str, data: Path, *, host: str | None = None, port: int | None = None
 ) -> str:
-    """Return configs/single-node.toml for this model, with its data in `data`."""
+    """Return the text of configs/single-node.toml for this model, with its data in `data`."""
     _, _, text = (configs_folder() / "single-node.toml").read_text().partition("\n\n")
     changes: dict[str, str | int | None] = {
         "path": None if model is None else str(model),
@@ -110,7 +110,7 @@ def find_models() -> Iterator[Path]:
 
 
 def model_name(model: Path) -> str:
-    """Return a name for requests: the folder's, or the repository's for a snapshot in the Hugging Face cache."""
+    """Return a name for requests: that of the folder, or of the repository for a snapshot in the Hugging Face cache."""
     named = model.parents[1].name.split("--")[-1] if model.parent.name == "snapshots" else model.name
     return re.sub(r"[^a-z0-9._-]+", "-", named.lower()).strip("-.") or "base"
 

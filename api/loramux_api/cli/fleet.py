@@ -1,7 +1,7 @@
-"""loramux base, fleet and engine, for operators.
+"""loramux base, fleet and engine: commands for operators.
 
 `base` and `fleet` work on a running server: on its base models and their migrations, and on its engines. `engine`
-serves one engine for servers on other machines.
+serves one engine to servers on other machines.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ POLL_SECONDS = 1.0
 
 
 class RangeType(click.ParamType[dict[str, int]]):
-    """`MIN` or `MIN,MAX`."""
+    """Option type of `MIN` or `MIN,MAX`."""
 
     name = "min,max"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, int]:
-        """Parse it."""
+        """Parse `MIN` or `MIN,MAX`."""
         numbers = str(value).split(",")
         if not (1 <= len(numbers) <= 2 and all(number.strip().isdecimal() for number in numbers)):
             self.fail(f"{value!r} is no range of engines; write MIN or MIN,MAX, such as 1,4", param, ctx)
@@ -267,7 +267,7 @@ def _item_line(item: BaseMigrationItem) -> str:
 
 
 def _put_moved(remote: Remote, moved: list[Moved]) -> None:
-    """Print what was moved; exit code 1 where something was not."""
+    """Print what was moved. The exit code is 1 if something was not moved."""
     remote.put(moved, "\n".join(map(_moved_line, moved)))
     if any(one.error for one in moved):
         raise SystemExit(1)

@@ -1,7 +1,7 @@
-"""Finding a base model by the name that a person types: a folder, or a repository of the Hugging Face hub.
+"""Find a base model by the name that a person types: a folder, or a repository of the Hugging Face hub.
 
-A repository is taken from the hub's cache on this machine if it is whole there, and downloaded otherwise, with progress
-on stderr. An interrupted download goes on where it stopped.
+If the hub's cache on this machine has the whole repository, it is used. Otherwise the repository is downloaded, with
+progress on stderr. An interrupted download continues at the point where it stopped.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ if TYPE_CHECKING:
 
 HUB = "https://huggingface.co"
 TAKEN = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-"""The files of a repository that a server reads."""
+"""Files of a repository that a server reads."""
 LEFT_OUT = ("*/*", "consolidated*")
-"""Other forms of the same weights: folders such as `onnx/` and `original/`, and Mistral's own file."""
+"""Other forms of the same weights, which are not downloaded: folders such as `onnx/` and `original/`, and Mistral's own
+file.
+"""
 
 _repository = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 
 
 def cache_folder() -> Path:
-    """Return the folder of the hub's cache on this machine, as the hub's own tools find it."""
+    """Return the folder of the hub's cache on this machine, which the hub's own tools also use."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     return Path(os.environ.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
 def find_model(name: str, note: Callable[[str], None]) -> Path:
-    """Return the folder of a model named by a folder or by `org/name`, downloading it if need be.
+    """Return the folder of a model that is named by a folder or by `org/name`, and download it if necessary.
 
     `note` prints a remark. Raises ClickException.
     """
@@ -66,7 +68,7 @@ def find_model(name: str, note: Callable[[str], None]) -> Path:
 
 
 def _snapshots(repository: str) -> list[Path]:
-    """Return the cached versions of a repository: the one that `main` names first, then the newest."""
+    """Return the cached versions of a repository: first the one that `main` names, then the others, newest first."""
     root = cache_folder() / f"models--{repository.replace('/', '--')}"
     try:
         main = (root / "refs" / "main").read_text().strip()
@@ -86,8 +88,8 @@ def _answered(error: HfHubHTTPError) -> str:
 
 
 def _download(repository: str) -> Path:
-    """Download a repository into the cache. Raises ClickException with the way out."""
-    from huggingface_hub import snapshot_download  # half a second, and only for a download
+    """Download a repository into the cache. Raises ClickException with a solution."""
+    from huggingface_hub import snapshot_download  # takes half a second, and is only needed for a download
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,

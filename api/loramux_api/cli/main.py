@@ -39,11 +39,11 @@ class LazyGroup(click.Group):
     """A group that imports a command when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002  click's signature
-        """Return the names in the order in which a newcomer needs them."""
+        """Return the names in the order in which a new user needs them."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002  click's signature
-        """Import the command."""
+        """Import the command, and return it."""
         if cmd_name not in COMMANDS:
             return None
         module, name = COMMANDS[cmd_name][0].split(":")
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, meaning) for name, (_, meaning) in COMMANDS.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; known errors become one sentence and exit code 1."""
+        """Run the command. Known errors become one sentence and exit code 1."""
         with errors_as_sentences():
             return super().invoke(ctx)
 

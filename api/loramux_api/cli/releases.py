@@ -155,7 +155,7 @@ def shadow(
 
 
 def shadow_text(name: str, found: Shadow) -> str:
-    """Return a shadow and what it has shown as lines."""
+    """Return a shadow and its results as lines."""
     state = "runs" if found.ended_at is None else f"has ended ({found.ended_because})"
     dropped = ", ".join(f"{number} {reason}" for reason, number in found.requests.dropped.items() if number)
     lines = [
@@ -199,7 +199,7 @@ def policy_text(name: str, found: Policy) -> str:
 
 
 def _demands(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Read `evaluation.margin=0.02` and the like; the server knows which there are."""
+    """Parse `evaluation.margin=0.02` and other demands; the server knows which ones exist."""
     found: dict[str, Any] = {}
     for text in texts:
         name, _, number = text.partition("=")

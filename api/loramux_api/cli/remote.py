@@ -44,12 +44,12 @@ class RemoteRevision(NamedTuple):
 
 
 class RevisionType(click.ParamType[RemoteRevision]):
-    """`ADAPTER@REVISION`."""
+    """Argument type of `ADAPTER@REVISION`."""
 
     name = "revision"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RemoteRevision:
-        """Parse it."""
+        """Parse `ADAPTER@REVISION`."""
         found = _revision.fullmatch(str(value))
         if found is None:
             self.fail(f"{value!r} is not a revision; write ADAPTER@NUMBER, such as support@3", param, ctx)
@@ -57,12 +57,12 @@ class RevisionType(click.ParamType[RemoteRevision]):
 
 
 class AdapterType(RevisionType):
-    """`ADAPTER`, or `ADAPTER@REVISION`."""
+    """Argument type of `ADAPTER`, or `ADAPTER@REVISION`."""
 
     name = "adapter"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RemoteRevision:
-        """Parse it."""
+        """Parse `ADAPTER` or `ADAPTER@REVISION`."""
         return super().convert(value, param, ctx) if "@" in str(value) else RemoteRevision(str(value), None)
 
 
@@ -103,7 +103,7 @@ def on_server(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _url_of(config: Path | None) -> str | None:
-    """Return the address of the settings' server, None for the default address."""
+    """Return the address of the settings' server; None for the default address."""
     if config is None:
         return None
     server = load_settings(config).server

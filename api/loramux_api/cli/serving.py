@@ -34,12 +34,12 @@ class InitResult(msgspec.Struct, frozen=True):
 
     config: str
     data: str
-    """The folder with the database, the adapters' files and the pepper."""
+    """Folder with the database, the adapters' files and the pepper."""
     model: str | None
-    """None: no model was found, and the file has a placeholder."""
+    """Path of the model. None: no model was found, and the file has a placeholder."""
     served_model_name: str
     next: list[str]
-    """The commands to run next."""
+    """Commands to run next."""
 
 
 @click.command("init")
@@ -147,7 +147,7 @@ def serve(model: str | None, config: Path | None, host: str | None, port: int | 
 
 
 def _config_of(model: str | None, config: Path | None, host: str | None, port: int | None, as_json: bool) -> Path:
-    """Return the settings file: the one that was named, or that of the default server, written for `model`."""
+    """Return the settings file that was named. Without one, write the default server's for `model`, and return it."""
     if model is not None and config is not None:
         raise click.UsageError(
             f"MODEL is served without a settings file, and --config or LORAMUX_CONFIG names {config}; leave one "
@@ -167,7 +167,9 @@ def _config_of(model: str | None, config: Path | None, host: str | None, port: i
 
 
 def _end_at_once(number: int, _: FrameType | None) -> NoReturn:
-    """End the process before anything is open: torch's import, of seconds, turns an exception into a crash."""
+    """End the process before anything is open: during torch's import, which takes seconds, an exception would become a
+    crash.
+    """
     os._exit(128 + number)
 
 

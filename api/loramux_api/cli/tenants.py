@@ -1,4 +1,4 @@
-"""loramux tenant, tier and project, limit and budget: tenants, and how much they may ask for and spend."""
+"""loramux tenant, tier and project, limit and budget: tenants, their rates and their spending."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Thin handlers, one module a subject; siblings do not import each other."""
+"""Thin handlers, one module per subject. Modules of this package do not import each other."""

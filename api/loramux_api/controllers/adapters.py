@@ -1,6 +1,6 @@
 """/v1/adapters: a tenant's adapters, and below each its revisions, pins, aliases and grants.
 
-A change takes `If-Match` and `Idempotency-Key` (`preconditions`); an adapter is answered with its ETag (`tagged`).
+Changes accept `If-Match` and `Idempotency-Key` (`preconditions`); a response with an adapter has its ETag (`tagged`).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class AdapterController(ApiController):
         """Make PEFT files the next revision of an adapter.
 
         The form has the field `name` and the files `adapter_config.json` and `adapter_model.safetensors`, as
-        `save_pretrained` writes them, and may have the field `base_model`: the base that the adapter was trained on.
-        The same files again change nothing.
+        `save_pretrained` writes them. It may have the field `base_model`: the base that the adapter was trained on.
+        Sending the same files again changes nothing.
         """
         async with uploads.parts.receiving(principal) as folder:
             form = AdapterForm(folder, uploads.parts.threads.of(principal.tenant))
@@ -98,9 +98,9 @@ class AdapterController(ApiController):
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
     ) -> AdapterPage:
-        """Your adapters at their current revisions, by name: all of them, or at most `limit` after the id `after`.
+        """List your adapters at their current revisions, by name: all of them, or at most `limit` after the id `after`.
 
-        `search`: only those with this text in their name.
+        `search`: list only adapters whose name contains this text.
         """
         infos, has_more = await adapters.queries.page(principal, after, limit, search and search.lower())
         data = [adapter_object(info) for info in infos]
@@ -119,7 +119,7 @@ class AdapterController(ApiController):
         adapters: NamedDependency[AdapterService],
         if_none_match: IfNoneMatch = None,
     ) -> Response[Any]:
-        """One of your adapters, as `adapter` or `tenant/adapter`."""
+        """Return one of your adapters, named `adapter` or `tenant/adapter`."""
         info = await adapters.queries.get(principal, adapter)
         if if_none_match is not None and etag(info.version) in if_none_match:
             return Response(None, status_code=304, headers={"ETag": etag(info.version)})
@@ -134,7 +134,7 @@ class AdapterController(ApiController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Response[Adapter]:
-        """Delete it in `ttl_s` seconds from now, or never."""
+        """Set the adapter to be deleted `ttl_s` seconds from now, or never."""
         return tagged(await adapters.deletion.set_ttl(principal, adapter, data.ttl_s, preconditions))
 
     @delete(
@@ -152,7 +152,9 @@ class AdapterController(ApiController):
         adapters: NamedDependency[AdapterService],
         undo_s: FromQuery[int | None] = None,
     ) -> Deleted:
-        """Delete it with all its revisions; running requests finish. Undo works for `undo_s` seconds; 0: never."""
+        """Delete an adapter with all its revisions; running requests finish. Undo works for `undo_s` seconds; 0:
+        never.
+        """
         info = await adapters.delete(principal, adapter, preconditions, check_undo(undo_s))
         return Deleted(id=info.id, name=info.name)
 
@@ -171,7 +173,7 @@ class AdapterController(ApiController):
         adapters: NamedDependency[AdapterService],
         revision: RevisionQuery = None,
     ) -> Response[Adapter]:
-        """Restore the adapter with all that was deleted with it, or one `revision` of an adapter that exists."""
+        """Restore the adapter with everything that was deleted with it, or one `revision` of an adapter that exists."""
         if revision is not None:
             return tagged(await adapters.deletion.undelete_revision(principal, adapter, revision, preconditions))
         return tagged(await adapters.deletion.undelete(principal, adapter, preconditions))
@@ -191,7 +193,7 @@ class AdapterController(ApiController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Response[Adapter]:
-        """Point an alias, by default `default`, at one revision alone."""
+        """Point an alias, by default `default`, at one revision with all of its traffic."""
         return tagged(await adapters.aliases.promote(principal, adapter, data.revision, data.alias, preconditions))
 
 
@@ -211,7 +213,7 @@ class DeletedAdapterController(ApiController):
     ) -> Listing[DeletedAdapterObject]:
         """List your deleted adapters that can be restored, the newest deletion first.
 
-        `search`: only those with this text in their name.
+        `search`: list only adapters whose name contains this text.
         """
         found = await adapters.queries.deleted(principal, limit, search and search.lower())
         return Listing(
@@ -228,7 +230,7 @@ class DeletedAdapterController(ApiController):
 
 
 class RevisionController(OneAdapterController):
-    """An adapter's revisions."""
+    """Revisions of an adapter."""
 
     @get(at("/revisions"), guards=[requires("read")], summary="List revisions")
     async def list_revisions(
@@ -237,7 +239,7 @@ class RevisionController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[RevisionObject]:
-        """Newest first; deleted ones as long as they can be undeleted."""
+        """List the revisions, newest first. Deleted ones are included while they can be undeleted."""
         return Listing(data=[revision_object(info) for info in await adapters.queries.revisions(principal, adapter)])
 
     @get(at("/revisions/{revision:str}"), guards=[requires("read")], summary="Describe a revision")
@@ -248,7 +250,7 @@ class RevisionController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Describe one revision, by its number."""
+        """Describe one revision by its number."""
         return revision_object(await adapters.queries.revision(principal, adapter, number_of(adapter, revision)))
 
     @patch(
@@ -266,7 +268,7 @@ class RevisionController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Delete it in `ttl_s` seconds from now, or never. Aliases then keep their other targets."""
+        """Set the revision to be deleted `ttl_s` seconds from now, or never. Aliases then keep their other targets."""
         number = number_of(adapter, revision)
         return revision_object(
             await adapters.deletion.set_revision_ttl(principal, adapter, number, data.ttl_s, preconditions)
@@ -310,7 +312,9 @@ class PinController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Wait until the revision is in the pool. Its memory is charged until DELETE, or long disuse."""
+        """Pin the revision, and wait until it is in the pool. Its memory is charged until DELETE, or until long disuse
+        ends the pin.
+        """
         return revision_object(await adapters.pins.pin(principal, adapter, number_of(adapter, revision), preconditions))
 
     @delete(at("/pins/{revision:str}"), status_code=200, summary="Let go of a revision")
@@ -329,7 +333,7 @@ class PinController(OneAdapterController):
 
 
 class AliasController(OneAdapterController):
-    """Movable names: canary, promote, rollback."""
+    """Movable names of revisions: canary, promote, rollback."""
 
     @get(at("/aliases"), guards=[requires("read")], summary="List aliases")
     async def list_aliases(
@@ -370,7 +374,7 @@ class AliasController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Response[Adapter]:
-        """Remove any alias but `default`; its history stays."""
+        """Remove any alias except `default`; its history stays."""
         return tagged(await adapters.aliases.remove(principal, adapter, alias, preconditions))
 
     @get(at("/aliases/{alias:str}/history"), guards=[requires("read")], summary="List versions")
@@ -381,7 +385,7 @@ class AliasController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[AliasVersionObject]:
-        """List the alias's earlier targets, newest first: the last hundred changes."""
+        """List the alias's earlier targets, newest first: the last 100 changes."""
         versions = await adapters.queries.history(principal, adapter, alias)
         return Listing(data=[alias_version_object(version) for version in versions])
 
@@ -401,7 +405,7 @@ class AliasController(OneAdapterController):
         adapters: NamedDependency[AdapterService],
         version: VersionQuery = None,
     ) -> Response[Adapter]:
-        """Restore the alias's previous targets, or those of one `version`. Each call goes one change further back."""
+        """Restore the alias's previous targets, or those of one `version`. Each call goes back one more change."""
         return tagged(await adapters.aliases.roll_back(principal, adapter, alias, version, preconditions))
 
 
@@ -427,7 +431,9 @@ class GrantController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> GrantObject:
-        """The tenant of that name calls it as you do. The answer is the same whether or not there is such a tenant."""
+        """Let the tenant with that name call the adapter as you do. The answer is the same if there is no such
+        tenant.
+        """
         return grant_object(await adapters.grants.grant(principal, adapter, tenant, preconditions))
 
     @delete(

@@ -1,4 +1,4 @@
-"""/admin, for operators: tenants, tiers, keys, the audit log; engines, their activity, the ledger's proof.
+"""/admin, which operators call: tenants, tiers, keys, the audit log; engines, their activity, the ledger's proof.
 
 Base models and migrations are in `bases`, limits and budgets in `limits`, plans in `plans`.
 """
@@ -78,7 +78,9 @@ class AdminTenantController(OperatorController):
     async def change(
         self, name: PathName, data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
     ) -> TenantObject:
-        """Move it to another tier, suspend or resume it, set zero retention, allow judges: from its next request on."""
+        """Change a tenant's tier, suspend or resume it, set zero retention, allow judges. Applies from its next request
+        on.
+        """
         tenant: Tenant = await operators.named(name)
         if isinstance(data.tier, str):
             tenant = await operators.move(name, data.tier)
@@ -122,12 +124,12 @@ class AdminEngineController(OperatorController):
 
     @post("/drain", status_code=202, summary="Drain an engine")
     async def drain(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
-        """Give an engine no more requests, and stop it once it has none. It stays stopped until it is restarted."""
+        """Give an engine no more requests, and stop it when it has none. It stays stopped until it is restarted."""
         return engine_object(bases.order_engine(data.engine, restart=False, seconds=data.seconds))
 
     @post("/restart", status_code=202, summary="Restart an engine")
     async def restart(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
-        """Drain an engine and start it again. The list shows it `ready`, with one more start, when it serves."""
+        """Drain an engine and start it again. When it serves, the list shows it as `ready`, with one more start."""
         return engine_object(bases.order_engine(data.engine, restart=True, seconds=data.seconds))
 
 
@@ -192,7 +194,7 @@ class AdminController(OperatorController):
 
     @put("/log-level", summary="Set the log level")
     async def set_log_level(self, data: JSONBody[LogLevelBody]) -> LogLevelBody:
-        """Log this level and those above it, in this server until it restarts. The engine's process keeps its own."""
+        """Set the lowest level that this server logs, until it restarts. The engine's process keeps its own level."""
         set_level(data.level)
         logger.warning("the log level is %s from now on", data.level)
         return data
@@ -213,7 +215,7 @@ class AdminController(OperatorController):
 
 
 class AdminActivityController(OperatorController):
-    """The batch as it runs, and the ledger's proof."""
+    """The running batch of each engine, and the ledger's proof."""
 
     path = "/admin"
 
@@ -224,7 +226,7 @@ class AdminActivityController(OperatorController):
         adapters: NamedDependency[AdapterService],
         operators: NamedDependency[Tenants],
     ) -> Listing[ActivityObject]:
-        """Return each engine's steps of the last minute in which any ran, by model and class, and what leaves its pool
+        """Return each engine's steps of the last minute that had work, by model and class, and what leaves its pool
         next.
         """
         stats = [(base.name, one, found) for base in bases.values() for one, found in base.engines.stats().items()]
@@ -243,13 +245,13 @@ class AdminActivityController(OperatorController):
 
     @get("/ledger", summary="The ledger's proof")
     async def ledger(self, ledger_proof: NamedDependency[LedgerProof]) -> LedgerObject:
-        """Return the head of the hash chain, its newest checkpoint, how far the sinks are, and parked events."""
+        """Return the head of the hash chain, its newest checkpoint, the position of each sink, and parked events."""
         return ledger_object(await ledger_proof.state())
 
     @post("/ledger/reconcile", status_code=200, summary="Reconcile the ledger")
     async def reconcile(self, ledger_proof: NamedDependency[LedgerProof]) -> ReconciliationObject:
-        """Compute the whole chain again and compare it with the engines' counts, closed months and checkpoints.
+        """Compute the whole chain again, and compare it with the engines' counts, closed months and checkpoints.
 
-        409 while another one is under way.
+        Answers 409 while another reconciliation runs.
         """
         return reconciliation_object(await ledger_proof.reconcile())

@@ -1,7 +1,7 @@
 """/admin/bases, /admin/migrations and /v1/migrations: base models, and adapters that move between them.
 
 Operators add and retire base models while servers run, check a base's adapters on another base, and move those that
-fit. Tenants read what was found about their own adapters.
+fit. Tenants read the results for their own adapters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from loramux_api.schemas.migrations import (
 from loramux_api.schemas.tenancy import Listing
 
 PAGE = 500
-"""Adapters that one call moves at most: as in `releases.base_upgrades`."""
+"""Maximum number of adapters that one call moves, as in `releases.base_upgrades`."""
 
 
 class AdminBaseController(OperatorController):
@@ -53,9 +53,9 @@ class AdminBaseController(OperatorController):
     async def add(
         self, data: JSONBody[BaseBody], lifecycle: NamedDependency[BaseLifecycle], operators: NamedDependency[Tenants]
     ) -> BaseObject:
-        """Check a base model and start its engines on every server; the list shows when it serves.
+        """Check a base model and start its engines on every server. The list shows when it serves.
 
-        A retired base model is served again. Everything else is served meanwhile, and if it does not load.
+        A retired base model is served again. The other base models stay served, also if this one does not load.
         """
         return base_object(await lifecycle.add(operators.changes, msgspec.to_builtins(data)))
 
@@ -63,9 +63,9 @@ class AdminBaseController(OperatorController):
     async def retire(
         self, data: JSONBody[RetireBody], lifecycle: NamedDependency[BaseLifecycle], operators: NamedDependency[Tenants]
     ) -> BaseObject:
-        """Take no more uploads for it and no more requests, and stop its engines once none runs.
+        """Refuse new uploads and requests for a base model, and stop its engines when no request runs.
 
-        Requests to its adapters are answered 410 then, with what to use instead.
+        After that, requests to its adapters get 410, and the error names the base model to use instead.
         """
         return base_object(await lifecycle.retire(operators.changes, data.name, data.successor, force=data.force))
 
@@ -89,7 +89,7 @@ class AdminMigrationController(OperatorController):
         operators: NamedDependency[Tenants],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
-        """Check the adapters of one base model on another one in the background; nothing that is served changes."""
+        """Check the adapters of one base model on another one in the background. Nothing that is served changes."""
         made = await base_upgrades.begin(
             operators.changes,
             source=data.source,
@@ -116,7 +116,7 @@ class AdminMigrationController(OperatorController):
         after: AfterPosition = None,
         limit: PageLimit = 100,
     ) -> Listing[MigrationItemObject]:
-        """List the adapters with what was found; `after` is the last position of the page before."""
+        """List the adapters with their results. `after` is the last position of the previous page."""
         wanted = {} if outcome is None else {"outcomes": (outcome,)}
         found = await base_upgrades.items(migration_id, after=-1 if after is None else after, limit=limit, **wanted)
         return Listing(data=[item_object(item) for item in found])
@@ -128,7 +128,7 @@ class AdminMigrationController(OperatorController):
         operators: NamedDependency[Tenants],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
-        """End a migration under way. What is decided stays so; a further migration goes on."""
+        """End a running migration. Its decisions so far remain, and a further migration continues from them."""
         return migration_object(await base_upgrades.cancel(operators.changes, migration_id))
 
     @post("/{migration_id:str}/promote", status_code=200, summary="Move adapters to the target")
@@ -141,7 +141,7 @@ class AdminMigrationController(OperatorController):
     ) -> ShiftedList:
         """Give the new revisions of adapters that fit a share of their aliases: a canary, or all.
 
-        Release policies hold. At most 500 adapters a call; `next` goes on.
+        Release policies apply. One call moves at most 500 adapters; `next` is where the next call begins.
         """
         return _shifted(
             await base_upgrades.shift(
@@ -157,7 +157,7 @@ class AdminMigrationController(OperatorController):
         principal: NamedDependency[Principal],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> ShiftedList:
-        """Point the aliases at what they pointed at before the new revisions."""
+        """Restore the targets that the aliases had before the new revisions."""
         return _shifted(
             await base_upgrades.shift(
                 principal, migration_id, 0, tenant=data.tenant, adapter=data.adapter, after=data.after
@@ -166,7 +166,7 @@ class AdminMigrationController(OperatorController):
 
 
 class MigrationController(ApiController):
-    """What migrations found about the caller's own adapters."""
+    """Results of migrations for the caller's own adapters."""
 
     path = "/v1/migrations"
     tags = ("Adapters",)
@@ -179,7 +179,7 @@ class MigrationController(ApiController):
         base_upgrades: NamedDependency[BaseUpgrades],
         limit: PageLimit = 100,
     ) -> Listing[ReportObject]:
-        """List what migrations to another base model found about your adapters, newest migration first."""
+        """List the results of migrations to another base model for your adapters, newest migration first."""
         found = await base_upgrades.reports(principal, limit)
         return Listing(data=[report_object(migration, item) for migration, item in found])
 

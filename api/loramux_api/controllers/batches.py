@@ -1,4 +1,6 @@
-"""/v1/batches and /v1/files: files of requests that run when there is room, and the files that they read and write."""
+"""/v1/batches and /v1/files: files of requests that run when the server has room, and the files that they read and
+write.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ ANCHOR, SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
 
 class BatchController(ApiController):
-    """Files of requests that run when there is room, at the price of batches."""
+    """Files of requests that run when the server has room, at the price of batches."""
 
     path = "/v1/batches"
     tags = ("Batches",)
@@ -46,7 +48,9 @@ class BatchController(ApiController):
     async def create(
         self, data: JSONBody[BatchBody], principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
-        """Run the lines of a file. A line that cannot run ends in the error file; without any that can, it fails."""
+        """Run the lines of a file. A line that cannot run goes to the error file. If no line can run, the batch
+        fails.
+        """
         made = await batches.create(
             principal,
             endpoint=data.endpoint,
@@ -65,7 +69,7 @@ class BatchController(ApiController):
         after: OptionalText = None,
         limit: ShortPageLimit = 20,
     ) -> Cursored[BatchObject]:
-        """List your project's batches, newest first; `after` is the last id of the previous page."""
+        """List your project's batches, newest first. `after` is the id of the last batch on the previous page."""
         found = await batches.before(principal, after, limit + 1)
         return page_of([batch_object(batch) for batch in found], limit, [batch.id for batch in found])
 
@@ -73,14 +77,14 @@ class BatchController(ApiController):
     async def get_batch(
         self, batch_id: PathName, principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
-        """Describe a batch: its state, its counts, and at its end its files."""
+        """Describe a batch: its state, its counts, and after its end its files."""
         return batch_object(await batches.get(principal, batch_id))
 
     @post("/{batch_id:str}/cancel", status_code=200, summary="Cancel a batch")
     async def cancel(
         self, batch_id: PathName, principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
-        """Begin no further line. Running ones finish; answers so far are in the output file."""
+        """Cancel a batch: no further line begins. Running lines finish, and the output file has the answers so far."""
         return batch_object(await batches.cancel(principal, batch_id))
 
 
@@ -99,7 +103,9 @@ class FileController(ApiController):
         files: NamedDependency[Files],
         settings: NamedDependency[Settings],
     ) -> FileObject:
-        """Upload a file of JSON lines, as multipart/form-data: `file`, `purpose` (batch), perhaps `expires_after`."""
+        """Upload a file of JSON lines as multipart/form-data: `file`, `purpose` (batch), and optionally
+        `expires_after`.
+        """
         limit = settings.batches.max_file_bytes
         announced = request.headers.get("content-length", "")
         async with files.receiving(principal, int(announced[:20]) if announced.isdigit() else None) as folder:
@@ -126,7 +132,7 @@ class FileController(ApiController):
         order: FromQuery[Literal["asc", "desc"]] = "desc",
         limit: Annotated[int, QueryParameter(ge=1, le=MAX_FILES_PAGE)] = 1000,
     ) -> Cursored[FileObject]:
-        """List your project's files; `after` is the last id of the previous page."""
+        """List your project's files. `after` is the id of the last file on the previous page."""
         found = await files.listed(principal, after, limit + 1, purpose, oldest_first=order == "asc")
         return page_of([file_object(file) for file in found], limit, [file.id for file in found])
 

@@ -76,7 +76,7 @@ class ChatController(ApiController):
         },
     )
     async def create(self, data: JSONBody[ChatBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Answer a conversation with an adapter of yours, or with the base model."""
+        """Answer a conversation with one of your adapters, or with the base model."""
         fingerprint_of = inference.completions.fingerprint_of
         return await inference.answer(
             to_request(data), lambda answer: ChatWriter(data, answer, fingerprint_of(answer)), stream=bool(data.stream)
@@ -93,9 +93,9 @@ class ChatWriter(Writer):
         self._echo = echoed_text(body)
         self._thought_tokens = 0
         self._num_tokens = 0
-        """Tokens of the answer so far."""
+        """Number of tokens of the answer so far."""
         self._calling: set[int] = set()
-        """Choices with a call."""
+        """Choices that contain a call."""
         self._tools = toolbox(body)
         self._inputs: dict[tuple[int, int], InputReader] = {}
         """Readers of the calls of custom tools, by choice and call."""
@@ -110,7 +110,7 @@ class ChatWriter(Writer):
             yield chunk
 
     def chunk(self, delta: Delta) -> Iterable[ChatChunk]:
-        """Return the event for a delta; none where it has nothing that the client asked for."""
+        """Return the event for a delta; none if it contains nothing that the client asked for."""
         delta = self._noted(delta)
         logprobs, token_ids = asked_logprobs(delta, self._body), self._token_ids(delta)
         news = delta.text or delta.thought or delta.calls
@@ -127,14 +127,14 @@ class ChatWriter(Writer):
         )
 
     def closing(self, usage: TokenCounts) -> Iterable[ChatChunk]:
-        """Return the usage, where it was asked for."""
+        """Return the usage, if the request asks for it."""
         if self._body.include_usage:
             chunk = self._chunk()
             chunk.usage = self._usage(usage)
             yield chunk
 
     def collect(self, delta: Delta) -> None:
-        """Take a delta of an answer that is sent in one piece."""
+        """Collect a delta of an answer that is sent in one piece."""
         delta = self._noted(delta)
         encode = self._logprob if self._body.logprobs else None
         self._collected[delta.index].add(delta, encode, asked_logprobs(delta, self._body))
@@ -164,7 +164,9 @@ class ChatWriter(Writer):
         return self._answer.prompt_token_ids[0] if self._body.return_token_ids else UNSET
 
     def _noted(self, delta: Delta) -> Delta:
-        """Count the tokens, and those of thoughts; note which choices call tools. Return what the answer shows."""
+        """Count the tokens, and those of thoughts; note which choices call tools. Return the visible part of the
+        delta.
+        """
         self._thought_tokens += delta.thought_tokens
         self._num_tokens += len(delta.token_ids)
         if delta.calls:
@@ -177,7 +179,9 @@ class ChatWriter(Writer):
         return written
 
     def _finish_reason(self, index: int, reason: FinishReason | None) -> ChatFinishReason | None:
-        """Return `tool_calls` for an answer that chose to call; one that was told which tool to call stops."""
+        """Return `tool_calls` for an answer that chose to call. If the request names the tool, the reason stays
+        `stop`.
+        """
         chose = index in self._calling and not chat_choice(self._body.tool_choice).one
         return "tool_calls" if reason == "stop" and chose else reason
 
@@ -222,7 +226,7 @@ class ChatWriter(Writer):
             made.content = delta.text
         if delta.thought:
             made.reasoning_content = made.reasoning = delta.thought
-        if delta.calls:  # clients read one entry of a call in a chunk
+        if delta.calls:  # clients read one entry of a call per chunk
             made.tool_calls = [self._call_delta(delta.index, call) for call in join_calls(delta.calls)]
         return made
 

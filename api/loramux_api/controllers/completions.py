@@ -1,4 +1,6 @@
-"""POST /v1/completions, as OpenAI's clients expect it: the request, its answers' structs, the route, and the writer."""
+"""POST /v1/completions, as OpenAI's clients expect it: the request, the structs of its answers, the route, and the
+writer.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,12 @@ from loramux_api.schemas.sampling import (
 
 
 class CompletionBody(SamplingBody, kw_only=True):
-    """OpenAI's fields, and vLLM's names for what OpenAI does not have."""
+    """OpenAI's fields, and vLLM's names for fields that OpenAI does not have."""
 
     prompt: Promptlike
     """A text, several texts, token ids, or several lists of token ids."""
     max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    """0, with `echo`: the prompt alone, with its log probabilities."""
+    """With `echo`, 0 returns only the prompt, with its log probabilities."""
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
     """True: the answer begins with the prompt, and so do its log probabilities."""
@@ -69,7 +71,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 
 def to_request(body: CompletionBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     if body.max_tokens == 0 and not body.echo:
         raise InvalidRequest(
             "'max_tokens' of 0 asks for nothing but the repeated prompt; send 'echo' as true, or a number >= 1.",
@@ -104,7 +106,7 @@ def to_request(body: CompletionBody) -> GenerationRequest:
 
 
 class TextLogprobs(msgspec.Struct):
-    """Parallel lists, one entry a token."""
+    """Parallel lists with one entry per token."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -114,7 +116,7 @@ class TextLogprobs(msgspec.Struct):
 
 
 class TextChoice(msgspec.Struct, kw_only=True):
-    """One continuation of one prompt, or its news in a chunk."""
+    """One continuation of one prompt, or its new part in a chunk."""
 
     index: int
     text: str
@@ -122,7 +124,7 @@ class TextChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    """Both null in a whole answer, and absent in chunks, where they are not asked for."""
+    """If they are not requested, both are null in a whole answer, and absent in chunks."""
     prompt_logprobs: PromptLogprobList | None = None
 
 
@@ -140,7 +142,7 @@ class TextCompletion(msgspec.Struct, kw_only=True):
 
 
 class CompletionController(ApiController):
-    """Texts and token ids."""
+    """Completions of texts and token ids."""
 
     path = "/v1/completions"
     tags = ("Inference",)
@@ -154,7 +156,7 @@ class CompletionController(ApiController):
         responses={200: ResponseSpec(TextCompletion, description="With stream: server-sent text_completion events.")},
     )
     async def create(self, data: JSONBody[CompletionBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Continue one or several prompts with an adapter of yours, or with the base model."""
+        """Continue one or several prompts with one of your adapters, or with the base model."""
         fingerprint_of = inference.completions.fingerprint_of
         return await inference.answer(
             to_request(data),
@@ -172,18 +174,18 @@ class CompletionWriter(Writer):
         self._fingerprint = fingerprint
         self._collected: defaultdict[int, CollectedChoice] = defaultdict(CollectedChoice)
         self._num_tokens = 0
-        """Tokens of the answer so far."""
+        """Number of tokens of the answer so far."""
         self._begun: set[int] = set()
-        """Choices whose first chunk is out."""
+        """Choices whose first chunk has been sent."""
         self._prompt_scores: defaultdict[int, tuple[PromptTokenLogprob, ...]] = defaultdict(tuple)
-        """Log probabilities of the choices' prompts, of a stream."""
+        """Log probabilities of the choices' prompts, in a stream."""
 
     def opening(self) -> Iterable[TextCompletion]:
         """Return nothing: a stream of texts begins with text."""
         return ()
 
     def chunk(self, delta: Delta) -> Iterable[TextCompletion]:
-        """Return the event for a delta; none where it has nothing that the client asked for."""
+        """Return the event for a delta; none if it contains nothing that the client asked for."""
         self._num_tokens += len(delta.token_ids)
         self._prompt_scores[delta.index] += delta.prompt_logprobs
         delta = msgspec.structs.replace(delta, logprobs=asked_logprobs(delta, self._body))
@@ -198,12 +200,12 @@ class CompletionWriter(Writer):
         yield self._completion([choice], usage_of_chunk(self._body, self._answer, self._num_tokens))
 
     def closing(self, usage: TokenCounts) -> Iterable[TextCompletion]:
-        """Return the usage, where it was asked for."""
+        """Return the usage, if the request asks for it."""
         if self._body.include_usage:
             yield self._completion([], usage_object(usage))
 
     def collect(self, delta: Delta) -> None:
-        """Take a delta of an answer that is sent in one piece."""
+        """Collect a delta of an answer that is sent in one piece."""
         encode = self._alternatives_of if self._body.logprobs is not None else None
         self._collected[delta.index].add(delta, encode, asked_logprobs(delta, self._body))
 

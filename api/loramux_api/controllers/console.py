@@ -41,12 +41,12 @@ from loramux_api.parameters import OptionalText, PathName, QueryText
 from loramux_api.schemas.bounds import Name, Secret, Url
 
 FOLDER = Path(__file__).parents[1] / "console"
-"""`make console` writes it in a checkout; a wheel has it."""
+"""Folder of the built console. `make console` writes it in a checkout; a wheel contains it."""
 INDEX = "index.html"
 NONCE = "NONCE-OF-THIS-ANSWER"
-"""Stands in the built page where each answer has a nonce of its own (`console/vite.config.ts`)."""
+"""Placeholder in the built page that each answer replaces with a new nonce (`console/vite.config.ts`)."""
 SMALL = 1024
-"""Bytes that are not worth compressing."""
+"""Size below which a file is not worth compressing, in bytes."""
 COMPRESSED = (".html", ".js", ".css", ".svg", ".json", ".map")
 MISSING = """<!doctype html><html lang="en"><meta charset="utf-8"><title>loramux console</title>
 <h1>The console is not built</h1>
@@ -59,18 +59,18 @@ Wheels of loramux have the pages in them.</p>
 
 @dataclass(frozen=True)
 class ConsoleFile:
-    """One file as it is sent."""
+    """One file, ready to be sent."""
 
     content: bytes
     encoded: Mapping[str, bytes]
-    """The content by the encodings that it has too, the best first."""
+    """The content in each compressed encoding that it has, the best first."""
     media_type: str
     is_immutable: bool
-    """Its name has a digest of its content."""
+    """True if its name contains a digest of its content."""
 
 
 class ConsoleFiles:
-    """The files below one folder, each read when it is first asked for."""
+    """Files below one folder. Each is read at its first request."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._folder = folder
@@ -83,14 +83,14 @@ class ConsoleFiles:
         return INDEX in self.names()
 
     def names(self) -> frozenset[str]:
-        """Return the names of all files; nothing else is ever opened."""
+        """Return the names of all files. No other file is ever opened."""
         if not self._names:
             files = self._folder.rglob("*") if self._folder.is_dir() else ()
             self._names = frozenset(file.relative_to(self._folder).as_posix() for file in files if file.is_file())
         return self._names
 
     def file(self, name: str) -> ConsoleFile | None:
-        """Return a file by its name below the folder; None where there is none."""
+        """Return a file by its name below the folder; None if there is none."""
         if name not in self.names():
             return None
         if name not in self._read:
@@ -98,7 +98,7 @@ class ConsoleFiles:
         return self._read[name]
 
     def page(self, nonce: str) -> bytes:
-        """Return the one page of the console, whose styles may carry this nonce."""
+        """Return the only page of the console; its styles may carry this nonce."""
         index = self.file(INDEX)
         assert index is not None, "asked before"
         return index.content.replace(NONCE.encode(), nonce.encode())
@@ -201,7 +201,7 @@ class ViewBody(Body, forbid_unknown_fields=True):
 
 
 class BeginBody(Body, forbid_unknown_fields=True):
-    """The issuer to sign in at and, for members of several tenants, the tenant."""
+    """The identity provider to sign in at; members of several tenants also name the tenant."""
 
     issuer: Url
     tenant: Name | None = None
@@ -216,7 +216,7 @@ class ProviderObject(msgspec.Struct, kw_only=True):
 
 
 class ProviderList(msgspec.Struct, kw_only=True):
-    """Every identity provider at which members sign in."""
+    """All identity providers at which members sign in."""
 
     object: Literal["list"] = "list"
     data: list[ProviderObject]
@@ -236,18 +236,18 @@ class SessionObject(msgspec.Struct, kw_only=True):
     id: str
     tenant: str
     holder: str
-    """The id of the key or the member that has signed in."""
+    """Id of the key or the member that has signed in."""
     role: str | None
-    """A member's."""
+    """Role of a member; null for a key."""
     scopes: list[str]
     project_id: str
     tier: str
     models: list[str] | None
-    """The only models that the key may use; null: all of the tenant's."""
+    """The only models that the key may use; null: all models of the tenant."""
     viewed: list[str]
     """Tenants whose pages the operator has opened."""
     csrf_token: str
-    """To be sent in the header X-CSRF-Token with every change."""
+    """Token to send in the header X-CSRF-Token with every change."""
     created_at: int
     ends_at: int
     base_models: list[str]
@@ -259,7 +259,7 @@ class LinkObject(msgspec.Struct, kw_only=True):
 
     object: Literal["console.link"] = "console.link"
     path: str
-    """Append it to the server's address."""
+    """Path to append to the server's address."""
     ends_at: int
 
 
@@ -336,7 +336,7 @@ class ConsoleSessionController(Controller):
     async def sign_out(
         self, request: AnyRequest, tenants: NamedDependency[Tenants], everywhere: FromQuery[bool] = False
     ) -> Response[None]:
-        """End the session, or with `everywhere` all sessions of the same key or member, and remove the cookie."""
+        """End the session and remove the cookie. With `everywhere`, end all sessions of the same key or member."""
         await session_of(request)
         secret = request.cookies[cookie_name(SESSION_COOKIE, request)]
         await tenants.sessions.end(secret, origin_of(request), all_of_holder=everywhere)
@@ -351,7 +351,7 @@ class ConsoleSessionController(Controller):
         tenants: NamedDependency[Tenants],
         bases: NamedDependency[ServedBases],
     ) -> SessionObject:
-        """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log says so."""
+        """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log records it."""
         session = await session_of(request)
         if "operator" not in session.principal.scopes:
             raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")
@@ -360,7 +360,7 @@ class ConsoleSessionController(Controller):
 
 
 class ConsoleSignInController(Controller):
-    """Signing in at an identity provider: to its page, and back. Its tokens stay on the server."""
+    """Signing in at an identity provider: to its page, and back. The provider's tokens stay on the server."""
 
     path = "/console/oidc"
     tags = ("Console",)
@@ -375,7 +375,7 @@ class ConsoleSignInController(Controller):
     async def begin(
         self, request: AnyRequest, data: JSONBody[BeginBody], tenants: NamedDependency[Tenants]
     ) -> Response[BegunObject]:
-        """Return the provider's page to go to, and set the cookie that binds the sign-in to this browser."""
+        """Return the provider's page to open, and set the cookie that binds the sign-in to this browser."""
         ensure_same_origin(request)
         url = tenants.sign_ins.url
         if url.partition("://")[2] != request.headers.get("host"):
@@ -394,7 +394,9 @@ class ConsoleSignInController(Controller):
         iss: OptionalText = None,
         error: OptionalText = None,
     ) -> Response[None]:
-        """Open a session for the member that the provider has sent back, or say on the sign-in page why not."""
+        """Open a session for the member that the provider has sent back. If that fails, show the reason on the sign-in
+        page.
+        """
         callback = Callback(state=answered_state, code=code, issuer=iss, error=error)
         secret = request.cookies.get(cookie_name(SIGN_IN_COOKIE, request), "")
         cookies = [sign_in_cookie(request, "", 0)]
@@ -426,9 +428,10 @@ class ConsoleLinkController(Controller):
 
 
 def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None) -> Cookie:
-    """Return the session's cookie: for this server only, out of scripts' reach, over TLS but on this machine.
+    """Return the session's cookie: only for this server, not readable by scripts, and only over TLS except on this
+    machine.
 
-    It has no expiry of its own: the server ends sessions, and the browser forgets it when it closes.
+    It has no expiry: the server ends sessions, and the browser deletes the cookie when it closes.
     """
     return Cookie(
         key=cookie_name(SESSION_COOKIE, request),
@@ -442,7 +445,9 @@ def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None)
 
 
 def sign_in_cookie(request: AnyRequest, secret: str, max_age: int) -> Cookie:
-    """Return the cookie that binds a sign-in to its browser. Lax: it comes back from the provider's page."""
+    """Return the cookie that binds a sign-in to its browser. It is Lax, because it comes back from the provider's
+    page.
+    """
     return Cookie(
         key=cookie_name(SIGN_IN_COOKIE, request),
         value=secret,

@@ -1,4 +1,4 @@
-"""/v1/evaluations."""
+"""/v1/evaluations: comparisons of two revisions on a set of questions."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class EvaluationBody(Body, forbid_unknown_fields=True):
     adapter: Name
     """`adapter` or `tenant/adapter`."""
     revision: Number
-    """The candidate."""
+    """Number of the candidate."""
     against: Number
     """The revision that it is compared with."""
     file_id: Name
     """A file of purpose `evals`: lines of {messages or prompt, expected}."""
     grader: Grader
     judge_api_key: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
-    """For the grader `judge`: sent to it, stored encrypted until the evaluation ends, and never shown."""
+    """Key for the grader `judge`: sent to the judge, stored encrypted until the evaluation ends, and never shown."""
 
 
 class EvaluationObject(msgspec.Struct, kw_only=True):
@@ -55,7 +55,7 @@ class EvaluationObject(msgspec.Struct, kw_only=True):
     batch_id: str
     grader: Grader
     status: str
-    """running, completed or failed."""
+    """Status of the evaluation: running, completed or failed."""
     result: EvaluationResult | None
     error: str | None
     created_at: int
@@ -93,7 +93,7 @@ class EvaluationController(ApiController):
         principal: NamedDependency[Principal],
         evaluations: NamedDependency[Evaluations],
     ) -> EvaluationObject:
-        """Have two revisions answer the questions of a file, as a batch, and grade the answers in pairs."""
+        """Let two revisions answer the questions of a file, as a batch, and grade the answers in pairs."""
         made = await evaluations.create(
             principal,
             adapter=data.adapter,
@@ -115,9 +115,9 @@ class EvaluationController(ApiController):
         revision: RevisionQuery = None,
         limit: ShortPageLimit = 20,
     ) -> Cursored[EvaluationObject]:
-        """List your project's evaluations, newest first; `after` is the last id of the previous page.
+        """List your project's evaluations, newest first. `after` is the id of the last evaluation on the previous page.
 
-        `revision`: those that have this revision of `adapter` as their candidate.
+        `revision`: list only evaluations with this revision of `adapter` as the candidate.
         """
         found = await evaluations.before(principal, adapter, after, limit + 1, revision)
         return page_of([evaluation_object(one) for one in found], limit, [one.id for one in found])
@@ -129,5 +129,5 @@ class EvaluationController(ApiController):
         principal: NamedDependency[Principal],
         evaluations: NamedDependency[Evaluations],
     ) -> EvaluationObject:
-        """Describe an evaluation, with its result at its end."""
+        """Describe an evaluation; after its end, with its result."""
         return evaluation_object(await evaluations.get(principal, evaluation_id))

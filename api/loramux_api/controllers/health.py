@@ -23,7 +23,7 @@ class Health(msgspec.Struct, omit_defaults=True):
 
     status: Status
     bases: list[BaseHealth] = []
-    """Each base model that is served or should be; of /health/ready alone."""
+    """Each base model that is served or should be; only in the answer of /health/ready."""
 
 
 DatabaseProbe = Callable[[], Awaitable[bool]]
@@ -36,7 +36,7 @@ class HealthController(Controller):
 
     @get("/health/live", summary="Is the process alive?")
     async def live(self) -> Health:
-        """Answer 200 as long as the process answers at all."""
+        """Answer 200 as long as the process responds."""
         return Health("live")
 
     @get("/health", summary="Would a request be served?", media_type=MediaType.TEXT)
@@ -47,7 +47,7 @@ class HealthController(Controller):
         database_is_reachable: NamedDependency[DatabaseProbe],
         state: State,
     ) -> Response[None]:
-        """Answer as /health/ready does, with its status alone: the probe of vLLM's deployments."""
+        """Answer with the status of /health/ready and no body: the probe of vLLM's deployments."""
         status = await _readiness(completions, lifecycle, database_is_reachable, state)
         return Response(None, status_code=200 if status == "ready" else 503)
 
@@ -61,22 +61,23 @@ class HealthController(Controller):
     ) -> Response[Health]:
         """Answer 200 if a request would be served now; `bases` has the state of each base model.
 
-        503 means: the server is stopping (`draining`), no base has an engine that serves (`engine_down`; with
-        `server.ready_when = "all"`: a base has none), or its database does not answer (`database_unreachable`).
+        503 means: the server is stopping (`draining`), no base has an engine that serves (`engine_down`), or its
+        database does not answer (`database_unreachable`). With `server.ready_when = "all"`, one base without an engine
+        is enough for `engine_down`.
         """
         status = await _readiness(completions, lifecycle, database_is_reachable, state)
         return Response(Health(status, lifecycle.health()), status_code=200 if status == "ready" else 503)
 
     @get("/metrics", summary="Prometheus metrics", media_type=MediaType.TEXT)
     async def metrics(self, metrics: NamedDependency[Metrics]) -> Response[bytes]:
-        """Return counters, gauges and histograms. No label contains anything that a tenant wrote."""
+        """Return counters, gauges and histograms. No label contains text from a tenant."""
         return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _readiness(
     completions: CompletionService, lifecycle: BaseLifecycle, database_is_reachable: DatabaseProbe, state: State
 ) -> Status:
-    """Return `ready`, or why a request would not be served now."""
+    """Return `ready`, or the reason why a request would not be served now."""
     if state.stopping or completions.draining:
         return "draining"
     if not lifecycle.is_ready:

@@ -1,4 +1,4 @@
-"""The address of a server without a path: the console for a browser, and where things are for everything else."""
+"""The address of a server without a path: the console for a browser, and a list of addresses for other clients."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ OFF = "The console is off: console.enabled is false in the settings."
 
 
 class Home(msgspec.Struct, omit_defaults=True, kw_only=True):
-    """The addresses of a server, relative to its own."""
+    """Addresses of a server, relative to its own address."""
 
     service: str
     api: str
     console: str | None
-    """Null: `console_problem` says why there is none."""
+    """Address of the console; null: `console_problem` gives the reason why there is none."""
     console_problem: str = ""
     schema: str = ""
-    """The API's description; absent on the public port of a server with an internal one."""
+    """Address of the API's description; absent on the public port of a server with an internal one."""
     health: str = ""
 
 
 class HomeController(Controller):
-    """The root: where things are, and the address at which LoRAX's client asks."""
+    """The root: a list of addresses, and the address that LoRAX's client uses."""
 
     path = "/"
 
@@ -83,7 +83,7 @@ class HomeController(Controller):
         completions: NamedDependency[CompletionService],
         settings: NamedDependency[Settings],
     ) -> Response[Any]:
-        """Generate as /generate does; an answer in one piece is in a list."""
+        """Generate as /generate does. An answer in one piece is inside a list."""
         whole = await answered(data, request, principal, completions, settings)
         if isinstance(whole.content, bytes):
             whole.content = b"[" + whole.content + b"]"

@@ -1,6 +1,7 @@
 """/v1/limits and /v1/budgets, and those of a tier or a tenant below /admin.
 
-A tenant reads all its own, and sets those of its projects, keys and members. Operators set those of a whole tenant.
+A tenant reads all its own limits, and sets those of its projects, keys and members. Operators set those of a whole
+tenant.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ class LimitController(ApiController):
     async def list_limits(
         self, principal: NamedDependency[Principal], account: NamedDependency[Account], limits: NamedDependency[Limits]
     ) -> Listing[LimitObject]:
-        """List the limits of the tenant, its projects, keys and members, and those of its tier for the other names.
+        """List the limits of the tenant, its projects, keys and members, and the tier's limits for all other names.
 
-        A key without the scope `projects` sees the tenant's, its project's, and those of keys that it may manage.
+        A key without the scope `projects` sees the limits of the tenant, of its project, and of keys that it may
+        manage.
         """
         found = await limits.of(principal.tenant, principal.tier, await subjects_of(account, principal))
         return Listing(data=[limit_object(limit) for limit in found])
@@ -58,7 +60,9 @@ class LimitController(ApiController):
         account: NamedDependency[Account],
         limits: NamedDependency[Limits],
     ) -> LimitObject:
-        """Set a limit. Applies from the next request on, beside the tenant's limits, which the operator sets."""
+        """Set a limit. It applies from the next request on, in addition to the tenant's limits, which the operator
+        sets.
+        """
         await ensure_subject(account, principal, subject)
         return limit_object(await limits.put(principal.tenant, subject, name, data.value))
 
@@ -93,7 +97,7 @@ class BudgetController(ApiController):
     ) -> Listing[BudgetObject]:
         """List the budgets of the tenant, its projects, keys and members, with the spending of the current periods.
 
-        A key without the scope `projects` sees its project's and those of keys that it may manage.
+        A key without the scope `projects` sees the budgets of its project, and of keys that it may manage.
         """
         found = await limits.budgets(principal.tenant, await subjects_of(account, principal))
         if principal.bound_project is not None:
@@ -139,8 +143,8 @@ class BudgetController(ApiController):
 
 
 async def subjects_of(account: Account, principal: Principal) -> list[str]:
-    """Return the ids of everything of the caller's tenant, or of its only project, that can have limits of its own."""
-    keys = [one.id for one in await account.keys.all()]  # that the caller may manage
+    """Return the ids of all subjects that can have limits, of the caller's tenant or of its only project."""
+    keys = [one.id for one in await account.keys.all()]  # keys that the caller may manage
     if principal.bound_project is not None:
         return [principal.bound_project, principal.key_id, *keys]
     projects, members = await account.projects.all(), await account.members.all()
@@ -148,7 +152,7 @@ async def subjects_of(account: Account, principal: Principal) -> list[str]:
 
 
 async def ensure_subject(account: Account, principal: Principal, subject: str) -> None:
-    """Raise NotAllowed if the subject is the tenant itself, LimitNotFound if it is beyond the caller's project."""
+    """Raise NotAllowed if the subject is the tenant itself, LimitNotFound if it is outside of the caller's project."""
     if principal.bound_project is not None and subject not in [
         principal.tenant,
         *await subjects_of(account, principal),
@@ -167,7 +171,7 @@ async def ensure_subject(account: Account, principal: Principal, subject: str) -
 
 
 class AdminTierLimitController(OperatorController):
-    """Limits of a tier, which apply to its tenants without limits of their own."""
+    """Limits of a tier, which apply to its tenants without their own limits."""
 
     path = "/admin/tiers/{tier:str}/limits"
 
@@ -180,7 +184,7 @@ class AdminTierLimitController(OperatorController):
     async def set_limit(
         self, tier: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
-        """Set a limit. Applies from the next request on."""
+        """Set a limit. It applies from the next request on."""
         return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
 
     @delete("/{name:str}", status_code=200, summary="Remove a tier's limit")
@@ -205,7 +209,7 @@ class AdminTenantLimitController(OperatorController):
     async def set_limit(
         self, tenant: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
-        """Set a limit that takes precedence over the tier's. Applies from the next request on."""
+        """Set a limit that has priority over the tier's. It applies from the next request on."""
         id = (await operators.named(tenant)).id
         return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
 

@@ -1,7 +1,7 @@
 """LoRAX's API: POST /generate, /generate_stream and /, as LoRAX's clients send requests and read answers.
 
-`inputs` is the prompt, and `adapter_id` among the parameters names the adapter. First the structs, then the routes,
-then the writer of answers.
+`inputs` is the prompt, and the parameter `adapter_id` names the adapter. First the structs, then the routes, then the
+writer of answers.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from loramux_api.schemas.bounds import ModelName
 from loramux_api.schemas.sampling import Int64, Positive, StopString, taking_numbers
 
 DEFAULT_MAX_NEW_TOKENS = 20
-"""The default of LoRAX."""
+"""LoRAX's default for `max_new_tokens`."""
 _OWN = "adapters are uploaded to this server (POST /v1/adapters) and named `adapter` or `tenant/adapter`."
 
 
 @taking_numbers(without=("presence_penalty", "frequency_penalty", "min_p"))
 class GenerateParameters(Body, kw_only=True):
-    """LoRAX's parameters; null is the same as absent."""
+    """LoRAX's parameters; null means the same as absent."""
 
     adapter_id: ModelName | None = None
     """An adapter's name, as in `model` of the other endpoints; none: the base model."""
@@ -69,7 +69,7 @@ class GenerateParameters(Body, kw_only=True):
 
 
 class GenerateBody(Body, kw_only=True):
-    """`CompatGenerateRequest`."""
+    """LoRAX's `CompatGenerateRequest`."""
 
     inputs: Annotated[str, Meta(min_length=1, max_length=MAX_BODY_BYTES)]
     parameters: GenerateParameters | None = None
@@ -84,7 +84,7 @@ class GenerateBody(Body, kw_only=True):
 
 
 def to_request(body: GenerateBody, base: str) -> GenerationRequest:
-    """Return the request as the gateway takes it; `base` answers where no adapter is named. Raises InvalidRequest."""
+    """Return the request of the serving layer. `base` answers if no adapter is named. Raises InvalidRequest."""
     given = body.given
     return GenerationRequest(
         kind="cmpl-",
@@ -128,7 +128,7 @@ class LoraxDetails(msgspec.Struct, kw_only=True):
     """The end of an answer."""
 
     finish_reason: str
-    """length, eos_token or stop_sequence."""
+    """Reason of the end: length, eos_token or stop_sequence."""
     prompt_tokens: int
     generated_tokens: int
     seed: int | None
@@ -144,7 +144,7 @@ class Generated(msgspec.Struct, kw_only=True):
 
 
 class StreamedToken(msgspec.Struct, kw_only=True):
-    """One event of a stream; the last one has the text and the details."""
+    """One event of a stream. The last one has the text and the details."""
 
     token: LoraxToken
     generated_text: str | None = None
@@ -152,7 +152,7 @@ class StreamedToken(msgspec.Struct, kw_only=True):
 
 
 class LoraxError(msgspec.Struct):
-    """A refusal. `error_type` is validation, overloaded or generation."""
+    """An error response. `error_type` is validation, overloaded or generation."""
 
     error: str
     error_type: str
@@ -174,7 +174,7 @@ ERROR_TYPES = {401: VALIDATION, 403: VALIDATION, 404: VALIDATION, 422: VALIDATIO
 
 
 def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
-    """Return the refusal in LoRAX's shape: 422 where the request has to be changed."""
+    """Return the error in LoRAX's shape: 422 if the request has to be changed."""
     problem = problem_of(request, error)
     status = 422 if problem.status == 400 else problem.status
     content = LoraxError(problem.error.message, ERROR_TYPES.get(status, "generation"))
@@ -205,7 +205,7 @@ class LoraxController(Controller):
         completions: NamedDependency[CompletionService],
         settings: NamedDependency[Settings],
     ) -> Response[Any]:
-        """One answer; with `stream`, token by token."""
+        """Generate one answer; with `stream`, token by token."""
         return await answered(data, request, principal, completions, settings)
 
     @post(
@@ -222,7 +222,7 @@ class LoraxController(Controller):
         completions: NamedDependency[CompletionService],
         settings: NamedDependency[Settings],
     ) -> Response[Any]:
-        """One event a token; the last one has the whole text and the details."""
+        """Generate one event per token. The last one has the whole text and the details."""
         return await answered(msgspec.structs.replace(data, stream=True), request, principal, completions, settings)
 
 
@@ -233,14 +233,16 @@ async def answered(
     completions: CompletionService,
     settings: Settings,
 ) -> Response[Any]:
-    """Answer a request of LoRAX's, in one piece or as a stream."""
+    """Answer a request in LoRAX's form, in one piece or as a stream."""
     answer = await completions.begin(principal, to_request(data, settings.model.served_model_name))
     writer = LoraxWriter(data, answer, completions.bases[answer.base_model].facts.eos_token_ids)
     return await respond(request, answer, writer, stream=data.stream)
 
 
 class LoraxWriter(Writer):
-    """Writes one request's answer. A stream's events are one token behind: the last one also has the end."""
+    """Writes one request's answer. A stream's events are delayed by one token, because the last token's event also has
+    the end.
+    """
 
     ending = b""
 
@@ -250,9 +252,9 @@ class LoraxWriter(Writer):
         self._eos_token_ids = eos_token_ids
         self._text = ""
         self._pending_text = ""
-        """Text whose token is not complete."""
+        """Text of a token that is not complete yet."""
         self._ids: deque[int] = deque()
-        """Tokens whose event is not out yet."""
+        """Tokens whose event has not been sent yet."""
         self._collected: list[LoraxToken] = []
         self._last: LoraxToken | None = None
         self._finish_reason: FinishReason | None = None
@@ -268,7 +270,7 @@ class LoraxWriter(Writer):
         if not tokens:
             return
         before, self._last = self._last, tokens[-1]
-        if len(tokens) > 1:  # they became certain together: one event holds them
+        if len(tokens) > 1:  # they became certain together: one event contains them
             self._last = msgspec.structs.replace(tokens[-1], text="".join(token.text for token in tokens))
         if before is not None:
             yield StreamedToken(token=before)
@@ -281,7 +283,7 @@ class LoraxWriter(Writer):
         yield StreamedToken(token=last, generated_text=text, details=self._details(usage))
 
     def collect(self, delta: Delta) -> None:
-        """Take a delta of an answer that is sent in one piece."""
+        """Collect a delta of an answer that is sent in one piece."""
         self._collected += self._tokens(delta)
 
     def whole(self, usage: TokenCounts) -> Generated:

@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens, as Anthropic's clients expect them.
 
-First the structs of an answer, of its stream's events and of errors; then the routes; then `MessageWriter`, which makes
-these structs of an answer's parts. `schemas.messages` reads requests.
+First come the structs of an answer, of its stream's events and of errors, then the routes. `MessageWriter` makes these
+structs from an answer's parts. `schemas.messages` reads requests.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class TextBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
-    """The thought before the text, where the model thinks."""
+    """The thought before the text, if the model thinks."""
 
     thinking: str
     signature: str = ""
-    """Thoughts are not signed: they may be sent back, or left out."""
+    """Always empty, because thoughts are not signed. Clients may send thoughts back, or leave them out."""
 
 
 class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use"):
@@ -56,27 +56,27 @@ class ToolUseBlock(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_use
     id: str
     name: str
     input: dict[str, Any]
-    """The arguments: an object. Empty for a call that was cut off."""
+    """Arguments of the call, an object; empty for a call that was cut off."""
 
 
 Block = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """The charged tokens."""
+    """Tokens that are charged."""
 
     input_tokens: int
-    """Tokens of the prompt that were computed."""
+    """Number of the prompt's tokens that were computed."""
     cache_creation_input_tokens: int = 0
-    """Nothing is charged for keeping KV."""
+    """Always 0, because keeping KV is not charged."""
     cache_read_input_tokens: int
-    """Tokens of the prompt whose KV was reused."""
+    """Number of the prompt's tokens whose KV was reused."""
     output_tokens: int
     service_tier: str | UnsetType = UNSET
 
 
 class MessageObject(msgspec.Struct, kw_only=True):
-    """An answer, or as much of one as there is."""
+    """An answer, or the part of it that exists."""
 
     id: str
     type: Literal["message"] = "message"
@@ -87,12 +87,12 @@ class MessageObject(msgspec.Struct, kw_only=True):
     stop_reason: StopReason | None = None
     """Null: a fault of its length or its adapter ended the answer early."""
     stop_sequence: str | None = None
-    """The stop sequence that ended it."""
+    """Stop sequence that ended it."""
     usage: MessageUsage
 
 
 class TokenCount(msgspec.Struct):
-    """The tokens of a prompt."""
+    """Number of tokens of a prompt."""
 
     input_tokens: int
 
@@ -113,7 +113,7 @@ class BlockStart(msgspec.Struct, kw_only=True):
 
 
 class BlockNews(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The news of a block: one of the texts."""
+    """New part of a block: one of the texts."""
 
     type: str
     text: str | UnsetType = UNSET
@@ -122,7 +122,7 @@ class BlockNews(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class BlockDelta(msgspec.Struct, kw_only=True):
-    """The news of a block."""
+    """Event with the new part of a block."""
 
     type: Literal["content_block_delta"] = "content_block_delta"
     index: int
@@ -137,7 +137,7 @@ class BlockStop(msgspec.Struct, kw_only=True):
 
 
 class MessageEnd(msgspec.Struct):
-    """How a message ended."""
+    """Reason for the end of a message."""
 
     stop_reason: StopReason | None
     stop_sequence: str | None
@@ -158,14 +158,14 @@ class MessageStop(msgspec.Struct, kw_only=True):
 
 
 class MessageErrorObject(msgspec.Struct, kw_only=True):
-    """An error; `param` and `code` as at the other endpoints."""
+    """An error; `param` and `code` are as at the other endpoints."""
 
     type: str
     message: str
     param: str | None = None
     code: str | None = None
     details: dict[str, str] | UnsetType = UNSET
-    """Anthropic's own code of an error, by which its clients recover from it."""
+    """Anthropic's own code of an error, which its clients use to recover from it."""
 
 
 class MessageError(msgspec.Struct, kw_only=True):
@@ -177,7 +177,7 @@ class MessageError(msgspec.Struct, kw_only=True):
 
 
 def message_usage(usage: TokenCounts, service_tier: str | UnsetType = UNSET) -> MessageUsage:
-    """Write the charged tokens as clients read them."""
+    """Write the charged tokens in Anthropic's form."""
     return MessageUsage(
         input_tokens=usage.prompt - usage.cached,
         cache_read_input_tokens=usage.cached,
@@ -195,14 +195,14 @@ ERROR_TYPES = {
     500: "api_error",
     503: "overloaded_error",
 }
-"""Anthropic's `type` by status; all others are of invalid requests."""
+"""Anthropic's `type` by status. All other statuses are errors of invalid requests."""
 ERRORS = {status: ResponseSpec(MessageError, description=spec.description) for status, spec in REFUSALS.items()}
 
 
 def refused(request: AnyRequest, error: Exception) -> Response[Any]:
-    """Return the refusal in Anthropic's shape."""
+    """Return the error in Anthropic's shape."""
     problem = problem_of(request, error)
-    if isinstance(error, PromptTooLong):  # the words by which Anthropic's clients know that they must compact
+    if isinstance(error, PromptTooLong):  # the words that tell Anthropic's clients to compact the conversation
         problem.error.message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
     content = message_error(problem.status, problem.error, request_id(request.scope))
     return Response(content, status_code=problem.status, media_type=MediaType.JSON, headers=_headers(request, problem))
@@ -218,7 +218,7 @@ def message_error(status: int, error: ErrorObject, id: str | None = None) -> Mes
 
 
 class MessageController(Controller):
-    """Conversations, as Anthropic's Messages have them."""
+    """Conversations in the form of Anthropic's Messages."""
 
     path = "/v1/messages"
     tags = ("Inference",)
@@ -235,7 +235,7 @@ class MessageController(Controller):
         },
     )
     async def create(self, data: JSONBody[MessageBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Answer a conversation with an adapter of yours, or with the base model."""
+        """Answer a conversation with one of your adapters, or with the base model."""
         with renamed_fields(renamed(data)):
             writer = partial(MessageWriter, data)
             response = await inference.answer(to_request(data), writer, stream=bool(data.stream))
@@ -254,7 +254,7 @@ class MessageController(Controller):
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
     ) -> TokenCount:
-        """Count a prompt's tokens. It costs nothing, and is refused where no request is left in the minute."""
+        """Count a prompt's tokens. This costs nothing, and is refused if the minute's limit leaves no request."""
         with renamed_fields(renamed(data)):
             counted = await completions.tokenize(principal, to_counted(data))
         return TokenCount(len(counted.token_ids))
@@ -274,7 +274,7 @@ class MessageWriter(Writer):
         self._stop_string: str | None = None
 
     def opening(self) -> Iterable[msgspec.Struct]:
-        """Return the message without content; what was reused of its prompt is told at the end."""
+        """Return the message without content. The number of reused tokens of its prompt comes at the end."""
         prompt = TokenCounts(prompt=sum(map(len, self._answer.prompt_token_ids)))
         yield MessageStart(message=self._message(prompt))
 
@@ -295,7 +295,7 @@ class MessageWriter(Writer):
         yield MessageStop()
 
     def collect(self, delta: Delta) -> None:
-        """Take a delta of an answer that is sent in one piece."""
+        """Collect a delta of an answer that is sent in one piece."""
         for _ in self.chunk(delta):
             pass
         if delta.is_unended_thought:
@@ -313,7 +313,7 @@ class MessageWriter(Writer):
         return message_error(error.status, error_answer(error).error)
 
     def frame(self, event: msgspec.Struct) -> bytes:
-        """Return an event as it is sent."""
+        """Return an event as the bytes that are sent."""
         return named_frame(cast(NamedEvent, event))
 
     def _event(self, change: PartChange) -> msgspec.Struct:
@@ -348,7 +348,7 @@ class MessageWriter(Writer):
 
 
 def _block(part: AnswerPart) -> Block:
-    """Return a part as a block, with as much of its content as there is."""
+    """Return a part as a block, with the content that exists."""
     match part.kind:
         case "thought":
             return ThinkingBlock(thinking=part.text)
@@ -359,7 +359,7 @@ def _block(part: AnswerPart) -> Block:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments, values undecoded; none where they are cut off."""
+    """Return a call's arguments with undecoded values; none if they are cut off."""
     try:
         return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:

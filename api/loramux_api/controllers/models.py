@@ -1,4 +1,4 @@
-"""GET /v1/models: the values of a request's `model`, as the caller may name them."""
+"""GET /v1/models: values that the caller may use as a request's `model`."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Model(msgspec.Struct, kw_only=True):
     root: str
     """The base model itself, or the adapter's own name."""
     parent: str | None = None
-    """The base model under an adapter."""
+    """Base model of an adapter."""
     max_model_len: int
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """Every model that the caller can name."""
+    """All models that the caller can name."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -44,7 +44,7 @@ MAX_PAGE = 1000
 
 
 class ModelController(ApiController):
-    """The values of a request's `model`."""
+    """Values that the caller may use as a request's `model`."""
 
     path = "/v1/models"
     tags = ("Models",)
@@ -60,9 +60,10 @@ class ModelController(ApiController):
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
     ) -> ModelList:
-        """The base models, your own adapters and those shared with you, as far as your key may name them.
+        """List the base models, your own adapters and those shared with you, if your key may use them.
 
-        `search`: only those with this text in their name. `limit`: at most so many of them; without one, all.
+        `search`: list only models whose name contains this text. `limit`: list at most this many models; without it,
+        all.
         """
         reading, wanted = adapters.queries, (search or "").lower()
         models = [_base(base, started_at) for name, base in bases.items() if principal.may_use(name)]
@@ -81,7 +82,7 @@ class ModelController(ApiController):
         bases: NamedDependency[ServedBases],
         started_at: NamedDependency[int],
     ) -> Model:
-        """One model, by the name that the list gives it."""
+        """Return one model by the name in the list."""
         name = name.removeprefix("/")
         if (base := bases.get(name)) and principal.may_use(name):
             return _base(base, started_at)

@@ -1,4 +1,4 @@
-"""/admin/plan: what-if questions, which `loramux plan` answers in a process of its own, bounded, one at a time.
+"""/admin/plan: what-if questions, which `loramux plan` answers in a separate process, with bounds, one at a time.
 
 The search simulates thousands of steps in plain Python: in the server's process it would slow every stream.
 """
@@ -35,7 +35,7 @@ from loramux_api.schemas.bounds import Name
 
 MAX_SECONDS = 90
 MAX_REQUESTS = 600
-"""Requests of the simulated traffic: a plan takes some forty simulations of them."""
+"""Number of requests in the simulated traffic: a plan takes about 40 simulations of them."""
 MAX_ANSWER_BYTES = 4 << 20
 NICE = 10
 SPREAD = 0.7
@@ -47,7 +47,7 @@ class PlanBody(Body, forbid_unknown_fields=True):
     gpu: Name
     model: Name
     rate: Annotated[float, Meta(ge=0.1, le=1000)]
-    """Requests a second."""
+    """Requests per second."""
     prompt_tokens: Annotated[int, Meta(ge=1, le=8192)] = 500
     output_tokens: Annotated[int, Meta(ge=1, le=1024)] = 100
     adapters: Annotated[int, Meta(ge=0, le=2000)] = 20
@@ -58,45 +58,45 @@ class PlanBody(Body, forbid_unknown_fields=True):
 
 
 class TrialObject(msgspec.Struct, kw_only=True):
-    """Settings, and what the simulator says of them."""
+    """Settings, and their results in the simulator."""
 
     gpus: int
     max_num_batched_tokens: int
     max_num_seqs: int
     block_size: int
     class_shares: list[float]
-    """interactive : standard : batch."""
+    """Shares of the service classes, interactive : standard : batch."""
     ttft_ms_p50: float
     ttft_ms_p99: float
     itl_ms_p50: float
     itl_ms_p99: float
     preemption_rate: float
-    """Share of the requests that gave their pages up."""
+    """Share of the requests that lost their pages to others."""
     pool_use: float
     adapters_resident: int
-    """The most that one GPU's pool held at once."""
+    """Largest number of adapters that one GPU's pool held at once."""
     simulated: int
-    """GPUs that were simulated: one, with its part of the traffic, or all of them behind the router."""
+    """Number of GPUs that were simulated: one, with its part of the traffic, or all, with the router before them."""
     tokens_per_s: float
     dollars_per_million_tokens: float
 
 
 class GoalsObject(msgspec.Struct, kw_only=True):
-    """Latencies that the plan must keep; P99, in milliseconds."""
+    """Latencies that the plan must keep: P99, in milliseconds."""
 
     ttft_ms: float
     itl_ms: float
 
 
 class PlanObject(msgspec.Struct, kw_only=True):
-    """The recommendation, the reason for it, and all that was tried for it."""
+    """The recommendation, its reason, and all settings that were tried."""
 
     object: Literal["plan"] = "plan"
     goals: GoalsObject
     goals_met: bool
     reason: PlanReason
     settings: str
-    """The recommended settings as a part of the settings file, TOML."""
+    """The recommended settings as a part of the settings file, in TOML."""
     recommended: TrialObject
     tried: list[TrialObject]
 
@@ -108,7 +108,7 @@ class PlanChoices(msgspec.Struct, kw_only=True):
     gpus: list[str]
     models: list[str]
     running_since: int | None
-    """Start of the search that runs now, in Unix seconds; null: none runs."""
+    """Start of the running search, in Unix seconds; null: no search runs."""
 
 
 class PlanCancelled(msgspec.Struct, kw_only=True):
@@ -120,7 +120,7 @@ class PlanCancelled(msgspec.Struct, kw_only=True):
 
 
 class AdminPlanController(OperatorController):
-    """What-if questions."""
+    """Plans for operators: how many GPUs a workload needs."""
 
     path = "/admin/plan"
 
@@ -132,9 +132,10 @@ class AdminPlanController(OperatorController):
 
     @post(status_code=200, summary="Make a plan")
     async def plan(self, data: JSONBody[PlanBody], request: AnyRequest, state: State) -> PlanObject:
-        """Simulate the workload on more and more GPUs until the goals are kept, then tune. It takes up to 90 seconds.
+        """Simulate the workload on more and more GPUs until the goals are kept, then tune. This takes up to 90 seconds.
 
-        One plan at a time: 429 while another one is searched. DELETE, or closing the connection, ends the search.
+        Only one plan is searched at a time: another request gets 429. DELETE, or closing the connection, ends the
+        search.
         """
         for field, value, known in (("gpu", data.gpu, DEVICES), ("model", data.model, MODELS)):
             if value not in known:
@@ -144,7 +145,7 @@ class AdminPlanController(OperatorController):
 
     @delete(status_code=200, summary="Cancel a plan")
     async def cancel(self, state: State) -> PlanCancelled:
-        """End the search that runs, whoever has asked for it: its caller gets 409."""
+        """End the running search, also one of another caller: that caller gets 409."""
         what_if: WhatIf = state.what_if
         return PlanCancelled(cancelled=what_if.cancel())
 
@@ -190,7 +191,7 @@ class PlanRuns(LoramuxError):
 
 
 class PlanFailed(LoramuxError):
-    """The message has the planner's own words."""
+    """The message contains the planner's own message."""
 
     code = "no_plan"
 
@@ -208,7 +209,7 @@ class WhatIf:
     def __init__(self) -> None:
         self._search: asyncio.Task[Plan] | None = None
         self.running_since: int | None = None
-        """Start of the search that runs now, in Unix seconds."""
+        """Start of the running search, in Unix seconds."""
 
     async def plan(self, asked: PlanBody) -> Plan:
         """Search for the fewest GPUs that keep the goals. Raises PlanRuns, PlanFailed, SearchCancelled."""
@@ -219,14 +220,14 @@ class WhatIf:
         try:
             await asyncio.wait([search])
         finally:
-            search.cancel()  # the caller has left
+            search.cancel()  # the client has disconnected
             self._search = self.running_since = None
         if search.cancelled():
             raise SearchCancelled("the search was cancelled; ask again for a plan")
         return search.result()
 
     def cancel(self) -> bool:
-        """End the search that runs; return whether one did."""
+        """End the running search, and return whether there was one."""
         return self._search is not None and self._search.cancel()
 
 
@@ -238,7 +239,7 @@ async def _search(asked: PlanBody) -> Plan:
 
 
 def _described(asked: PlanBody) -> str:
-    """Return the traffic as `loramux plan` reads it. No text in it comes from a caller."""
+    """Return the traffic in the format of `loramux plan`. No text in it comes from a caller."""
     values = {
         "tenant": "customer",
         "tenants": asked.tenants,
@@ -256,7 +257,7 @@ def _described(asked: PlanBody) -> str:
 
 
 def _lengths(mean: int) -> str:
-    """Return log-normal lengths of that mean, as logs of chats have them, as an inline table of TOML."""
+    """Return log-normal lengths with that mean, as in logs of chats, as an inline table of TOML."""
     mu = math.log(mean) - SPREAD**2 / 2
     return f'{{ distribution = "lognormal", mu = {mu:.6f}, sigma = {SPREAD}, low = 1, high = {8 * mean} }}'
 

@@ -68,7 +68,7 @@ class PoolingController(ApiController):
         responses={200: ResponseSpec(EmbeddingList, description="The vectors.")},
     )
     async def embed(self, data: JSONBody[EmbeddingBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Turn texts into vectors with an adapter of yours, or with the base model."""
+        """Turn texts into vectors with one of your adapters, or with the base model."""
         with renamed_fields(INPUT):
             return await inference.answer(embedding_request(data), partial(EmbeddingWriter, data), stream=False)
 
@@ -90,7 +90,7 @@ class PoolingController(ApiController):
         responses={200: ResponseSpec(ScoreList, description="A score for each pair.")},
     )
     async def score(self, data: JSONBody[ScoreBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Score pairs of texts: by a classifier with one label, or else by the cosine of two vectors."""
+        """Score pairs of texts: with a classifier that has one label, otherwise by the cosine of two vectors."""
         with renamed_fields(SCORED):
             return await inference.answer(score_request(data), partial(ScoreWriter, data), stream=False)
 
@@ -101,7 +101,7 @@ class PoolingController(ApiController):
         responses={200: ResponseSpec(Ranking, description="The documents, the most relevant first.")},
     )
     async def rerank(self, data: JSONBody[RerankBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Order documents by their relevance to a query, scored as POST /v1/score does."""
+        """Order documents by their relevance to a query, with the scores of POST /v1/score."""
         with renamed_fields(RERANKED):
             return await inference.answer(rerank_request(data), partial(RerankWriter, data), stream=False)
 
@@ -127,17 +127,17 @@ class PooledWriter(Writer):
         yield self.whole(usage)
 
     def collect(self, delta: Delta) -> None:
-        """Take a prompt's numbers."""
+        """Collect a prompt's numbers."""
         if delta.pooled:
             self._found[delta.index] = np.frombuffer(delta.pooled, dtype="<f4")
 
     @property
     def numbers(self) -> list[Numbers]:
-        """The numbers of all prompts, in order."""
+        """Numbers of all prompts, in order."""
         return [self._found[index] for index in sorted(self._found)]
 
     def head(self, usage: TokenCounts) -> dict[str, Any]:
-        """Return the fields that every answer begins with."""
+        """Return the first fields of every answer."""
         answer = self._answer
         return {"id": answer.id, "created": answer.created, "model": answer.model, "usage": input_usage(usage)}
 
@@ -149,10 +149,10 @@ class EmbeddingWriter(PooledWriter):
         super().__init__(answer)
         self._body = body
         self._encoded: dict[int, msgspec.Raw] = {}
-        """Encoded one at a time, as they come: a request has many numbers."""
+        """Vectors that are encoded one at a time, as they come, because a request has many numbers."""
 
     def collect(self, delta: Delta) -> None:
-        """Take and encode a vector."""
+        """Collect and encode a vector."""
         if delta.pooled:
             self._encoded[delta.index] = self._encode(np.frombuffer(delta.pooled, dtype="<f4"))
 
@@ -226,10 +226,10 @@ class RerankWriter(PooledWriter):
 
 
 def _scores(pairs: Sequence[TextPair], numbers: list[Numbers], classes: Classes, *, activates: bool) -> list[float]:
-    """Return a score for each pair: of a classifier its one number, else the cosine of the two texts' vectors.
+    """Return a score for each pair: a classifier's single number, or the cosine of the two texts' vectors.
 
-    A classifier reads pairs, and has as many results; any other model reads each text once, and one pair has two or,
-    where they are equal, one, whose cosine is 1.
+    A classifier reads pairs, and gives one result per pair. Any other model reads each text once: a pair has two
+    vectors or, if its texts are equal, one, whose cosine is 1.
     """
     if _reads_pairs(numbers):
         return [float((_activated(one, classes) if activates else one)[0]) for one in numbers]
@@ -238,12 +238,12 @@ def _scores(pairs: Sequence[TextPair], numbers: list[Numbers], classes: Classes,
 
 
 def _reads_pairs(numbers: Sequence[Numbers]) -> bool:
-    """Return whether the numbers are a classifier's with one label; no model has vectors of one number."""
+    """Return whether the numbers come from a classifier with one label. No model has vectors of one number."""
     return len(numbers[0]) == 1
 
 
 def _activated(logits: Numbers, classes: Classes) -> NDArray[np.float64]:
-    """Return probabilities: of one class among several by softmax, of classes by themselves by sigmoid."""
+    """Return probabilities: by softmax for one class among several, by sigmoid for independent classes."""
     wide = logits.astype(np.float64)
     if classes.problem == "regression":
         return wide
@@ -254,6 +254,6 @@ def _activated(logits: Numbers, classes: Classes) -> NDArray[np.float64]:
 
 
 def _normalized(vector: Numbers) -> NDArray[np.float64]:
-    """Return the vector with the length 1."""
+    """Return the vector, scaled to length 1."""
     wide = vector.astype(np.float64)
     return np.asarray(wide / (np.linalg.norm(wide) or 1.0))

@@ -1,4 +1,4 @@
-"""/admin/price-plans, and the price plan that a tenant has from a month on.
+"""/admin/price-plans, and the price plan of a tenant from a given month on.
 
 `loramux price apply` adds plans and prices.
 """
@@ -28,9 +28,9 @@ class TenantPlanBody(Body, forbid_unknown_fields=True):
     """The price plan that a tenant gets."""
 
     plan: Annotated[str, Meta(min_length=1, max_length=63)]
-    """Its name in the list of price plans."""
+    """Name of the plan in the list of price plans."""
     replace: bool = False
-    """Take the place of a plan that was assigned from the same month on."""
+    """Replace a plan that was assigned from the same month on."""
 
 
 class PricePlanObject(msgspec.Struct, kw_only=True):
@@ -39,21 +39,21 @@ class PricePlanObject(msgspec.Struct, kw_only=True):
     object: Literal["price_plan"] = "price_plan"
     name: str
     currency: str
-    """ISO 4217."""
+    """Currency of the plan, as an ISO 4217 code."""
     minimum: str
-    """The least that a month costs, in the currency."""
+    """Least amount that a month costs, in the currency."""
     meters: list[str]
     """Meters that have a price."""
 
 
 class TenantPlanObject(msgspec.Struct, kw_only=True):
-    """The price plan that a tenant has from a month on, until the next one."""
+    """Price plan of a tenant from a given month on, until the next one."""
 
     object: Literal["tenant.price_plan"] = "tenant.price_plan"
     plan: str
     currency: str
     month: str
-    """The first one, UTC, such as 2026-11."""
+    """First month of the plan, UTC, such as 2026-11."""
 
 
 class AdminPricePlanController(OperatorController):
@@ -68,7 +68,7 @@ class AdminPricePlanController(OperatorController):
 
 
 class AdminTenantPlanController(OperatorController):
-    """The price plans that a tenant has."""
+    """Price plans of a tenant."""
 
     path = "/admin/tenants/{tenant:str}/price-plans"
 
@@ -101,7 +101,7 @@ class AdminTenantPlanController(OperatorController):
         operators: NamedDependency[Tenants],
         catalog: NamedDependency[Catalog],
     ) -> Listing[TenantPlanObject]:
-        """Take back the price plan that was assigned from an open month on; the plan from before applies again."""
+        """Remove the price plan that was assigned from an open month on; the earlier plan applies again."""
         found = await operators.named(tenant)
         await catalog.unsubscribe(found.name, Month.parse(month))
         return await _plans_of(catalog, found)

@@ -1,4 +1,4 @@
-"""Releases that are measured: metrics of revisions, release policies, canary guards, shadows, and feedback on answers.
+"""Measured releases: metrics of revisions, release policies, canary guards, shadows, and feedback on answers.
 
 Evaluations, which compare two revisions on a file of questions, are in `evaluations`.
 """
@@ -32,9 +32,9 @@ class FeedbackBody(Body, forbid_unknown_fields=True):
     """The caller's opinion of an answer."""
 
     score: Annotated[float, Meta(ge=0, le=1)]
-    """0 is bad, 1 is good."""
+    """Value of the answer: 0 is bad, 1 is good."""
     label: Annotated[str, Meta(max_length=64)] | None = None
-    """Such as `wrong-language`: a-z, 0-9, '.', '_' and '-'."""
+    """Short label such as `wrong-language`: a-z, 0-9, '.', '_' and '-'."""
 
 
 class FeedbackObject(msgspec.Struct, kw_only=True):
@@ -43,18 +43,18 @@ class FeedbackObject(msgspec.Struct, kw_only=True):
     object: Literal["request.feedback"] = "request.feedback"
     request_id: str
     model: str
-    """The revision that answered."""
+    """Revision that answered."""
     score: float
     label: str | None
 
 
 class GuardBody(Body, forbid_unknown_fields=True):
-    """What a canary's guard compares."""
+    """Measures that a canary's guard compares."""
 
     measures: Annotated[list[Name], Meta(max_length=len(MEASURES))]
     """Some of errors (requests that failed, choices that were aborted), feedback (mean score) and latency."""
     first_token_seconds: float | None = None
-    """For latency: a first token within it is a good one; one of the bounds of the metrics."""
+    """Bound for the measure latency: a first token within it is good. It must be one of the bounds of the metrics."""
 
 
 class GuardObject(msgspec.Struct, kw_only=True):
@@ -63,7 +63,7 @@ class GuardObject(msgspec.Struct, kw_only=True):
     object: Literal["alias.guard"] = "alias.guard"
     alias: str
     measures: list[str]
-    """Empty: the alias has no guard."""
+    """Measures of the guard; empty: the alias has no guard."""
     first_token_seconds: float | None = None
 
 
@@ -79,18 +79,18 @@ class PolicyObject(msgspec.Struct, kw_only=True):
     object: Literal["alias.policy"] = "alias.policy"
     alias: str
     policy: ReleasePolicy | None
-    """null: the alias moves as it is told."""
+    """The policy; null: the alias can be moved freely."""
     current: int | None
-    """The revision that most of its requests go to."""
+    """Revision that gets most of the alias's requests."""
     revision: int | None
-    """The revision that was checked."""
+    """Revision that was checked."""
     passed: bool | None
-    """Whether that revision may take most of the requests."""
+    """True if that revision may take most of the requests."""
     checks: list[PolicyCheck]
 
 
 class PolicyController(OneAdapterController):
-    """What a revision must show before it takes most of an alias's requests."""
+    """Conditions that a revision must meet before it takes most of an alias's requests."""
 
     @put(
         at("/aliases/{alias:str}/policy"),
@@ -107,7 +107,7 @@ class PolicyController(OneAdapterController):
         principal: NamedDependency[Principal],
         policies: NamedDependency[ReleasePolicies],
     ) -> PolicyObject:
-        """Refuse from now on every change that gives a revision most of the requests before it passes."""
+        """Set the policy. From now on, a revision cannot get most of the requests before it passes."""
         await policies.put(principal, adapter, alias, data.policy, preconditions)
         return await _policy_object(policies, principal, adapter, alias, None)
 
@@ -138,7 +138,7 @@ class PolicyController(OneAdapterController):
         principal: NamedDependency[Principal],
         policies: NamedDependency[ReleasePolicies],
     ) -> PolicyObject:
-        """Let the alias move as it is told; the audit log has who removed the policy."""
+        """Remove the policy, so that the alias can be moved freely. The audit log records the caller."""
         await policies.remove(principal, adapter, alias, preconditions)
         return await _policy_object(policies, principal, adapter, alias, None)
 
@@ -159,7 +159,7 @@ async def _policy_object(
 
 
 class GuardController(OneAdapterController):
-    """Canaries that are taken back by themselves."""
+    """Canaries that are rolled back automatically."""
 
     @put(at("/aliases/{alias:str}/guard"), guards=[requires("adapters")], summary="Guard a canary")
     async def put_guard(
@@ -170,7 +170,7 @@ class GuardController(OneAdapterController):
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
-        """Take the newest target of the alias back as soon as it is found worse than the others."""
+        """Set a guard. It rolls back the newest target of the alias as soon as this target is worse than the others."""
         bound = data.first_token_seconds
         return _guard_object(alias, await guards.put(principal, adapter, alias, data.measures, bound))
 
@@ -182,7 +182,7 @@ class GuardController(OneAdapterController):
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
-        """Describe what the guard of an alias compares."""
+        """Describe the measures that the guard of an alias compares."""
         return _guard_object(alias, await guards.get(principal, adapter, alias))
 
     @delete(at("/aliases/{alias:str}/guard"), guards=[requires("adapters")], status_code=200, summary="Remove a guard")
@@ -193,7 +193,7 @@ class GuardController(OneAdapterController):
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
-        """Leave the canary where it is from now on."""
+        """Remove the guard; the canary stays as it is."""
         await guards.remove(principal, adapter, alias)
         return GuardObject(alias=alias, measures=[])
 
@@ -203,7 +203,7 @@ def _guard_object(alias: str, guard: Guard) -> GuardObject:
 
 
 class RevisionMetricsController(OneAdapterController):
-    """How the revisions of an adapter serve."""
+    """Metrics of the revisions of an adapter."""
 
     @get(at("/metrics"), guards=[requires("usage")], summary="Metrics of an adapter's revisions")
     async def metrics(
@@ -214,7 +214,7 @@ class RevisionMetricsController(OneAdapterController):
         revision_metrics: NamedDependency[RevisionMetrics],
         window: FromQuery[Literal["1h", "24h", "7d", "30d"]] = "24h",
     ) -> Listing[RevisionReport]:
-        """Report on each revision that your requests reached in the window, newest first."""
+        """Report on each revision that your requests used in the window, newest first."""
         info = await adapters.queries.get(principal, adapter)
         return Listing(data=await revision_metrics.of(principal, info.name, window))
 
@@ -231,14 +231,14 @@ class RevisionMetricsController(OneAdapterController):
         adapters: NamedDependency[AdapterService],
         revision_metrics: NamedDependency[RevisionMetrics],
     ) -> Listing[VersionReport]:
-        """Report on the targets of the alias's last twenty versions, each for the time that it had them."""
+        """Report on the targets of the alias's last 20 versions, each for the time in which it applied."""
         versions = await adapters.queries.history(principal, adapter, alias)
         info = await adapters.queries.get(principal, adapter)
         return Listing(data=await revision_metrics.of_versions(principal, info.name, versions))
 
 
 class FeedbackController(ApiController):
-    """Opinions of answers."""
+    """Feedback on answers."""
 
     path = "/v1/requests"
     tags = ("Adapters",)
@@ -252,7 +252,7 @@ class FeedbackController(ApiController):
         principal: NamedDependency[Principal],
         revision_metrics: NamedDependency[RevisionMetrics],
     ) -> FeedbackObject:
-        """Say what an answer of an adapter was worth. Saying it again replaces what was said."""
+        """Rate an answer of an adapter. A second rating replaces the first."""
         model = await revision_metrics.put_feedback(principal, request_id, data.score, data.label)
         return FeedbackObject(request_id=request_id, model=model, score=data.score, label=data.label)
 
@@ -261,17 +261,17 @@ class ShadowBody(Body, forbid_unknown_fields=True):
     """A shadow to start."""
 
     revision: RevisionNumber
-    """The candidate: any revision that does not have all requests."""
+    """Number of the candidate: any revision that does not get all requests."""
     share: Annotated[float, Meta(gt=0, le=1)]
-    """Of the requests of your own tenant to the alias `default`; by `user`, where a request names one."""
+    """Share of your own tenant's requests to the alias `default`; chosen by `user`, if a request names one."""
     max_tokens_per_day: Annotated[int, Meta(ge=1, le=10**12)] = 1_000_000
-    """Prompt and answer tokens on the candidate in a day, UTC, on all servers."""
+    """Maximum number of prompt and answer tokens on the candidate in a day (UTC), on all servers together."""
     keep_outputs: bool = False
-    """Keep both answers of each request in files of the purpose `shadow_output`, of the request's project."""
+    """Keep both answers of each request in files of the purpose `shadow_output`, in the request's project."""
 
 
 class ShadowController(OneAdapterController):
-    """Candidates that run beside an adapter's requests, unseen by their callers."""
+    """Candidates that answer copies of an adapter's requests, without effect on the callers."""
 
     @post(
         at("/shadow"),
@@ -288,7 +288,9 @@ class ShadowController(OneAdapterController):
         principal: NamedDependency[Principal],
         shadows: NamedDependency[Shadows],
     ) -> ShadowReport:
-        """Repeat a share of the requests on the candidate when there is room, waived, and compare the answers."""
+        """Repeat a share of the requests on the candidate when the server has room, not charged, and compare the
+        answers.
+        """
         return await shadows.start(
             principal,
             adapter,
@@ -303,14 +305,14 @@ class ShadowController(OneAdapterController):
     async def describe(
         self, adapter: NamedDependency[str], principal: NamedDependency[Principal], shadows: NamedDependency[Shadows]
     ) -> ShadowReport:
-        """Describe the newest shadow: what became of its requests, and how alike the answers are."""
+        """Describe the newest shadow: the results of its requests, and the similarity of the answers."""
         return await shadows.get(principal, adapter)
 
     @get(at("/shadow/history"), guards=[requires("read")], summary="List an adapter's shadows")
     async def history(
         self, adapter: NamedDependency[str], principal: NamedDependency[Principal], shadows: NamedDependency[Shadows]
     ) -> Listing[ShadowReport]:
-        """List the last twenty shadows, newest first."""
+        """List the last 20 shadows, newest first."""
         return Listing(data=await shadows.history(principal, adapter))
 
     @delete(
@@ -327,5 +329,5 @@ class ShadowController(OneAdapterController):
         principal: NamedDependency[Principal],
         shadows: NamedDependency[Shadows],
     ) -> ShadowReport:
-        """End the shadow; its figures stay."""
+        """End the shadow; its results stay."""
         return await shadows.stop(principal, adapter, preconditions)

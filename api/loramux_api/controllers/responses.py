@@ -77,7 +77,7 @@ from loramux_api.schemas.tools import Toolbox
 
 
 class ResponseController(ApiController):
-    """Conversations, as OpenAI's Responses have them."""
+    """Conversations in the form of OpenAI's Responses."""
 
     path = "/v1/responses"
     tags = ("Inference",)
@@ -209,7 +209,7 @@ class ResponseWriter(Writer):
         self._num_events = 0
 
     def opening(self) -> Iterable[ResponseEvent]:
-        """Return the response without output, twice: OpenAI's have been queued in between."""
+        """Return the response without output, twice, because OpenAI's responses are queued between the two events."""
         for type in ("response.created", "response.in_progress"):
             yield LifecycleEvent(type=type, response=self._response())
 
@@ -227,14 +227,14 @@ class ResponseWriter(Writer):
         yield LifecycleEvent(type=f"response.{whole.status}", response=whole)
 
     def collect(self, delta: Delta) -> None:
-        """Take a delta of an answer that is sent in one piece."""
+        """Collect a delta of an answer that is sent in one piece."""
         for _ in self.chunk(delta):
             pass
         if delta.is_unended_thought:
             self._items.drop_thoughts()
 
     def whole(self, usage: TokenCounts) -> ResponseObject:
-        """Return the answer, of whose end the finish reason tells."""
+        """Return the answer; the finish reason determines its status."""
         response = self._response()
         response.output = self._items.ended
         response.usage = response_usage(usage, self._thought_tokens)
@@ -265,14 +265,14 @@ class ResponseWriter(Writer):
         return LifecycleEvent(type="response.failed", response=response)
 
     def frame(self, event: msgspec.Struct) -> bytes:
-        """Return an event as it is sent, with its number."""
+        """Return an event as the bytes that are sent, with its number."""
         assert isinstance(event, ResponseEvent)
         event.sequence_number = self._num_events
         self._num_events += 1
         return named_frame(event)
 
     def _response(self) -> ResponseObject:
-        """Return the response as it begins: mostly what was asked for."""
+        """Return the response at its beginning: mostly the fields of the request."""
         body, numbers = self._body, given_numbers(self._body)
         given = body.text.format if body.text else None
         format = {"type": "text"} if given is None else _without_null(given)
@@ -301,20 +301,22 @@ class ResponseWriter(Writer):
 
 
 class OutputItems:
-    """The items of an answer, made of its deltas: a thought, a text, and calls."""
+    """The items of an answer, made from its deltas: a thought, a text, and calls."""
 
     def __init__(self, suffix: str, tools: Toolbox, *, with_logprobs: bool) -> None:
-        """`suffix` makes the items' ids unique; a replayed answer has the same."""
+        """`suffix` makes the items' ids unique; a replayed answer has the same ids."""
         self.ended: list[OutputItem] = []
         self._parts = AnswerParts(tools)
         self._suffix = suffix
         self._with_logprobs = with_logprobs
         self._held: list[ChatLogprob] = []
-        """Those of the message's tokens that no event has brought yet."""
+        """Logprobs of the message's tokens that no event has brought yet."""
         self._of_thought: list[tuple[TokenLogprob, ChatLogprob]] = []
-        """Those of a thought, without alternatives and encoded, while it may turn out to be the message."""
+        """Logprobs of a thought, without alternatives and encoded, kept because the thought may prove to be the
+        message.
+        """
         self._logprobs: list[ChatLogprob] = []
-        """Those of the message under way."""
+        """Logprobs of the current message."""
 
     def push(self, delta: Delta) -> Iterator[ResponseEvent]:
         """Yield the events of a delta."""
@@ -343,7 +345,7 @@ class OutputItems:
                 self._of_thought.append((msgspec.structs.replace(one, top=()), _encoded(one)))
 
     def finish(self, status: ItemStatus) -> Iterator[ResponseEvent]:
-        """End the item under way; an answer without any has an empty message."""
+        """End the current item. An answer without any item gets an empty message."""
         if not self._parts.count:
             for change in self._parts.begin(AnswerPart("text", 0)):
                 yield from self._events(change)
@@ -398,7 +400,7 @@ class OutputItems:
         yield ItemEvent(type="response.output_item.done", output_index=index, item=item)
 
     def _item(self, part: AnswerPart, status: ItemStatus) -> OutputItem:
-        """Return a part as an item; its content comes with its end."""
+        """Return a part as an item; its content is sent at its end."""
         id, is_ended = self._id(part), status != "in_progress"
         match part.kind:
             case "call":
@@ -435,12 +437,12 @@ _TEXTS = {"text": "response.output_text", "thought": "response.reasoning_text"}
 
 
 def _encoded(one: TokenLogprob) -> ChatLogprob:
-    """Encode a logprob at once: an answer has many."""
+    """Encode a logprob at once, because an answer has many."""
     return cast(ChatLogprob, msgspec.Raw(msgspec.json.encode(output_logprob(one))))
 
 
 def _without_null(value: Any) -> Any:
-    """Return what was sent, without the fields that were not."""
+    """Return the value without the fields that were not sent."""
     if isinstance(value, str):
         return value
     return {name: one for name, one in msgspec.to_builtins(value).items() if one is not None}

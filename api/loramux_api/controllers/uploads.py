@@ -1,4 +1,4 @@
-"""/v1/uploads."""
+"""/v1/uploads: uploads in parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FilePath = Annotated[Path, PathParameter(schema_extra={"max_length": 4096})]
 
 
 class UploadController(ApiController):
-    """Uploads in parts, which survive a cut connection."""
+    """Uploads in parts, which survive a broken connection."""
 
     path = "/v1/uploads"
     tags = ("UploadSessions",)
@@ -37,7 +37,7 @@ class UploadController(ApiController):
         principal: NamedDependency[Principal],
         uploads: NamedDependency[UploadSessions],
     ) -> UploadObject:
-        """Announce the files of an adapter's next revision; send them next, in any order, then complete it.
+        """Announce the files of an adapter's next revision. Then send them in any order, and complete the upload.
 
         With `source` there is nothing to send or to complete: the server fetches and validates at once.
         """
@@ -59,9 +59,9 @@ class UploadController(ApiController):
         uploads: NamedDependency[UploadSessions],
         offset: Offset = 0,
     ) -> Received:
-        """Send the file from `offset` on, whole or in part. After a lost connection, continue at `received`.
+        """Send the file from `offset` on, whole or in part. After a broken connection, continue at `received`.
 
-        Another offset is answered 409 with the right one in the header `Upload-Offset`.
+        Any other offset gets 409, with the right one in the header `Upload-Offset`.
         """
         body = _until_cut(request)
         file = await uploads.parts.receive(principal, upload_id, str(name).removeprefix("/"), offset, body)
@@ -82,7 +82,9 @@ class UploadController(ApiController):
         before: OptionalText = None,
         limit: ShortPageLimit = 20,
     ) -> Listing[UploadObject]:
-        """Newest first; `before` is the last id of the previous page. Finished uploads are listed for 30 days."""
+        """List your uploads, newest first; `before` is the id of the last upload on the previous page. Finished uploads
+        are listed for 30 days.
+        """
         found = await uploads.before(principal, before, limit)
         return Listing(data=[upload_object(upload, principal.tenant_name) for upload in found])
 
@@ -97,12 +99,12 @@ class UploadController(ApiController):
     async def cancel(
         self, upload_id: PathName, principal: NamedDependency[Principal], uploads: NamedDependency[UploadSessions]
     ) -> UploadDeleted:
-        """Cancel it and remove its bytes, or forget a finished one. Its revision stays."""
+        """Cancel an upload and remove its bytes, or remove a finished one from the list. Its revision stays."""
         return UploadDeleted(id=(await uploads.cancel(principal, upload_id)).id)
 
 
 async def _until_cut(request: AnyRequest) -> AsyncIterator[bytes]:
-    """Yield the body as it comes; if the client disconnects, end after the bytes received so far."""
+    """Yield the body as it comes. If the client disconnects, end after the bytes received so far."""
     with suppress(ClientDisconnected):
         async for chunk in request.stream():
             yield chunk

@@ -111,12 +111,12 @@ class UsageController(ApiController):
         principal: NamedDependency[Principal],
         usage: NamedDependency[UsageService],
     ) -> UsagePage:
-        """Return tokens and requests in buckets of time, in the format of OpenAI's usage API.
+        """Return tokens and requests in time buckets, in the format of OpenAI's usage API.
 
         `group_by` (model, api_key_id, project_id, user_id, batch, service_tier), `models`, `api_key_ids`, `project_ids`
-        and `user_ids` may be repeated, with or without `[]`. A user is what requests call one (`user`). `batch` keeps
-        only lines of batches, or everything else. Times are Unix seconds. With `top_models` only so many models are
-        named, those with the most tokens in the whole time; the others are added up under null.
+        and `user_ids` may be repeated, with or without `[]`. A user is the value of `user` in requests. `batch` keeps
+        only lines of batches, or everything else. Times are Unix seconds. With `top_models`, only this many models are
+        named, those with the most tokens in the whole time. The other models are summed under null.
         """
         return await usage.completions(principal, query_of_usage)
 
@@ -135,8 +135,9 @@ class UsageController(ApiController):
         """Return the costs by day (UTC), in the format of OpenAI's costs API.
 
         `group_by` (line_item, project_id, api_key_id, model, tags) and `project_ids` may be repeated, with or without
-        `[]`. Days of an open period can still change. Fields that are not grouped by are null. With `top_models` only
-        so many models are named, those with the most tokens in the whole time; the others are added up under null.
+        `[]`. Days of an open period can still change. Fields that the query does not group by are null. With
+        `top_models`, only this many models are named, those with the most tokens in the whole time. The other models
+        are summed under null.
         """
         page = await billing.costs(principal, query_of_costs)
         content = await run_blocking(principal.tenant, encode_money, page, as_numbers=True)
@@ -144,7 +145,7 @@ class UsageController(ApiController):
 
 
 class ServiceLevelController(ApiController):
-    """What the caller's tenant was promised, and what it got."""
+    """Service levels of the caller's tenant: the promised and the measured ones."""
 
     path = "/v1/organization/service_levels"
     tags = ("Usage",)
@@ -158,10 +159,10 @@ class ServiceLevelController(ApiController):
         window: FromQuery[Literal["1h", "24h", "7d", "30d"]] = "24h",
         first_token_s: FromQuery[float] = 2.5,
     ) -> Listing[ServiceLevel]:
-        """Return for each model that your tenant has asked in the window how often it answered, and how often in time.
+        """Return, for each model that your tenant used in the window, how often it answered, and how often in time.
 
-        `first_token_s` is the time that the first token may take: 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75,
-        1, 1.5, 2.5, 5, 10 or 30 seconds. A key of one project without the scope `projects` sees its project's requests.
+        `first_token_s` is the allowed time to the first token: 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1,
+        1.5, 2.5, 5, 10 or 30 seconds. A key of one project without the scope `projects` sees its project's requests.
         """
         if first_token_s not in FIRST_TOKEN_BOUNDS:
             bounds = ", ".join(f"{bound:g}" for bound in FIRST_TOKEN_BOUNDS)
@@ -224,17 +225,20 @@ class RequestController(ApiController):
         limit: PageLimit = 100,
         background: FromQuery[bool] = True,
     ) -> Listing[RequestObject]:
-        """List your requests to an adapter, newest first, with the revision that answered. No prompts, no answers.
+        """List your requests to an adapter, newest first, with the revision that answered. It contains no prompts and
+        no answers.
 
-        `before` is the id of the last request of the previous page. `background` false leaves out the lines of
-        batches, evaluations and shadows.
+        `before` is the id of the last request on the previous page. With `background` false, the lines of batches,
+        evaluations and shadows are left out.
         """
         found = await usage.answered_by(principal, adapter, before, limit, background=background)
         return Listing(data=[request_object(request) for request in found])
 
 
 def _lists(request: AnyRequest, lists: tuple[str, ...], others: tuple[str, ...] = ()) -> dict[str, tuple[str, ...]]:
-    """Return the repeatable parameters. Unknown parameters are refused: an ignored filter would give a wrong answer."""
+    """Return the repeatable parameters. Unknown parameters are refused, because an ignored filter would give a wrong
+    answer.
+    """
     given = request.query_params
     for name in given:
         if name.removesuffix("[]") not in (*lists, *SINGLES, *others):

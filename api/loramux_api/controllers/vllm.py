@@ -1,7 +1,7 @@
 """vLLM's own routes: /tokenize and /detokenize, /version, /load and /tokenizer_info, /v1/load_lora_adapter and
 /v1/unload_lora_adapter.
 
-Tokenizing costs nothing; one text at a time is worked on for a tenant. Loading adapters at run time is for operators,
+Tokenizing is not charged; each tenant has one text at a time in work. Only operators can load adapters at run time,
 from folders below `adapters.local_root`.
 """
 
@@ -49,12 +49,14 @@ class TokenizeBody(InferenceBody, kw_only=True):
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
-    """Put the tokenizer's own special tokens around it: by default around a text, and not around a conversation."""
+    """Put the tokenizer's own special tokens around it. The default is to do so for a text, but not for a
+    conversation.
+    """
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Fields | None = None
     return_token_strs: bool | None = None
-    """Answer with the tokens as the vocabulary writes them, too."""
+    """Also return the tokens as the vocabulary writes them."""
 
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
         name: ChatBody.unsupported[name] for name in ("chat_template", "media_io_kwargs", "mm_processor_kwargs")
@@ -62,7 +64,7 @@ class TokenizeBody(InferenceBody, kw_only=True):
 
 
 class DetokenizeBody(InferenceBody, kw_only=True):
-    """Tokens of a model."""
+    """Tokens of a model, to be turned into text."""
 
     model: ModelName | None = None
     """The first base where it is left out, as in vLLM."""
@@ -85,7 +87,7 @@ class Detokenized(msgspec.Struct):
 
 
 def to_tokenize(body: TokenizeBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("Send either a 'prompt' or 'messages'.", field="prompt")
     if body.messages is None:
@@ -110,7 +112,7 @@ def to_tokenize(body: TokenizeBody) -> GenerationRequest:
 
 
 class LoadLoraBody(Body):
-    """`LoadLoRAAdapterRequest`."""
+    """vLLM's `LoadLoRAAdapterRequest`."""
 
     lora_name: Name = ""
     """`adapter` of the key's own tenant, or `tenant/adapter` of any."""
@@ -125,7 +127,7 @@ class LoadLoraBody(Body):
 
 
 class UnloadLoraBody(Body):
-    """`UnloadLoRAAdapterRequest`."""
+    """vLLM's `UnloadLoRAAdapterRequest`."""
 
     lora_name: Name = ""
 
@@ -133,7 +135,7 @@ class UnloadLoraBody(Body):
 
 
 class VllmError(msgspec.Struct, kw_only=True):
-    """`ErrorInfo`: `code` is the HTTP status."""
+    """vLLM's `ErrorInfo`: `code` is the HTTP status."""
 
     message: str
     type: str
@@ -142,13 +144,13 @@ class VllmError(msgspec.Struct, kw_only=True):
 
 
 class VllmErrorAnswer(msgspec.Struct):
-    """`ErrorResponse`."""
+    """vLLM's `ErrorResponse`."""
 
     error: VllmError
 
 
 class TokenController(ApiController):
-    """Texts to tokens, and back."""
+    """Conversion of texts to tokens, and back."""
 
     tags = ("Inference",)
     guards = (requires("inference"),)
@@ -161,7 +163,7 @@ class TokenController(ApiController):
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
     ) -> Tokens:
-        """Return the tokens that the model would read, of any number; an adapter's own template and tokens count."""
+        """Return the tokens that the model would read, of any number. An adapter's own template and tokens apply."""
         found = await completions.tokenize(principal, to_tokenize(data))
         return Tokens(
             count=len(found.token_ids),
@@ -177,7 +179,7 @@ class TokenController(ApiController):
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
     ) -> Detokenized:
-        """Return the text of a model's tokens, special ones too."""
+        """Return the text of a model's tokens, including special ones."""
         return Detokenized(await completions.detokenize(principal, data.model or "", data.tokens))
 
 
@@ -188,13 +190,13 @@ class Version(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """Requests that this server works on."""
+    """Number of requests that this server works on."""
 
     server_load: int
 
 
 class VllmInformationController(ApiController):
-    """What scripts of vLLM's users read."""
+    """Information that vLLM users' scripts read."""
 
     tags = ("Operations",)
 
@@ -215,8 +217,9 @@ class VllmInformationController(ApiController):
         completions: NamedDependency[CompletionService],
         model: OptionalText = None,
     ) -> dict[str, Any]:
-        """Return the class, the special tokens and the chat template of a model's tokenizer; of the first base without
-        `model`."""
+        """Return the class, the special tokens and the chat template of a model's tokenizer; without `model`, of the
+        first base.
+        """
         return await completions.describe_tokenizer(principal, model)
 
 
@@ -224,14 +227,14 @@ LOAD_REFUSALS = {
     status: ResponseSpec(VllmErrorAnswer | ErrorAnswer, description=spec.description)  # type: ignore[arg-type]  # a union
     for status, spec in REFUSALS.items()
 }
-"""vLLM's shape, and ours where the caller lacks a key or a scope."""
+"""Errors in vLLM's shape, and in ours if the caller lacks a key or a scope."""
 
 REFUSALS_OF_LOADS = (FolderNotFound, InvalidRequest, RegistryError, NotFound, NotPermitted)
 TYPES = {400: "InvalidUserInput", 403: "PermissionDeniedError", 404: "NotFoundError"}
 
 
 def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
-    """Return the refusal in vLLM's shape."""
+    """Return the error in vLLM's shape."""
     problem = problem_of(request, error)
     kind = TYPES.get(problem.status, "InternalServerError")
     body = VllmError(message=problem.error.message, type=kind, param=problem.error.param, code=problem.status)
@@ -239,7 +242,9 @@ def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
 
 
 class VllmController(Controller):
-    """Adapters loaded here are checked, versioned and stored like uploads, and survive a restart."""
+    """Loading and unloading of adapters at run time. They are checked, versioned and stored like uploads, and survive a
+    restart.
+    """
 
     path = "/v1"
     tags = ("Adapters",)
@@ -260,7 +265,7 @@ class VllmController(Controller):
         tenants: NamedDependency[Tenants],
         local_folders: NamedDependency[LocalFolders],
     ) -> str:
-        """Make the folder `lora_path` of the server's machine what `lora_name` means."""
+        """Load the folder `lora_path` of the server's machine as the adapter `lora_name`."""
         if not data.lora_name or not data.lora_path:
             raise InvalidRequest(
                 "Both 'lora_name' and 'lora_path' must be provided.",
@@ -284,7 +289,7 @@ class VllmController(Controller):
         tenants: NamedDependency[Tenants],
         local_folders: NamedDependency[LocalFolders],
     ) -> str:
-        """Delete `lora_name`; requests that run finish."""
+        """Delete the adapter `lora_name`; running requests finish."""
         if not data.lora_name:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", field="lora_name")
         owner = await _owner(tenants, principal, data.lora_name)
@@ -293,7 +298,9 @@ class VllmController(Controller):
 
 
 async def _owner(tenants: Tenants, principal: Principal, lora_name: str) -> Principal:
-    """Return the owner: the operator's own tenant, or the one that the name begins with. Raises TenantNotFound."""
+    """Return the owner: the operator's own tenant, or the tenant at the beginning of the name. Raises
+    TenantNotFound.
+    """
     tenant, slash, _ = lora_name.partition("/")
     if not slash or tenant == principal.tenant_name:
         return principal

@@ -59,7 +59,7 @@ class WebhookController(ApiController):
     async def change(
         self, webhook_id: PathName, data: JSONBody[WebhookChange], endpoints: NamedDependency[WebhookEndpoints]
     ) -> WebhookObject:
-        """Disable or enable a webhook. After enabling it first receives the events that were pending."""
+        """Disable or enable a webhook. A webhook that is enabled again first receives the events that were pending."""
         changed = await (endpoints.enable(webhook_id) if data.enabled else endpoints.disable(webhook_id))
         return webhook_object(changed)
 
@@ -87,7 +87,7 @@ class WebhookController(ApiController):
         principal: NamedDependency[Principal],
         limit: PageLimit = 100,
     ) -> Listing[DeliveryObject]:
-        """List its latest deliveries, newest first."""
+        """List the latest deliveries of a webhook, newest first."""
         found = await endpoints.log(webhook_id, limit)
         return Listing(data=[delivery_object(logged, principal.tenant_name) for logged in found])
 
@@ -110,7 +110,7 @@ class EventController(ApiController):
     ) -> Listing[EventObject]:
         """List events of one `adapter` or of all, newest first. Events are kept for 90 days.
 
-        `before` is the id of the last event of the previous page.
+        `before` is the id of the last event on the previous page.
         """
         found = await webhooks.events(principal, adapter, before, limit)
         return Listing(data=[event_object(event, principal.tenant_name) for event in found])

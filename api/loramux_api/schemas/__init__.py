@@ -1,1 +1,1 @@
-"""Bodies and answers of the API as msgspec structs, converted from and to the gateway's own types."""
+"""Bodies and answers of the API as msgspec structs, converted from and to the serving layer's own types."""

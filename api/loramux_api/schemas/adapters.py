@@ -1,4 +1,4 @@
-"""Adapters, their revisions, aliases, pins and grants. Times in Unix seconds."""
+"""Adapters, their revisions, aliases, pins and grants. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ class AliasObject(msgspec.Struct, kw_only=True):
     object: Literal["adapter.alias"] = "adapter.alias"
     name: str
     targets: list[WeightedRevision]
-    """Revisions by weight: each gets its weight's share of all requests."""
+    """Revisions by weight: the weight is the share of requests that a revision gets."""
     version: int
-    """The number of the latest change in its history."""
+    """Number of the latest change in its history."""
     updated_at: int
 
 
 class AliasVersionObject(msgspec.Struct, kw_only=True):
-    """The targets of an alias from one change to the next."""
+    """Targets of an alias from one change to the next."""
 
     object: Literal["adapter.alias.version"] = "adapter.alias.version"
     version: int
     targets: list[WeightedRevision]
-    """Empty where the alias was removed."""
+    """Targets; empty if the alias was removed."""
     restores: int | None
-    """The version that a rollback restored; null for other changes."""
+    """Version that a rollback restored; null for other changes."""
     changed_by: str
-    """A key's or a member's id."""
+    """Id of the key or the member that made the change."""
     changed_by_name: str | None
-    """The key's or the member's name, if it has one."""
+    """Name of the key or the member, if it has one."""
     changed_at: int
 
 
@@ -60,23 +60,25 @@ class Adapter(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["adapter"] = "adapter"
     name: str
-    """`tenant/adapter`: the name for a request's `model`."""
+    """Name `tenant/adapter`, the value of a request's `model`."""
     revision: int
     digest: str
-    """sha256 of what `sha256sum` prints of adapter_config.json, adapter_model.safetensors and, if any, bundle.json."""
+    """sha256 of what `sha256sum` prints of adapter_config.json, adapter_model.safetensors and, if there is one,
+    bundle.json.
+    """
     state: str
     rank: int
     size_bytes: int
     created_at: int
     aliases: list[AliasObject]
     expires_at: int | None
-    """The time of its automatic deletion, in Unix seconds; null: never."""
+    """Time of its automatic deletion, in Unix seconds; null: never."""
     etag: str
     """Value for `If-Match`; also in the header `ETag`."""
 
 
 class AdapterPage(Listing[Adapter], kw_only=True):
-    """Adapters by name. With `has_more`, ask for the next page with `after` set to `last_id`."""
+    """Adapters by name. If `has_more` is true, request the next page with `after` set to `last_id`."""
 
     first_id: str | None
     last_id: str | None
@@ -89,37 +91,39 @@ class PinObject(msgspec.Struct, kw_only=True):
     since: int
     pinned_by: str
     used_at: int
-    """The approximate time of the last request that ran with it."""
+    """Approximate time of the last request that ran with it."""
 
 
 class BundleObject(msgspec.Struct, kw_only=True):
-    """What a revision brings beside its weights; null, or empty, where it leaves that to the base."""
+    """Settings and parts of a revision in addition to its weights. If a field is null or empty, the base's value
+    applies.
+    """
 
     task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None
-    """PEFT's name of what it was trained for; null: generating text."""
+    """PEFT's name of the task that it was trained for; null: generating text."""
     num_labels: int
-    """Rows of a classifier's head."""
+    """Number of rows of a classifier's head."""
     labels: list[str]
-    """A classifier's classes, in the order of its head's rows."""
+    """Classes of a classifier, in the order of its head's rows."""
     problem_type: ProblemType | None
-    """How a classifier's numbers are read; null: each input has one class."""
+    """Interpretation of a classifier's numbers; null: each input has one class."""
     pooling: Literal["last", "mean"] | None
-    """How a text's hidden states become its vector; null: the last one is it."""
+    """How a text's hidden states become its vector; null: the last one is the vector."""
     matryoshka_dimensions: list[int]
-    """Lengths at which its vectors may be cut."""
+    """Lengths to which its vectors may be cut."""
     chat_template: str | None
     special_tokens: dict[str, str]
-    """The template's variables."""
+    """Variables for the chat template."""
     added_tokens: list[AddedToken]
     eos_token_ids: list[int]
-    """Tokens that end an answer, in place of the base's."""
+    """Tokens that end an answer, instead of the base's."""
     sampling: SamplingDefaults
     """Defaults for requests that leave a parameter out."""
     max_tokens: int | None
     stop: list[str]
     """Stop strings for requests without any."""
     system_prompt: str | None
-    """For conversations that begin without a system message."""
+    """System prompt for conversations that begin without a system message."""
     tool_parser: str | None
     description: str | None
     license: str | None
@@ -134,7 +138,7 @@ class RevisionObject(msgspec.Struct, kw_only=True):
     revision: int
     digest: str
     state: str
-    """`ready`, or `deleted`: the deletion can be undone until `undo_until`."""
+    """State of the revision: `ready`, or `deleted`: the deletion can be undone until `undo_until`."""
     rank: int
     size_bytes: int
     created_at: int
@@ -145,11 +149,11 @@ class RevisionObject(msgspec.Struct, kw_only=True):
     """Aliases that have it as a target."""
     pin: PinObject | None
     bundle: BundleObject | msgspec.UnsetType | None = msgspec.UNSET
-    """What it is served with beside its weights; null: nothing. Lists leave it out."""
+    """Bundle that it is served with, in addition to its weights; null: none. Lists leave it out."""
 
 
 class GrantObject(msgspec.Struct, kw_only=True):
-    """A tenant that may call an adapter of yours, at its own cost."""
+    """A tenant that may call one of your adapters, at its own cost."""
 
     object: Literal["adapter.grant"] = "adapter.grant"
     tenant: str
@@ -171,28 +175,28 @@ class DeletedAdapterObject(msgspec.Struct, kw_only=True):
 
     object: Literal["adapter.deleted"] = "adapter.deleted"
     name: str
-    """`tenant/adapter`."""
+    """Name `tenant/adapter`."""
     deleted_at: int
     undo_until: int
     revisions: int
-    """Revisions that come back with it."""
+    """Number of revisions that are restored with it."""
 
 
 class PromoteBody(Body, kw_only=True):
-    """The one revision that becomes an alias's only target."""
+    """The revision that becomes an alias's only target."""
 
     revision: RevisionNumber
     alias: Name = "default"
 
 
 class AliasBody(Body, kw_only=True):
-    """The new targets of an alias."""
+    """New targets of an alias."""
 
     targets: Annotated[list[WeightedRevision], Meta(max_length=MAX_TARGETS)]
 
 
 class TtlBody(Body, kw_only=True):
-    """The time to an automatic deletion."""
+    """Time until an automatic deletion."""
 
     ttl_s: int | None
     """Seconds from now; null: never."""

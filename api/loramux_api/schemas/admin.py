@@ -37,13 +37,13 @@ class TenantChange(Body, forbid_unknown_fields=True):
     tier: Name | UnsetType = UNSET
     suspended: bool | UnsetType = UNSET
     zero_retention: bool | UnsetType = UNSET
-    """Nothing that its requests say or get is stored."""
+    """Store none of the texts of its requests and answers."""
     allow_judges: bool | UnsetType = UNSET
-    """Its evaluations may show prompts and answers to judges, which are third parties."""
+    """Let its evaluations send prompts and answers to judges, which are third parties."""
 
 
 class LogLevelBody(Body, forbid_unknown_fields=True):
-    """The least level of log lines."""
+    """Lowest level of log lines."""
 
     level: Level
 
@@ -54,7 +54,7 @@ class EngineOrderBody(Body, forbid_unknown_fields=True):
     engine: Name
     """Its name in the list of engines."""
     seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
-    """Time for its requests to end; those that still run then go on at other engines."""
+    """Seconds that its requests have to end. Requests that still run then move to other engines."""
 
 
 class EngineObject(msgspec.Struct, kw_only=True):
@@ -65,9 +65,9 @@ class EngineObject(msgspec.Struct, kw_only=True):
     base_model: str
     state: Literal["starting", "ready", "draining", "resting", "lost"]
     requests: int
-    """Requests that wait or run in it."""
+    """Number of requests that wait or run in it."""
     starts: int
-    """Times that it was started."""
+    """Number of times that it was started."""
     problem: str | None
     """The reason of its last end."""
     step_graphs_missing: int
@@ -145,17 +145,17 @@ def tier_object(tier: Tier) -> TierObject:
 
 
 class PoolObject(msgspec.Struct, kw_only=True):
-    """The pages of one engine's pool, by what they hold now."""
+    """Pages of one engine's pool, by their present content."""
 
     total: int
     kv: int
-    """KV of running sequences."""
+    """Pages with KV of running sequences."""
     kv_cached: int
-    """Cached prefixes; evicted on demand."""
+    """Pages with cached prefixes; evicted on demand."""
     adapters: int
-    """Adapters in use or being loaded."""
+    """Pages of adapters that are in use or being loaded."""
     adapters_idle: int
-    """Resident adapters that no sequence uses; evicted on demand."""
+    """Pages of resident adapters that no sequence uses; evicted on demand."""
     free: int
 
 
@@ -163,12 +163,14 @@ class TenantServiceObject(msgspec.Struct, kw_only=True):
     """Service that a tenant received since the engine's start."""
 
     tenant: str | None
-    """null: all tenants that are not listed, together."""
+    """Name of the tenant; null: all tenants that are not listed, together."""
     service_class: str
     units: float
-    """A computed prompt token is one, a generated token two."""
+    """Service in units: a computed prompt token is 1, a generated token 2."""
     weight: int | None = None
-    """By its tier: tenants of a class that wait together are served in proportion to it. null for all others."""
+    """Weight of the tenant's tier. Tenants of a class that wait at the same time are served in proportion to it. null
+    for all others.
+    """
 
 
 class EngineLoadObject(msgspec.Struct, kw_only=True):
@@ -184,7 +186,7 @@ class EngineLoadObject(msgspec.Struct, kw_only=True):
     output_tokens: int
     recomputed_tokens: int
     distinct_adapters: int
-    """In the latest step."""
+    """Number of distinct adapters in the latest step."""
     max_distinct_adapters: int
     adapters_resident: int
     adapters_pinned: int
@@ -193,20 +195,20 @@ class EngineLoadObject(msgspec.Struct, kw_only=True):
     adapter_misses: int
     adapter_loads: int
     adapter_load_seconds: float
-    """Summed over loads."""
+    """Seconds of all adapter loads together."""
     adapter_evictions: int
     adapter_load_failures: int
     preemptions: int
     missed_deadlines: int
     refused_over_capacity: int
     service_gap: float
-    """The largest difference of service over weight between two waiting tenants of one class."""
+    """Largest difference of service divided by weight between two waiting tenants of one class."""
     tenants: list[TenantServiceObject]
-    """Those with the most service, then all others together."""
+    """Tenants with the most service, then all others together."""
 
 
 class SinkCountObject(msgspec.Struct, kw_only=True):
-    """What became of a sink's entries since this server's start."""
+    """Number of a sink's entries by result, since this server's start."""
 
     sink: str
     outcome: Literal["delivered", "parked", "failed"]
@@ -218,23 +220,25 @@ class OverviewObject(msgspec.Struct, kw_only=True):
 
     object: Literal["overview"] = "overview"
     at: float
-    """Unix seconds: differences of counters over differences of `at` are rates."""
+    """Time of the snapshot, in Unix seconds. A rate is the difference of a counter divided by the difference of
+    `at`.
+    """
     started_at: int
     draining: bool
     database_reachable: bool
     requests_running: int
     requests_unsettled: int
-    """Ended, and not in the database yet."""
+    """Number of requests that have ended and are not in the database yet."""
     completed: dict[str, int]
-    """Requests that have ended, by outcome."""
+    """Number of requests that have ended, by outcome."""
     ledger_drift_tokens: int
-    """Tokens that the engines counted and the ledger does not have: 0, or the bill is wrong."""
+    """Number of tokens that the engines counted and the ledger lacks. If it is not 0, the bill is wrong."""
     sinks: list[SinkCountObject]
     engines: list[EngineLoadObject]
 
 
 class ServedTenant(msgspec.Struct, frozen=True):
-    """What the figures of a tenant are shown with."""
+    """Name and weight of a tenant, shown with its figures."""
 
     name: str
     weight: int
@@ -250,7 +254,7 @@ def overview_object(
     at: float,
     reachable: bool,
 ) -> OverviewObject:
-    """Return the server's state; `tenants` by id."""
+    """Return the server's state. `tenants` is keyed by id."""
     bases = completions.bases
     stats = {(name, one): found for name, base in bases.items() for one, found in base.engines.stats().items()}
     unclaimed = sum(base.engines.unclaimed_tokens for base in bases.values())

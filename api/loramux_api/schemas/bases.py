@@ -1,4 +1,4 @@
-"""JSON objects of base models, for operators. Times are Unix seconds."""
+"""JSON objects of base models; operators use them. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ class RetireBody(Body, forbid_unknown_fields=True):
     successor: Name | None = None
     """The base model that refusals name instead."""
     force: bool = False
-    """Retire it although aliases point at adapters for it."""
+    """Retire it even if aliases point at adapters for it."""
 
 
 class BaseObject(msgspec.Struct, kw_only=True):
-    """A base model, as this server has it."""
+    """A base model, with its state on this server."""
 
     name: str
     object: Literal["base_model"] = "base_model"
     path: str
     state: Literal["loading", "serving", "failed", "draining", "retired"]
     problem: str | None
-    """The reason why it did not load."""
+    """Reason why it did not load."""
     source: Literal["settings", "added"]
     engines_ready: int
     engines_min: int
     engines_max: int
     seconds_in_state: float
-    """0 where it is not known."""
+    """Seconds since the state began; 0 if that is not known."""
     retired_at: int | None
     successor: str | None
-    """The base model to use instead of a retired one."""
+    """Base model to use instead of a retired one."""
 
 
 def base_object(status: BaseStatus) -> BaseObject:

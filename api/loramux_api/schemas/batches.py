@@ -1,4 +1,4 @@
-"""JSON objects of files and batches, as OpenAI has them. Times are Unix seconds."""
+"""JSON objects of files and batches in OpenAI's form. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class OutputExpiry(msgspec.Struct, forbid_unknown_fields=True):
-    """How long the output and error files are kept."""
+    """Time for which the output and error files are kept."""
 
     seconds: Annotated[int, Meta(ge=1, le=2**31 - 1)]
     anchor: Literal["created_at"] = "created_at"
@@ -35,7 +35,9 @@ class BatchBody(Body, forbid_unknown_fields=True):
     metadata: Tags | None = None
     """Up to 16 tags, by which the bill of lines without their own can be divided."""
     output_expires_after: OutputExpiry | None = None
-    """How long the output and error files are kept: 3600 seconds to what the server keeps files for."""
+    """Seconds for which the output and error files are kept: at least 3600, at most the time for which the server keeps
+    files.
+    """
 
 
 class FileObject(msgspec.Struct, kw_only=True):
@@ -70,14 +72,14 @@ class Cursored(msgspec.Struct, Generic[T], kw_only=True):
 
 
 class BatchErrors(msgspec.Struct, kw_only=True):
-    """What is wrong with the input, or why lines were not run."""
+    """Errors of the input, or reasons why lines were not run."""
 
     object: Literal["list"] = "list"
     data: list[LineError]
 
 
 class RequestCounts(msgspec.Struct):
-    """Lines of a batch by their state."""
+    """Number of a batch's lines in each state."""
 
     total: int
     completed: int
@@ -94,7 +96,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     input_file_id: str
     completion_window: str
     status: str
-    """validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
+    """Status of the batch: validating, failed, in_progress, finalizing, completed, expired, cancelling or cancelled."""
     output_file_id: str | None
     error_file_id: str | None
     created_at: int
@@ -149,7 +151,7 @@ def batch_object(batch: Batch) -> BatchObject:
 
 
 def page_of(items: list[T], limit: int, ids: list[str]) -> Cursored[T]:
-    """Return the first `limit` of items that were listed with one more; `ids` are theirs."""
+    """Return the first `limit` of `items`, which were listed with one more; `ids` are the items' ids."""
     shown = ids[:limit]
     return Cursored(
         data=items[:limit],

@@ -61,7 +61,7 @@ _TEXT_ONLY = "this server reads and writes text."
 class ChatMessage(msgspec.Struct):
     """One turn. Fields that would change the meaning of an assistant's turn must be null or empty.
 
-    Other fields are ignored, as OpenAI does: clients send back what they have added to an answer.
+    Other fields are ignored, as OpenAI does, because clients send answers back with fields that they have added.
     """
 
     role: Name
@@ -77,13 +77,13 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
     reasoning_content: Any = None
-    """An assistant's thought, for templates that repeat it."""
+    """Thought of an assistant; used by templates that repeat it."""
     reasoning: Any = None
     """Another name of `reasoning_content`."""
     thinking: Any = None
     """Another name of `reasoning_content`."""
     thinking_blocks: Any = None
-    """The same as a list of Anthropic's blocks."""
+    """The thought as a list of Anthropic's blocks."""
 
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -96,7 +96,7 @@ class ChatReasoning(msgspec.Struct):
     enabled: bool | None = None
     """False is the effort `none`."""
     exclude: bool | None = None
-    """True: the answer is without its thought."""
+    """True leaves the thought out of the answer."""
     max_tokens: int | None = None
     """Accepted and without effect: a thought counts in the answer's tokens."""
 
@@ -111,7 +111,7 @@ class ChatThinking(msgspec.Struct):
 
 
 class ChatBody(SamplingBody, kw_only=True):
-    """OpenAI's fields, and vLLM's names for what OpenAI does not have."""
+    """OpenAI's fields, and vLLM's names for fields that OpenAI does not have."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
@@ -122,25 +122,25 @@ class ChatBody(SamplingBody, kw_only=True):
     tool_choice: ToolChoice | None = None
     """`auto` (the default), `none`, `required`, one tool, or the tools that may be called (`allowed_tools`)."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call an answer."""
+    """False: at most one call per answer."""
     reasoning_effort: Effort | None = None
-    """How much the model thinks, if its chat template knows a variable for it; `none` switches thinking off."""
+    """How much the model thinks, if its chat template has a variable for it; `none` switches thinking off."""
     reasoning: ChatReasoning | None = None
-    """The same as an object, as OpenRouter's clients send it."""
+    """The same setting as an object, as OpenRouter's clients send it."""
     thinking: ChatThinking | None = None
-    """The same as a switch, as clients of DeepSeek, GLM and Kimi send it."""
+    """The same setting as a switch, as clients of DeepSeek, GLM and Kimi send it."""
     include_reasoning: bool | None = None
-    """False: the answer is without its thought, which is billed all the same."""
+    """False leaves the thought out of the answer; its tokens are billed anyway."""
     enable_thinking: bool | None = None
     """The chat template's variable of this name."""
     chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     add_generation_prompt: bool | None = None
-    """False: the prompt ends with the last message, and the model decides whose turn comes."""
+    """False: the prompt ends with the last message, and the model decides which role speaks next."""
     continue_final_message: bool | None = None
     """True: the answer continues the last message; needs `add_generation_prompt` absent or false."""
     echo: bool | None = None
-    """True: the answer repeats the last message, where it is the assistant's."""
+    """True: the answer repeats the last message, if it is the assistant's."""
 
     ignored: ClassVar[frozenset[str]] = SamplingBody.ignored | frozenset(
         {
@@ -174,7 +174,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
     @property
     def shows_thought(self) -> bool:
-        """Does the answer have its thought?"""
+        """Return whether the answer includes its thought."""
         return self.include_reasoning is not False and not (self.reasoning and self.reasoning.exclude)
 
 
@@ -184,7 +184,7 @@ def toolbox(body: ChatBody) -> Toolbox:
 
 
 def asked_effort(body: ChatBody) -> str | None:
-    """Return how much the model thinks; None: as its template has it."""
+    """Return how much the model should think; None: as its template does."""
     if body.reasoning_effort is not None:
         return body.reasoning_effort
     if body.reasoning is not None and (body.reasoning.effort is not None or body.reasoning.enabled is not None):
@@ -199,7 +199,7 @@ def asked_effort(body: ChatBody) -> str | None:
 
 
 def to_request(body: ChatBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(
             f"'top_logprobs' (0 to {MAX_TOP_LOGPROBS}) needs 'logprobs' to be true.", field="top_logprobs"
@@ -224,7 +224,7 @@ def to_request(body: ChatBody) -> GenerationRequest:
 
 
 def echoed_text(body: ChatBody) -> str:
-    """Return the text that the answer begins with: the last message's, where `echo` asks for it."""
+    """Return the text at the beginning of the answer: that of the last message, if `echo` asks for it."""
     last = body.messages[-1]
     return (
         _content(last, f"messages[{len(body.messages) - 1}].content") if body.echo and last.role == "assistant" else ""
@@ -232,7 +232,7 @@ def echoed_text(body: ChatBody) -> str:
 
 
 def _options(body: ChatBody) -> ChatOptions:
-    """Return what the chat template and the answer are told besides the messages. Raises InvalidRequest."""
+    """Return the options of the chat template and the answer, in addition to the messages. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
     if body.enable_thinking is not None:
         template["enable_thinking"] = body.enable_thinking
@@ -253,7 +253,7 @@ def _options(body: ChatBody) -> ChatOptions:
 
 
 def _ending(body: ChatBody) -> ChatEnding:
-    """Return where the prompt ends. Raises InvalidRequest."""
+    """Return the end of the prompt. Raises InvalidRequest."""
     if not body.continue_final_message:
         return "message" if body.add_generation_prompt is False else "generation_prompt"
     if body.add_generation_prompt:
@@ -336,25 +336,25 @@ def _content(message: ChatMessage, where: str) -> str:
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
-"""`tool_calls`: the answer ends with calls that the model chose to make."""
+"""Reason of an answer's end. `tool_calls`: it ends with calls that the model chose to make."""
 
 
 class PromptTokensDetails(msgspec.Struct):
     """Part of the prompt's tokens."""
 
     cached_tokens: int
-    """Tokens whose KV was reused."""
+    """Number of tokens whose KV was reused."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
     """Part of the answer's tokens."""
 
     reasoning_tokens: int
-    """Tokens of the thought before the answer's text."""
+    """Number of tokens of the thought before the answer's text."""
 
 
 class PromptLogprobEntry(msgspec.Struct):
-    """A token at a place of the prompt, in vLLM's words."""
+    """A token at a position of the prompt, with vLLM's field names."""
 
     logprob: float | None
     rank: int
@@ -362,11 +362,11 @@ class PromptLogprobEntry(msgspec.Struct):
 
 
 PromptLogprobList = list[dict[str, PromptLogprobEntry] | None]
-"""For each token of the prompt the token itself and the likeliest ones, by id; null for the first."""
+"""For each token of the prompt, the token itself and the likeliest ones, by id; null for the first token."""
 
 
 class UsageObject(msgspec.Struct):
-    """The charged tokens."""
+    """Tokens that are charged."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -393,7 +393,7 @@ class ChatLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """One entry a token."""
+    """Logprobs of an answer, one entry per token."""
 
     content: list[ChatLogprob]
     refusal: None = None
@@ -406,9 +406,9 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
-    """The thought before the text, where the model thinks."""
+    """The thought before the text, if the model thinks."""
     reasoning: str | UnsetType = UNSET
-    """The same, under vLLM's name."""
+    """The same text under vLLM's name."""
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -439,19 +439,19 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, kw_only=True):
-    """The news in a chunk."""
+    """New part of a choice in a chunk."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    """The same, under vLLM's name."""
+    """The same text under vLLM's name."""
     tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
-    """The news of one choice in a chunk."""
+    """A choice's part of a chunk."""
 
     index: int
     delta: ChatDelta
@@ -475,7 +475,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 def usage_object(usage: TokenCounts) -> UsageObject:
-    """Write the charged tokens as clients read them."""
+    """Write the charged tokens in OpenAI's form."""
     return UsageObject(
         prompt_tokens=usage.prompt,
         completion_tokens=usage.output,

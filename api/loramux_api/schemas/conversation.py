@@ -1,11 +1,11 @@
 """Conversations, as all chat endpoints share them.
 
-OpenAI's Responses and Anthropic's Messages have a list of items or blocks where a chat template has turns: one turn of
-the assistant holds its thought, its text and its calls, and the result of a call is a turn of its own
-(`ConversationBuilder`). Their refusals name fields in the words of their own API (`renamed_fields`).
+OpenAI's Responses and Anthropic's Messages have a list of items or blocks; a chat template has turns. One turn of the
+assistant holds its thought, its text and its calls, and the result of a call is a separate turn
+(`ConversationBuilder`). Error messages name fields as the caller's API does (`renamed_fields`).
 
-Clients send answers back as they came and cannot edit them, those that were cut among them: calls with half of their
-arguments, empty texts, refusals, thoughts. What this server can say, it takes back (`Part`, `read_text`,
+Clients send answers back as they came and cannot edit them. Some of these answers were cut off: calls with half of
+their arguments, empty texts, refusals, thoughts. This server accepts everything that it can send (`Part`, `read_text`,
 `read_arguments`).
 """
 
@@ -48,12 +48,12 @@ class CalledCustom(msgspec.Struct, kw_only=True):
     """A custom tool, and its input."""
 
     name: str | msgspec.UnsetType = msgspec.UNSET
-    """Absent in the later parts of a streamed call."""
+    """Name of the tool; absent in the later parts of a streamed call."""
     input: str
 
 
 class ToolCall(msgspec.Struct, kw_only=True):
-    """A call that an answer makes: of a function, or of a custom tool."""
+    """A call that an answer makes, of a function or of a custom tool."""
 
     id: str
     type: Literal["function", "custom"] = "function"
@@ -66,7 +66,7 @@ class SentFunction(msgspec.Struct):
 
     name: Text | None = None
     arguments: Any = None
-    """JSON as a text, maybe only a beginning; an object is taken too."""
+    """Arguments as JSON text, which may be cut off; an object is accepted too."""
 
 
 class SentCustom(msgspec.Struct):
@@ -77,25 +77,25 @@ class SentCustom(msgspec.Struct):
 
 
 class SentCall(msgspec.Struct):
-    """A call that is sent back, or that another server has made."""
+    """A call that is sent back, or that was made by another server."""
 
     id: Text | None = None
     """Any length: some servers hide a thought in it."""
     type: Name | None = None
     function: SentFunction | None = None
     custom: SentCustom | None = None
-    """Called in place of a function: its arguments are `input` alone."""
+    """Custom tool that is called instead of a function; its only argument is `input`."""
 
 
 class CalledFunctionDelta(msgspec.Struct, kw_only=True):
-    """The news of a call's function."""
+    """New part of a call's function."""
 
     name: str | msgspec.UnsetType = msgspec.UNSET
     arguments: str
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """The news of a call: its id and name first, then its arguments as they come."""
+    """New part of a call: its id and name first, then its arguments as they come."""
 
     index: int
     id: str | msgspec.UnsetType = msgspec.UNSET
@@ -108,7 +108,7 @@ _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 """Types of parts that are thoughts."""
 _MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"})
-"""Types of parts that are no text."""
+"""Types of parts that are not text."""
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -156,7 +156,9 @@ def read_part(part: Part, where: str) -> str:
 
 
 def read_thought(*given: Any) -> str:
-    """Return the first thought in what clients send back. What is no text, such as an encrypted one, is ignored."""
+    """Return the first thought among the values that clients send back. Values that are not text, such as encrypted
+    thoughts, are ignored.
+    """
     for one in given:
         if isinstance(one, str) and one:
             return one
@@ -168,9 +170,10 @@ def read_thought(*given: Any) -> str:
 
 
 def read_arguments(given: Any) -> dict[str, Any]:
-    """Return the arguments of a call as an object: empty if they are none, such as those of a call that was cut off.
+    """Return the arguments of a call as an object: empty if they are not valid, for example because the call was cut
+    off.
 
-    A template reads an object; some cannot read a text.
+    Templates read an object, and some cannot read a text.
     """
     if isinstance(given, str):
         try:
@@ -186,7 +189,7 @@ class ConversationBuilder:
     def __init__(self) -> None:
         self._turns: list[Message] = []
         self._answer: _AssistantTurn | None = None
-        """The assistant's turn that the latest parts belong to."""
+        """The assistant's turn to which the latest parts belong."""
         self._called: dict[str, str] = {}
         """Names of the called functions, by the ids of their calls."""
 
@@ -196,36 +199,38 @@ class ConversationBuilder:
         self._turns.append(Message(role, text))
 
     def add_instructions(self, text: str) -> None:
-        """Add a system turn; at the beginning it joins one that is there: many templates take no more."""
+        """Add a system turn. At the beginning it is joined to an existing one, because many templates accept only
+        one.
+        """
         self._end_answer()
         if len(self._turns) == 1 and self._turns[0].role == "system":
             text = f"{self._turns.pop().content}\n\n{text}"
         self._turns.append(Message("system", text))
 
     def begin_answer(self) -> None:
-        """Begin a turn of the assistant's, which may be empty."""
+        """Begin a turn of the assistant, which may stay empty."""
         self._end_answer()
         self._answer = _AssistantTurn()
 
     def add_thought(self, text: str) -> None:
-        """Add a thought of the assistant's, which begins a turn behind a text or a call."""
+        """Add a thought of the assistant. After a text or a call, it begins a new turn."""
         if self._answer is not None and (self._answer.texts or self._answer.calls):
             self._end_answer()
         self._open_answer().thoughts.append(text)
 
     def add_text(self, text: str, *, begins_turn: bool = False) -> None:
-        """Add a text of the assistant's to its turn; behind a call it begins one."""
+        """Add a text of the assistant to its turn. After a call, it begins a new turn."""
         if self._answer is not None and (self._answer.calls or (begins_turn and self._answer.texts)):
             self._end_answer()
         self._open_answer().texts.append(text)
 
     def add_call(self, id: str, name: str, arguments: Any) -> None:
-        """Add a call of a function to the assistant's turn; `arguments` as `read_arguments` takes them."""
+        """Add a call of a function to the assistant's turn. For `arguments` see `read_arguments`."""
         self._called[id] = name
         self._open_answer().calls.append(call_fields(id, name, read_arguments(arguments)))
 
     def add_result(self, call_id: str, text: str, name: str | None = None) -> None:
-        """Add the result of a call; `name`: of the function, if it is given."""
+        """Add the result of a call. `name` is the name of the function, if it is given."""
         self._end_answer()
         fields = {"tool_call_id": call_id}
         if found := name or self._called.get(call_id):
@@ -264,12 +269,12 @@ class _AssistantTurn:
 
 
 def call_fields(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return a call as chat templates read it: its arguments are an object, not a text."""
+    """Return a call in the form of chat templates: its arguments are an object, not a text."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def required(part: msgspec.Struct, name: str, where: str) -> Any:
-    """Return a field that parts of this kind need. Raises InvalidRequest where it is absent."""
+    """Return a field that parts of this kind need. Raises InvalidRequest if it is absent."""
     value = getattr(part, name)
     if value is None or value is msgspec.UNSET:
         field = f"{where}.{name}"
@@ -286,13 +291,13 @@ def caller_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def json_size(value: Any) -> int:
-    """Return the characters of a value in a template, about."""
+    """Return the approximate number of characters of a value in a template."""
     return len(msgspec.json.encode(value)) if value else 0
 
 
 @contextmanager
 def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Name the fields in refusals as the endpoint does: `names` has those of chats, and the endpoint's for them."""
+    """Use the endpoint's field names in errors: `names` maps a chat's field names to the endpoint's."""
     try:
         yield
     except LoramuxError as error:

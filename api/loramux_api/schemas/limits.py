@@ -52,7 +52,7 @@ class BudgetObject(msgspec.Struct, kw_only=True):
     abandoned_nano: int | None = None
     """The part of `spent_nano` that is not billed: computed for callers that left before they could read it."""
     currency: str | None = None
-    """ISO 4217; null for a tenant without a plan, and in the answer to a change."""
+    """Currency as an ISO 4217 code; null for a tenant without a plan, and in the answer to a change."""
 
 
 def limit_object(limit: Limit) -> LimitObject:

@@ -51,7 +51,7 @@ from loramux_api.schemas.tools import (
 )
 
 FIELDS = {"stop": "stop_sequences", "user": "metadata.user_id", "continue_final_message": "messages"}
-"""The names of a chat's fields here."""
+"""Names in this API for a chat's fields."""
 _TEXT_ONLY = "this server reads and writes text."
 _KEEPING = ("clear_thinking_20251015",)
 """Edits that may keep everything."""
@@ -115,7 +115,7 @@ class MessageToolChoice(msgspec.Struct):
     name: Name | None = None
     """The tool, for the type `tool`."""
     disable_parallel_tool_use: bool | None = None
-    """True: at most one call an answer."""
+    """True: at most one call per answer."""
 
 
 class ThinkingConfig(msgspec.Struct):
@@ -142,14 +142,14 @@ class OutputConfig(msgspec.Struct):
 
 
 class MessageMetadata(msgspec.Struct):
-    """The caller's names."""
+    """Names that the caller gives."""
 
     user_id: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
 
 
 class ContextManagement(msgspec.Struct):
-    """Edits of the prompt that Anthropic makes before it is read."""
+    """Edits that Anthropic makes to the prompt before it is read."""
 
     edits: Annotated[list[Fields], Meta(max_length=MAX_PARTS)] | None = None
     """Those that keep everything; here prompts are never cut."""
@@ -160,11 +160,12 @@ class Thread(msgspec.Struct):
 
     type: Literal["create", "continue"]
     """`create`: nothing is stored, and the answer is the same. `continue`: 404 thread_not_found, after which clients
-    send the whole conversation."""
+    send the whole conversation.
+    """
 
 
 class PromptBody(InferenceBody, kw_only=True):
-    """What an answer is asked to: a conversation, and the tools of it."""
+    """The prompt of an answer: a conversation and its tools."""
 
     model: ModelName
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -177,7 +178,7 @@ class PromptBody(InferenceBody, kw_only=True):
     chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     context_management: ContextManagement | None = None
-    """Taken if it cuts nothing from the prompt."""
+    """Accepted if it cuts nothing from the prompt."""
     thread: Thread | None = None
 
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -215,16 +216,18 @@ class PromptBody(InferenceBody, kw_only=True):
 
 @taking_numbers(without=("presence_penalty", "frequency_penalty"))
 class MessageBody(PromptBody, kw_only=True):
-    """Anthropic's fields, and vLLM's names of sampling parameters that Anthropic does not have."""
+    """Anthropic's fields, and vLLM's names for sampling parameters that Anthropic does not have."""
 
     max_tokens: Positive
-    """The most tokens of the answer. One that the context does not hold ends as `model_context_window_exceeded`."""
+    """Maximum number of tokens of the answer. If the context ends before, the answer ends as
+    `model_context_window_exceeded`.
+    """
     seed: Int64 | None = None
     stop_sequences: Annotated[list[StopString], Meta(max_length=16)] | None = None
     stream: bool | None = None
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only", "flex", "priority"] | None = None
-    """How urgent the request is, and at which price; auto is standard_only. 403 where your plan lacks it."""
+    """Urgency and price of the request; auto is standard_only. 403 if your plan lacks it."""
 
 
 class CountBody(PromptBody, kw_only=True):
@@ -232,7 +235,7 @@ class CountBody(PromptBody, kw_only=True):
 
 
 def to_request(body: MessageBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     with renamed_fields(renamed(body)):
         check_prompt(body)
         shared, turns = _shared(body), conversation(body)
@@ -271,7 +274,7 @@ def to_counted(body: CountBody) -> GenerationRequest:
 
 
 def renamed(body: PromptBody) -> Mapping[str, str]:
-    """Return the names of a chat's fields here."""
+    """Return the names in this API for a chat's fields."""
     has_effort = body.output_config is not None and body.output_config.effort is not None
     return FIELDS | {"reasoning_effort": "output_config.effort" if has_effort else "thinking"}
 
@@ -287,7 +290,7 @@ def _shared(body: MessageBody) -> SamplingBody:
 
 
 def options(body: PromptBody, turns: Conversation) -> ChatOptions:
-    """Return what the chat template and the answer are told besides the messages. Raises InvalidRequest."""
+    """Return the options of the chat template and the answer, in addition to the messages. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
     tools = Toolbox(list(_offered(body.tools or [])))
     choice = body.tool_choice
@@ -304,7 +307,9 @@ def options(body: PromptBody, turns: Conversation) -> ChatOptions:
 
 
 def check_prompt(body: PromptBody) -> None:
-    """Refuse what would change the prompt, or has been stored elsewhere. Raises InvalidRequest, ThreadNotFound."""
+    """Refuse fields that would change the prompt, or whose content is stored elsewhere. Raises InvalidRequest,
+    ThreadNotFound.
+    """
     if body.thread is not None and body.thread.type == "continue":
         raise ThreadNotFound
     for i, edit in enumerate((body.context_management and body.context_management.edits) or []):
@@ -319,7 +324,7 @@ def check_prompt(body: PromptBody) -> None:
 
 
 class ThreadNotFound(GatewayError):
-    """A thread that is continued: none is stored."""
+    """The request continues a thread, but this server stores none."""
 
     code = "thread_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -329,7 +334,7 @@ class ThreadNotFound(GatewayError):
 
 
 def _effort(body: PromptBody) -> str | None:
-    """Return how much the model thinks, if it is asked to; None: as its template has it."""
+    """Return how much the model should think; None: as its template does."""
     thinking = body.thinking.type if body.thinking else None
     if thinking == "disabled":
         return "none"
@@ -376,7 +381,7 @@ def conversation(body: PromptBody) -> Conversation:
     if found[-1].role == "assistant" and "tool_calls" in found[-1].fields:
         raise InvalidRequest("'messages' ends with calls of tools; send their results behind them.", field="messages")
     is_empty = found[-1].role == "assistant" and not found[-1].content
-    return found[:-1] if is_empty and len(found) > 1 else found  # nothing to continue: the answer begins anew
+    return found[:-1] if is_empty and len(found) > 1 else found  # nothing to continue: the answer begins a new turn
 
 
 def _add(turns: ConversationBuilder, message: MessageParam, where: str) -> None:
@@ -397,7 +402,7 @@ def _add(turns: ConversationBuilder, message: MessageParam, where: str) -> None:
 
 
 def _add_user(turns: ConversationBuilder, content: str | list[ContentBlock], where: str) -> None:
-    """Add results of calls, each a turn of its own, and then the text."""
+    """Add results of calls, each as a separate turn, and then the text."""
     if isinstance(content, str):
         turns.add_turn("user", content)
         return
@@ -463,7 +468,7 @@ def _document(source: str | DocumentSource | None, where: str) -> str:
 
 
 def _written(block: ContentBlock, element: str, text: str) -> str:
-    """Return a text with its title and source around it, as Anthropic's guides write documents into prompts."""
+    """Return a text with its title and source around it, in the form of Anthropic's guides for documents in prompts."""
     source = block.source if isinstance(block.source, str) else None
     named = (("title", block.title), ("source", source), ("context", block.context))
     lines = [f"<{name}>{value}</{name}>" for name, value in named if value]

@@ -29,7 +29,7 @@ class MigrationBody(Body, forbid_unknown_fields=True):
     adapter: Name | None = None
     """One `tenant/adapter`; null: all."""
     evaluate: bool = True
-    """Repeat the owners' evaluations, as batches that are theirs and on their bill."""
+    """Repeat the owners' evaluations, as batches that belong to the owners and are on their bill."""
 
 
 class MigrationRollbackBody(Body, forbid_unknown_fields=True):
@@ -39,14 +39,14 @@ class MigrationRollbackBody(Body, forbid_unknown_fields=True):
     adapter: Name | None = None
     """One `tenant/adapter`; null: all."""
     after: Annotated[int, Meta(ge=-1, le=2**53)] = -1
-    """The position behind which the call begins: `next` of the call before."""
+    """Position after which the call begins: `next` of the previous call."""
 
 
 class MigrationPromoteBody(MigrationRollbackBody):
     """Adapters of a migration to move to the target."""
 
     weight: Annotated[int, Meta(ge=1, le=100)] = 100
-    """Percent of the present share of the old revision; less than 100 is a canary."""
+    """Percent of the old revision's present share; less than 100 makes a canary."""
 
 
 class MigrationObject(msgspec.Struct, kw_only=True):
@@ -58,12 +58,12 @@ class MigrationObject(msgspec.Struct, kw_only=True):
     target: str
     tenant: str | None
     adapter: str | None
-    """The adapter's own name."""
+    """Name of the adapter, without its tenant."""
     evaluate: bool
     status: Literal["running", "completed", "cancelled", "failed"]
     error: str | None
     outcomes: dict[Outcome, int]
-    """Revisions by outcome."""
+    """Number of revisions by outcome."""
     created_at: int
     finished_at: int | None
 
@@ -74,21 +74,21 @@ class MigrationItemObject(msgspec.Struct, kw_only=True):
     position: int
     object: Literal["base_migration_item"] = "base_migration_item"
     adapter: str
-    """`tenant/adapter`."""
+    """Name `tenant/adapter`."""
     revision: int
     outcome: Outcome
     code: str | None
-    """Stable; why it does not fit, or `not_evaluated`."""
+    """Stable code of the reason why it does not fit, or `not_evaluated`."""
     reason: str | None
     new_revision: int | None
-    """The same files as a revision for the target."""
+    """Number of the revision with the same files for the target."""
     evaluation_id: str | None
     weight: int
-    """Percent of its share of aliases that was moved to the new revision last."""
+    """Percent of its share of aliases that the last call moved to the new revision."""
 
 
 class ReportObject(MigrationItemObject, kw_only=True):
-    """What a migration found about one of your adapters."""
+    """Result of a migration for one of your adapters."""
 
     migration_id: str
     source: str
@@ -97,25 +97,25 @@ class ReportObject(MigrationItemObject, kw_only=True):
 
 
 class ShiftedObject(msgspec.Struct, kw_only=True):
-    """One adapter after it was moved, or the reason why not."""
+    """An adapter after it was moved, or the reason why it was not."""
 
     position: int
     adapter: str
     revision: int
     new_revision: int | None
     aliases: list[str]
-    """Those that were moved."""
+    """Aliases that were moved."""
     code: str | None
     error: str | None
 
 
 class ShiftedList(msgspec.Struct, kw_only=True):
-    """The adapters that one call moved."""
+    """Adapters that one call moved."""
 
     data: list[ShiftedObject]
     object: Literal["list"] = "list"
     next: int | None
-    """`after` of the call that goes on; null: these were all."""
+    """Value of `after` for the next call; null: there are no more."""
 
 
 def migration_object(found: Upgrade) -> MigrationObject:
@@ -137,7 +137,7 @@ def migration_object(found: Upgrade) -> MigrationObject:
 
 
 def item_object(item: UpgradeItem) -> MigrationItemObject:
-    """Return one revision's part as a JSON object."""
+    """Return the result for one revision as a JSON object."""
     return MigrationItemObject(
         position=item.position,
         adapter=item.name,
@@ -152,7 +152,7 @@ def item_object(item: UpgradeItem) -> MigrationItemObject:
 
 
 def report_object(migration: BaseUpgrade, item: UpgradeItem) -> ReportObject:
-    """Return what a migration found about one revision of a tenant."""
+    """Return the result of a migration for one revision of a tenant."""
     return ReportObject(
         **msgspec.structs.asdict(item_object(item)),
         migration_id=migration.id,

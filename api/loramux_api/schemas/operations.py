@@ -1,4 +1,4 @@
-"""JSON objects of what operators watch: the batch as it runs, what leaves the pool next, the ledger's proof."""
+"""JSON objects that operators watch: the running batch, what leaves the pool next, the ledger's proof."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RowsObject(msgspec.Struct, kw_only=True):
     """Rows of a step that share a model and a class."""
 
     model: str
-    """`tenant/adapter@3`, the base's name, or `others`."""
+    """Name `tenant/adapter@3`, the base's name, or `others`."""
     service_class: str
     prefill: int
     decode: int
@@ -37,23 +37,23 @@ class StepObject(msgspec.Struct, kw_only=True):
 
 
 class EvictableObject(msgspec.Struct, kw_only=True):
-    """What leaves the pool when pages are needed."""
+    """An adapter or a set of cached prefixes that leaves the pool when pages are needed."""
 
     kind: Literal["adapter", "cached_prefix"]
     model: str
     tenant: str | None
-    """Whose cached prefixes; null for adapters."""
+    """Tenant of the cached prefixes; null for adapters."""
     pages: int
     recent_uses: float
-    """Each counts half after five minutes."""
+    """Number of recent uses; each counts half after five minutes."""
     value: float
-    """Recent uses x cost of a miss, for a page: the lowest goes first."""
+    """Recent uses x cost of a miss, per page: the lowest value is evicted first."""
     is_wanted: bool
-    """A request waits for it: it goes last."""
+    """True if a request waits for it: it is evicted last."""
 
 
 class ActivityObject(msgspec.Struct, kw_only=True):
-    """One engine's steps of the last minute in which any ran, and what leaves its pool next."""
+    """One engine's steps of the last minute that had work, and what leaves its pool next."""
 
     object: Literal["engine.activity"] = "engine.activity"
     engine: str
@@ -63,11 +63,11 @@ class ActivityObject(msgspec.Struct, kw_only=True):
 
 
 class SinkProgressObject(msgspec.Struct, kw_only=True):
-    """How far a sink is in the ledger."""
+    """Position of a sink in the ledger."""
 
     name: str
     delivered_to: int
-    """The sequence up to which every entry was delivered or parked."""
+    """Sequence number up to which every entry was delivered or parked."""
     behind: int
     trying_since: int | None
     parked: int
@@ -108,7 +108,7 @@ class LedgerObject(msgspec.Struct, kw_only=True):
     hash: str
     checkpoint: AnchorObject | None
     reconciliation: ReconciliationObject | None
-    """The last one that this server made."""
+    """The latest one that this server made."""
     sinks: list[SinkProgressObject]
     parked: list[ParkedObject]
 
@@ -116,7 +116,7 @@ class LedgerObject(msgspec.Struct, kw_only=True):
 def activity_object(
     engine: str, base: str, meters: EngineMeters, models: Mapping[str, str], tenants: Mapping[str, str]
 ) -> ActivityObject:
-    """Return an engine's activity; `models` has names by engine key, `tenants` by id."""
+    """Return an engine's activity. `models` has names by engine key, `tenants` by id."""
 
     def model_of(digest: str | None) -> str:
         if digest is None:

@@ -1,5 +1,6 @@
-"""Vectors, classes and scores of texts: /v1/embeddings in OpenAI's shape, /v1/classify, /v1/score and /v1/rerank in
-vLLM's, which Jina's and Cohere's clients read too."""
+"""Vectors, classes and scores of texts: /v1/embeddings in OpenAI's shape; /v1/classify, /v1/score and /v1/rerank in
+vLLM's shape, which Jina's and Cohere's clients read too.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.sampling import MAX_USER_LENGTH, Positive, Promptlike, read_prompts
 
 MAX_INPUTS = 2048
-"""Texts of a request; OpenAI's limit."""
+"""Maximum number of texts of a request; this is OpenAI's limit."""
 INPUT = {"prompt": "input"}
 SCORED = {"prompt": "text_2"}
 RERANKED = {"prompt": "documents"}
-"""An endpoint's names for a completion's fields, in refusals."""
+"""Names of this endpoint for a completion's fields, used in error messages."""
 
 
 class PooledBody(InferenceBody, kw_only=True):
@@ -34,17 +35,19 @@ class PooledBody(InferenceBody, kw_only=True):
 
     model: ModelName
     add_special_tokens: bool | None = None
-    """Put the tokenizer's own special tokens around each text, the default."""
+    """Put the tokenizer's own special tokens around each text; this is the default."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Shorten each text to this many tokens; -1: to as many as the model takes. Left out, a longer text is refused."""
+    """Shorten each text to this many tokens; -1: to as many as the model accepts. Without it, a longer text is
+    refused.
+    """
     truncation_side: Literal["left", "right"] | None = None
     """Where a text is shortened: at its end (`right`, the default) or at its beginning."""
     metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """How urgent the request is, and at which price; auto is the same as default. 403 where your plan lacks it."""
+    """Urgency and price of the request; auto is the same as default. 403 if your plan lacks it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"request_id", "safety_identifier"})
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -55,7 +58,7 @@ class PooledBody(InferenceBody, kw_only=True):
     }
 
     def request(self, kind: str, prompts: tuple[Prompt, ...], pooling: AskedPooling) -> GenerationRequest:
-        """Return the request as the gateway takes it. Raises InvalidRequest."""
+        """Return the request of the serving layer. Raises InvalidRequest."""
         cut = self.truncate_prompt_tokens
         left = self.truncation_side == "left"
         return GenerationRequest(
@@ -81,12 +84,15 @@ class EmbeddingBody(PooledBody, kw_only=True):
     encoding_format: Literal["float", "base64"] | None = None
     """`base64`: the float32s of a vector, little-endian. `float` is the default."""
     dimensions: Positive | None = None
-    """The first so many numbers of each vector, for adapters whose loramux.toml lists `matryoshka_dimensions`."""
+    """Number of leading numbers of each vector that are returned. The adapter's loramux.toml must list
+    `matryoshka_dimensions`.
+    """
     pooling: Literal["last", "mean"] | None = None
-    """`last`: the last token's hidden state. `mean`: the mean of all. By default as the adapter's loramux.toml says,
-    or else `last`."""
+    """`last`: the last token's hidden state. `mean`: the mean of all. The default comes from the adapter's
+    loramux.toml, or else is `last`.
+    """
     normalize: bool | None = None
-    """True, the default: vectors have the length 1. False: as the model has them."""
+    """True, the default: scale vectors to length 1. False: return them as the model makes them."""
 
 
 class ClassifyBody(PooledBody, kw_only=True):
@@ -95,9 +101,9 @@ class ClassifyBody(PooledBody, kw_only=True):
     input: Promptlike
     """A text, several texts, token ids, or several lists of token ids."""
     use_activation: bool | None = None
-    """False: the classifier's own numbers in place of probabilities."""
+    """False: return the classifier's own numbers instead of probabilities."""
     activation: bool | None = None
-    """The older name of `use_activation`; `softmax` too."""
+    """The older name of `use_activation`; `softmax` is another."""
     softmax: bool | None = None
 
 
@@ -108,17 +114,17 @@ class ScoreBody(PooledBody, kw_only=True):
     """vLLM's fields."""
 
     text_1: Texts | None = None
-    """A text, which is compared with each of `text_2`, or as many texts as those are."""
+    """A text, which is compared with each text of `text_2`, or a list of the same length as `text_2`."""
     text_2: Texts | None = None
     """A text or several."""
     queries: Texts | None = None
-    """Another name of `text_1`; `data_1` too."""
+    """Another name of `text_1`; `data_1` is a third."""
     documents: Texts | None = None
-    """Another name of `text_2`; `data_2` too."""
+    """Another name of `text_2`; `data_2` is a third."""
     data_1: Texts | None = None
     data_2: Texts | None = None
     use_activation: bool | None = None
-    """False: the classifier's own number in place of one between 0 and 1. Without effect for cosines."""
+    """False: return the classifier's own number instead of one between 0 and 1. Without effect on cosines."""
     activation: bool | None = None
     """The older name of `use_activation`."""
 
@@ -135,11 +141,11 @@ class RerankBody(PooledBody, kw_only=True):
     query: Text
     documents: Annotated[list[Text | Document], Meta(min_length=1, max_length=MAX_STRINGS)]
     top_n: Annotated[int, Meta(ge=0)] | None = None
-    """So many results, the best ones; 0 or left out: all."""
+    """Number of results, the best ones; 0 or absent: all."""
     return_documents: bool | None = None
     """False: results without the documents' texts."""
     use_activation: bool | None = None
-    """False: the classifier's own number in place of one between 0 and 1. Without effect for cosines."""
+    """False: return the classifier's own number instead of one between 0 and 1. Without effect on cosines."""
     activation: bool | None = None
     """The older name of `use_activation`."""
 
@@ -152,22 +158,22 @@ class RerankBody(PooledBody, kw_only=True):
 
 
 def embedding_request(body: EmbeddingBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     return replace(body.request("embd-", _inputs(body.input), body.pooling or "own"), dimensions=body.dimensions)
 
 
 def classify_request(body: ClassifyBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     return body.request("classify-", _inputs(body.input), "classify")
 
 
 def score_request(body: ScoreBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     return _compared(body, "score-", score_pairs(body), "text_2")
 
 
 def rerank_request(body: RerankBody) -> GenerationRequest:
-    """Return the request as the gateway takes it. Raises InvalidRequest."""
+    """Return the request of the serving layer. Raises InvalidRequest."""
     return _compared(body, "rerank-", rerank_pairs(body), "documents")
 
 
@@ -194,7 +200,7 @@ def text_of(document: str | Document) -> str:
 
 
 def texts_of(pairs: Iterable[TextPair]) -> tuple[str, ...]:
-    """Return each text of `pairs` once: the prompts of a model that reads them one by one."""
+    """Return each text of `pairs` once: the prompts of a model that reads texts one by one."""
     return tuple(dict.fromkeys(text for pair in pairs for text in (pair.first, pair.second)))
 
 
@@ -213,7 +219,7 @@ def _compared(body: PooledBody, kind: str, pairs: tuple[TextPair, ...], field: s
 
 
 def _one_of(body: ScoreBody, *names: str) -> list[str]:
-    """Return the texts under the one of `names` that is given. Raises InvalidRequest."""
+    """Return the texts of the one field of `names` that is given. Raises InvalidRequest."""
     given = [name for name in names if getattr(body, name) is not None]
     if not given:
         message = f"Missing required parameter: '{names[0]}'."
@@ -230,7 +236,7 @@ def _too_many(count: int, field: str) -> InvalidRequest:
 
 
 class InputUsage(msgspec.Struct, kw_only=True):
-    """The charged tokens."""
+    """Tokens that are charged."""
 
     prompt_tokens: int
     total_tokens: int
@@ -239,7 +245,7 @@ class InputUsage(msgspec.Struct, kw_only=True):
 
 
 def input_usage(usage: TokenCounts) -> InputUsage:
-    """Return the usage as it is written."""
+    """Return the usage in the form of the API."""
     details = PromptTokensDetails(cached_tokens=usage.cached)
     return InputUsage(prompt_tokens=usage.prompt, total_tokens=usage.prompt, prompt_tokens_details=details)
 
@@ -274,7 +280,7 @@ class Classification(msgspec.Struct, kw_only=True):
 
     index: int
     label: str
-    """The likeliest class: its name, or `LABEL_` and its number."""
+    """Name of the likeliest class, or `LABEL_` and its number."""
     probs: list[float]
     """Probabilities of all classes."""
     num_classes: int
@@ -287,7 +293,7 @@ class ClassificationList(PooledList, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """How much two texts belong together."""
+    """How well two texts match."""
 
     object: Literal["score"] = "score"
     index: int
@@ -304,7 +310,7 @@ class Ranked(msgspec.Struct, kw_only=True):
     """One document."""
 
     index: int
-    """Its place in the request."""
+    """Position of the document in the request."""
     document: Document | UnsetType = UNSET
     relevance_score: float
 

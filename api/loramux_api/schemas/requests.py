@@ -1,4 +1,4 @@
-"""A tenant's requests on the wire: model, state and usage, never prompts or answers. Times in Unix seconds."""
+"""JSON objects of a tenant's requests: model, state and usage, never prompts or answers. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class RequestObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["request"] = "request"
     model: str
-    """The revision that answered: `tenant/adapter@3`."""
+    """Revision that answered: `tenant/adapter@3`."""
     digest: str
     """Digest of the revision's files."""
     api_key_id: str
     status: str
-    """open; settled: it is on the bill; interrupted: its server died, and it costs nothing."""
+    """Status of the request. open; settled: it is on the bill; interrupted: its server died, and it costs nothing."""
     prompt_tokens: int
     created_at: int
     settled_at: int | None

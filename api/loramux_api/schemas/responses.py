@@ -69,7 +69,7 @@ FIELDS = {
     "response_format.json_schema": "text.format.schema",
     "logprobs": "top_logprobs",
 }
-"""The names of a chat's fields here."""
+"""Names in this API for a chat's fields."""
 _OF_VLLM = (
     "cache_salt",
     "ec_transfer_params",
@@ -82,7 +82,7 @@ _OF_VLLM = (
     "vllm_xargs",
     "watermarking",
 )
-"""Fields of vLLM's that are refused as in chats."""
+"""Fields of vLLM that are refused as in chats."""
 LOGPROBS = "message.output_text.logprobs"
 _WHOLE = "send the whole conversation as 'input'"
 _CALLED = ("function", "custom")
@@ -123,9 +123,9 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
     format: CustomFormat | None = None
-    """The format of a custom tool's input."""
+    """Format of a custom tool's input."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
-    """The tools of a namespace."""
+    """Tools of a namespace."""
 
 
 class ChosenTool(msgspec.Struct, omit_defaults=True):
@@ -136,7 +136,7 @@ class ChosenTool(msgspec.Struct, omit_defaults=True):
 
 
 class ResponseToolChoice(msgspec.Struct, omit_defaults=True):
-    """One tool that must be called, or the tools that may be."""
+    """One tool that must be called, or the tools that may be called."""
 
     type: Name
     """`function`, `custom` or `allowed_tools`."""
@@ -160,7 +160,7 @@ class TextFormat(msgspec.Struct):
 
 
 class TextConfig(Body, kw_only=True):
-    """The answer's text."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
 
@@ -171,7 +171,7 @@ class ReasoningConfig(Body, kw_only=True):
     """The thought before the answer. It is given whole, as the content of a `reasoning` item, and never summarized."""
 
     effort: Effort | None = None
-    """How much the model thinks, if its chat template knows a variable for it; `none` switches thinking off."""
+    """How much the model thinks, if its chat template has a variable for it; `none` switches thinking off."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -185,7 +185,9 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 @taking_numbers()
 class ResponseBody(InferenceBody, kw_only=True):
-    """OpenAI's fields, and vLLM's names of sampling parameters that OpenAI does not have. Null is as good as absent."""
+    """OpenAI's fields, and vLLM's names for sampling parameters that OpenAI does not have. Null means the same as
+    absent.
+    """
 
     model: ModelName
     input: Text | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)]
@@ -198,14 +200,14 @@ class ResponseBody(InferenceBody, kw_only=True):
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
     ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
-    """By token id, written as a text."""
+    """Biases by token id, which is written as a text."""
     structured_outputs: StructuredOutputs | None = None
-    """The format of the answer's text, in vLLM's words."""
+    """Format of the answer's text, in vLLM's form."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     """`auto` (the default), `none`, `required`, one tool, or the tools that are allowed."""
     parallel_tool_calls: bool | None = None
-    """False: at most one call an answer."""
+    """False: at most one call per answer."""
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Annotated[list[Name], Meta(max_length=MAX_PARTS)] | None = None
@@ -224,9 +226,9 @@ class ResponseBody(InferenceBody, kw_only=True):
     metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """How urgent the request is, and at which price; auto is the same as default. 403 where your plan lacks it."""
+    """Urgency and price of the request; auto is the same as default. 403 if your plan lacks it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -335,7 +337,7 @@ def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
 
 
 def _options(body: ResponseBody) -> ChatOptions:
-    """Return what the chat template and the answer are told besides the items. Raises InvalidRequest."""
+    """Return the options of the chat template and the answer, in addition to the items. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
     tools = toolbox(body)
     use = tools.use(_asked(body.tool_choice), parallel=body.parallel_tool_calls is not False)
@@ -369,7 +371,7 @@ def _asked(choice: Literal["none", "auto", "required"] | ResponseToolChoice | No
 
 
 def _offered(tools: Iterable[ResponseTool], where: str, namespace: str | None = None) -> Iterator[OfferedTool]:
-    """Yield the tools that can be offered, those of namespaces among them. Raises InvalidRequest."""
+    """Yield the tools that can be offered, including those of namespaces. Raises InvalidRequest."""
     for i, tool in enumerate(tools):
         at = f"{where}[{i}]"
         match tool.type:
@@ -385,7 +387,7 @@ def _offered(tools: Iterable[ResponseTool], where: str, namespace: str | None = 
 
 
 def _types(tools: Iterable[ResponseTool], where: str) -> Iterator[tuple[str, str]]:
-    """Yield the place and the type of each tool; a namespace's own tools in its place."""
+    """Yield the path and the type of each tool. A namespace is replaced by its own tools."""
     for i, tool in enumerate(tools):
         if tool.type == "namespace":
             yield from _types(tool.tools or [], f"{where}[{i}].tools")
@@ -433,7 +435,9 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
         case "message":
             _add_message(turns, item, where)
         case "reasoning":
-            if item.content:  # one that another server has encrypted, or only summarized, says nothing here
+            if (
+                item.content
+            ):  # an item that another server has encrypted, or only summarized, contains nothing for this one
                 turns.add_thought(read_text(item.content, f"{where}.content"))
         case "function_call":
             turns.add_call(required(item, "call_id", where), _called(item, where), item.arguments)
@@ -451,7 +455,7 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
 
 
 def _called(item: InputItem, where: str) -> str:
-    """Return the name of a called tool as the model sees it. Raises InvalidRequest."""
+    """Return the model's name for a called tool. Raises InvalidRequest."""
     name = required(item, "name", where)
     return name if item.namespace is None else flat_name(item.namespace, name, where)
 

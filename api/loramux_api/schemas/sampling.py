@@ -1,7 +1,7 @@
 """Request fields that inference endpoints share: prompts, sampling, the end of generation, and the format of an answer.
 
-A format is asked for by OpenAI's `response_format`, vLLM's `structured_outputs`, or its older `guided_*` fields: by one
-of them.
+A request asks for a format with OpenAI's `response_format`, vLLM's `structured_outputs`, or its older `guided_*`
+fields, but with only one of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_NAMED_LOGPROBS = 128
 MAX_USER_LENGTH = 512
 _SHOWN, _SHOWN_KEYS = 40, 3
-"""Characters of a wrong key of logit_bias that its refusal repeats, and how many of the keys."""
+"""Numbers of characters of a wrong key of logit_bias, and of such keys, that the error message repeats at most."""
 _token_id = re.compile(r"-?[0-9]{1,18}")
 _NO_SEARCH = "answers are sampled, not searched for; ask for 'n' choices with 'logprobs', and take the likeliest."
 
@@ -81,7 +81,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's format of an answer: one of its fields."""
+    """vLLM's format of an answer; only one of its fields may be set."""
 
     json: Any = None
     """A JSON schema, or a text that holds one."""
@@ -92,11 +92,11 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     grammar: Text | None = None
     """A context-free grammar in Lark's or GBNF's notation."""
     json_object: bool | None = None
-    """Any JSON object."""
+    """True: the answer is any JSON object."""
 
 
 class FormattedBody(Protocol):
-    """A body's fields that ask for a format."""
+    """Fields of a body that ask for a format."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
@@ -107,7 +107,7 @@ class FormattedBody(Protocol):
 
 
 def asked_format(body: FormattedBody) -> AskedFormat | None:
-    """Return the format that a body asks for. Raises InvalidRequest, where it asks for several too."""
+    """Return the format that a body asks for. Raises InvalidRequest, also if it asks for several."""
     outputs = body.structured_outputs or StructuredOutputs()
     formats: dict[str, AnswerFormat | None] = {
         "response_format": _response_format(body.response_format),
@@ -158,32 +158,34 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a stream; allowed only with `stream`."""
 
     include_usage: bool | None = None
-    """One more chunk before [DONE], without choices, that brings the usage."""
+    """Send one more chunk before [DONE], without choices, that contains the usage."""
     include_obfuscation: bool | None = None
     """Accepted and without effect: chunks are never padded."""
     continuous_usage_stats: bool | None = None
-    """With `include_usage`: every chunk brings the usage so far."""
+    """With `include_usage`: every chunk contains the usage so far."""
 
 
 def taking_numbers(*, without: Collection[str] = ()) -> Callable[[type[T]], type[T]]:
-    """Decorate a body that takes the numbers of `loramux.common.sampling`, within their ranges."""
+    """Decorate a body with the numbers of `loramux.common.sampling`, within their ranges."""
     return with_numbers([name for name in KINDS if name not in without], lambda parameter: parameter.range)
 
 
 @taking_numbers()
 class SamplingBody(InferenceBody, kw_only=True):
-    """Sampling and the end of generation; null is the same as absent."""
+    """Sampling and the end of generation; null means the same as absent."""
 
     model: ModelName
     seed: Int64 | None = None
     logit_bias: LogitBias | None = None
-    """By token id, written as a text."""
+    """Biases by token id, which is written as a text."""
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=128)] | None = None
     allowed_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=1024)] | None = None
-    """The only tokens that answers may have. Not together with a format or with tools that have one."""
+    """The only tokens that answers may have. Not allowed together with a format, or with tools that have one."""
     logprob_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_NAMED_LOGPROBS)] | None = None
-    """With `logprobs`: report these tokens' log probabilities, and the chosen one's, in place of the likeliest."""
+    """With `logprobs`: report the log probabilities of these tokens and of the chosen one, instead of the likeliest
+    ones.
+    """
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     max_tokens: Positive | None = None
@@ -193,12 +195,13 @@ class SamplingBody(InferenceBody, kw_only=True):
     return_token_ids: bool | None = None
     """Add `token_ids` to every choice and `prompt_token_ids` to the answer."""
     prompt_logprobs: TopLogprobs | None = None
-    """Log probabilities of the prompt's own tokens, with this many alternatives each."""
+    """Return log probabilities of the prompt's own tokens, with this many alternatives each."""
     return_tokens_as_token_ids: bool | None = None
     """Write tokens of log probabilities as `token_id:42`."""
     add_special_tokens: bool | None = None
-    """Put the tokenizer's own special tokens around the prompt: by default around a text, and not around a
-    conversation, whose template has them."""
+    """Put the tokenizer's own special tokens around the prompt. The default is to do so for a text, but not for a
+    conversation, because its template has them.
+    """
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Shorten a prompt to this many tokens; -1: to as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
@@ -206,19 +209,19 @@ class SamplingBody(InferenceBody, kw_only=True):
     metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     response_format: ResponseFormat | None = None
-    """The format of every answer, in OpenAI's words."""
+    """Format of every answer, in OpenAI's form."""
     structured_outputs: StructuredOutputs | None = None
-    """The format of every answer, in vLLM's words."""
+    """Format of every answer, in vLLM's form."""
     guided_json: Any = None
     """The older name of `structured_outputs.json`; `guided_regex`, `guided_choice` and `guided_grammar` likewise."""
     guided_regex: Text | None = None
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. One user always gets the same revision of an alias that has several."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
 
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """How urgent the request is, and at which price; auto is the same as default. 403 where your plan lacks it."""
+    """Urgency and price of the request; auto is the same as default. 403 if your plan lacks it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -254,26 +257,26 @@ class SamplingBody(InferenceBody, kw_only=True):
         "vllm_xargs": Unsupported("this server has no extensions.", (None, {})),
         "watermarking": Unsupported("answers are not marked.", (None, False)),
     }
-    """Values that ask for nothing are accepted: vLLM's clients send them."""
+    """Values that ask for the default are accepted, because vLLM's clients send them."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """Stop strings of the request."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def chosen_tier(self) -> ServiceTier:
-        """The service tier of the request."""
+        """Service tier of the request."""
         return "default" if self.service_tier is None or self.service_tier == "auto" else self.service_tier
 
     @property
     def include_usage(self) -> bool:
-        """Does a stream end with the usage?"""
+        """True if a stream ends with the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
     def include_usage_in_chunks(self) -> bool:
-        """Does every chunk bring the usage so far?"""
+        """True if every chunk contains the usage so far."""
         return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     @property
@@ -286,8 +289,9 @@ class SamplingBody(InferenceBody, kw_only=True):
 
 
 def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | None = None) -> SamplingParams:
-    """Return the engine's parameters; the gateway sets max_tokens. `of_echo`: alternatives of a repeated prompt's
-    tokens. Raises InvalidRequest."""
+    """Return the engine's parameters; the serving layer sets max_tokens. `of_echo` is the number of alternatives for a
+    repeated prompt's tokens. Raises InvalidRequest.
+    """
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest(
             "'prompt_logprobs' is not available when 'stream' is true; leave one out.", field="prompt_logprobs"
@@ -315,7 +319,7 @@ def sampling_params(body: SamplingBody, logprobs: int | None, of_echo: int | Non
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:
-    """Return biases by token id. Raises InvalidRequest with the keys that are none."""
+    """Return biases by token id. Raises InvalidRequest with the keys that are not token ids."""
     wrong = [key for key in given if not _token_id.fullmatch(key)]
     if wrong:
         named = ", ".join(repr(key[:_SHOWN]) for key in wrong[:_SHOWN_KEYS])

@@ -127,14 +127,14 @@ class AuditObject(msgspec.Struct, kw_only=True):
     tenant_id: str | None
     actor: str
     actor_name: str | None
-    """The key's or the member's name, if it has one."""
+    """Name of the key or the member, if it has one."""
     source: str
     request_id: str
     action: str
     object_id: str
     before: msgspec.Raw
     after: msgspec.Raw
-    """Null where there was nothing, or is nothing any more."""
+    """Fields after the change; null if there was nothing, or if there is nothing any more."""
 
 
 def key_object(key: Key, secret: str | UnsetType = UNSET) -> KeyObject:

@@ -1,14 +1,14 @@
-"""Tools of a request, as the three chat endpoints share them: what the model sees, and what the caller calls it.
+"""Tools of a request, as the three chat endpoints share them: their form for the model, and their form for the caller.
 
-A model calls functions: a name, and arguments as an object. Three kinds of tools become functions on the way in, and
-calls of them become what the caller expects on the way out (`OfferedTool`):
+A model calls functions: a name, and arguments as an object. Three kinds of tools become functions in the request, and
+calls of them become what the caller expects in the answer (`OfferedTool`):
 
-    function     as it is
-    custom       a function with one text, `input`, which a grammar may bound
+    function     unchanged
+    custom       a function with one text, `input`, which a grammar may restrict
     namespace    its functions, each under the name `namespace__function`
 
-A tool of any other type is one that OpenAI's or Anthropic's servers run themselves (a search of the web, a sandbox).
-This server runs none, so it is left out of the request and reported, and the others are offered.
+A tool of any other type is one that OpenAI's or Anthropic's servers run themselves (a web search, a sandbox). This
+server runs none. So it leaves such a tool out of the request, reports it, and offers the others.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from loramux_api.unknown_fields import misspelling_of
 
 MAX_TOOLS = 4096
 MAX_TOOLS_BYTES = 512 << 10
-"""The tools of a request as JSON: many small ones, or few with large schemas."""
+"""Maximum number of bytes of a request's tools as JSON: many small tools, or few with large schemas."""
 MAX_GRAMMAR = 64 << 10
-"""Characters of the grammar of a custom tool."""
+"""Maximum number of characters of a custom tool's grammar."""
 MAX_LEFT_OUT = 16
-"""Tools that are left out, as they are reported one by one."""
+"""Maximum number of tools that are left out and reported one by one."""
 INPUT = "input"
 """The argument of a custom tool's function."""
 FunctionName = Annotated[str, Meta(max_length=128, pattern="^[a-zA-Z0-9_.-]{1,128}$")]
@@ -40,7 +40,7 @@ FunctionName = Annotated[str, Meta(max_length=128, pattern="^[a-zA-Z0-9_.-]{1,12
 class FunctionDefinition(msgspec.Struct, omit_defaults=True):
     """A function that an answer may call.
 
-    Chat templates get what was sent: a null more would be a prompt that no trainer has written.
+    Chat templates get exactly what was sent, because an additional null would make a prompt that no training used.
     """
 
     name: FunctionName
@@ -59,13 +59,13 @@ class GrammarDefinition(msgspec.Struct):
 
 
 class CustomFormat(msgspec.Struct):
-    """The input of a custom tool: any text, or one of a grammar."""
+    """Format of a custom tool's input: any text, or a text of a grammar."""
 
     type: Literal["text", "grammar"]
     grammar: GrammarDefinition | None = None
     """The grammar, in chats."""
     syntax: Literal["lark", "regex"] | None = None
-    """The notation of the grammar, in Responses."""
+    """Notation of the grammar, in Responses."""
     definition: Annotated[str, Meta(max_length=MAX_GRAMMAR)] | None = None
     """The grammar, in Responses."""
 
@@ -102,7 +102,7 @@ class AllowedTool(msgspec.Struct):
 
     @property
     def name(self) -> str | None:
-        """The name; None for a tool that the server would have to run."""
+        """Name of the tool; None if the server would have to run it."""
         named = self.function or self.custom
         return named.name if named else None
 
@@ -115,7 +115,7 @@ class AllowedTools(msgspec.Struct):
 
 
 class NamedToolChoice(msgspec.Struct, omit_defaults=True):
-    """The order to call one tool, or the tools that may be called."""
+    """Choice of one tool that must be called, or of the tools that may be called."""
 
     type: Literal["function", "custom", "allowed_tools"]
     function: FunctionChoice | None = None
@@ -128,44 +128,44 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool as the model sees it, and as the caller knows it."""
+    """A tool with the model's name and definition, and the caller's."""
 
     function: FunctionDefinition
-    """What the chat template is told."""
+    """Definition that the chat template gets."""
     name: str
-    """The caller's name."""
+    """Name that the caller uses."""
     kind: Literal["function", "custom"] = "function"
     namespace: str | None = None
     format: CustomFormat | None = None
-    """The format of a custom tool's input."""
+    """Format of a custom tool's input."""
     where: str = "tools"
-    """Its place in the request."""
+    """Path of the tool in the request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The tools that an answer may call, of those that are offered."""
+    """Choice of the offered tools that an answer may call."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: frozenset[str] | None = None
-    """The caller's names; None: all."""
+    """Names that the caller uses; None: all tools."""
     one: bool = False
-    """Exactly one call."""
+    """True: exactly one call."""
 
 
 ALL = Asked()
 
 
 class Toolbox:
-    """The offered tools of one request."""
+    """Offered tools of one request."""
 
     def __init__(self, tools: Sequence[OfferedTool]) -> None:
-        """Raise InvalidRequest for two tools of one name, or for more than MAX_TOOLS_BYTES."""
+        """Raises InvalidRequest if two tools have one name, or if the tools have more than MAX_TOOLS_BYTES."""
         self._by_name = {tool.function.name: tool for tool in tools}
         if len(self._by_name) < len(tools):
             raise InvalidRequest("Two tools have one name; give each its own.", field="tools", code="invalid_value")
         self.template = [{"type": "function", "function": msgspec.to_builtins(tool.function)} for tool in tools]
-        """The tools as chat templates read them."""
+        """The tools in the form of chat templates."""
         size = len(msgspec.json.encode(self.template))
         if size > MAX_TOOLS_BYTES:
             raise InvalidRequest(
@@ -182,7 +182,7 @@ class Toolbox:
         return self._by_name.get(called)
 
     def use(self, asked: Asked, *, parallel: bool) -> ToolUse | None:
-        """Return what an answer may call; None: nothing. Raises InvalidRequest."""
+        """Return the tools that an answer may call; None: none. Raises InvalidRequest."""
         if asked.mode == "none":
             return None
         chosen = list(self._by_name.values())
@@ -227,14 +227,14 @@ def chat_tools(tools: Iterable[ToolDefinition]) -> Iterator[OfferedTool]:
 
 
 def offered_function(function: FunctionDefinition, where: str, namespace: str | None = None) -> OfferedTool:
-    """Return a function, of a namespace perhaps, as it is offered. Raises InvalidRequest."""
+    """Return a function in its offered form; it may belong to a namespace. Raises InvalidRequest."""
     name = function.name if namespace is None else flat_name(namespace, function.name, where)
     seen = function if name == function.name else msgspec.structs.replace(function, name=name)
     return OfferedTool(seen, function.name, namespace=namespace, where=where)
 
 
 def offered_custom(custom: CustomDefinition, where: str, namespace: str | None = None) -> OfferedTool:
-    """Return a custom tool as it is offered: a function with one text. Raises InvalidRequest."""
+    """Return a custom tool in its offered form: a function with one text. Raises InvalidRequest."""
     schema = {"type": "string"}
     function = FunctionDefinition(
         custom.name,
@@ -246,7 +246,7 @@ def offered_custom(custom: CustomDefinition, where: str, namespace: str | None =
 
 
 def flat_name(namespace: str, name: str, where: str = "tools") -> str:
-    """Return the name of a namespace's function as the model sees it. Raises InvalidRequest."""
+    """Return the model's name for a function of a namespace. Raises InvalidRequest."""
     return checked_name(f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}", f"{where}.name")
 
 
@@ -264,7 +264,7 @@ def checked_name(name: str, where: str) -> str:
 
 
 def ensure_hosted(type: str, where: str, known: Sequence[str] = ("function", "custom")) -> None:
-    """Raise InvalidRequest for a type that is a misspelling of one that can be offered."""
+    """Raise InvalidRequest if a type is a misspelling of one that can be offered."""
     if (meant := misspelling_of(type, known)) is not None:
         raise InvalidRequest(
             f"Invalid value for '{where}.type': '{type[:40]}'. Did you mean '{meant}'?",
@@ -274,7 +274,9 @@ def ensure_hosted(type: str, where: str, known: Sequence[str] = ("function", "cu
 
 
 def left_out_tools(types: Iterable[tuple[str, str]], offered: Iterable[str]) -> Iterator[str]:
-    """Yield the tools that are not offered, as they are reported: `(where, type)` of all, and where of the others."""
+    """Yield reports of the tools that are not offered. `types` has the path and type of every tool, `offered` the paths
+    of the offered ones.
+    """
     known = set(offered)
     out = [f"{where} ({type[:40]})" for where, type in types if where not in known]
     yield from out[:MAX_LEFT_OUT]
@@ -283,7 +285,7 @@ def left_out_tools(types: Iterable[tuple[str, str]], offered: Iterable[str]) -> 
 
 
 def chat_choice(choice: ToolChoice | None) -> Asked:
-    """Return what a chat's `tool_choice` asks for. Raises InvalidRequest."""
+    """Return the choice that a chat's `tool_choice` asks for. Raises InvalidRequest."""
     match choice:
         case None:
             return ALL
@@ -300,7 +302,7 @@ def chat_choice(choice: ToolChoice | None) -> Asked:
 
 
 def one_tool(name: str) -> Asked:
-    """Return the order to call one tool."""
+    """Return the choice of one tool that must be called."""
     return Asked("required", frozenset({name}), one=True)
 
 
@@ -331,7 +333,7 @@ def _grammar(tool: OfferedTool) -> GrammarDefinition | None:
 
 
 def _given(value: Any, where: str) -> Any:
-    """Return a field that this kind of tool needs. Raises InvalidRequest where it is absent."""
+    """Return a field that this kind of tool needs. Raises InvalidRequest if it is absent."""
     if value is None:
         raise InvalidRequest(f"Missing required parameter: '{where}'.", field=where, code="missing_required_parameter")
     return value

@@ -1,4 +1,4 @@
-"""Upload sessions on the wire. Times in Unix seconds."""
+"""JSON objects of upload sessions. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FileBody(Body, forbid_unknown_fields=True):
 
 
 class SourceBody(Body, forbid_unknown_fields=True):
-    """The place to fetch the files from: `url`, or `hub`, `repo` and `commit`. The operator lists the places."""
+    """Place to fetch the files from: `url`, or `hub`, `repo` and `commit`. The operator lists the allowed places."""
 
     url: Url | None = None
     """s3://bucket/path/"""
@@ -36,7 +36,7 @@ class SourceBody(Body, forbid_unknown_fields=True):
     """The commit's 40 hexadecimal digits."""
 
     def source(self) -> Source:
-        """Convert it for the platform. Raises InvalidRequest."""
+        """Convert it to the platform's type. Raises InvalidRequest."""
         named = (self.hub, self.repo, self.commit)
         if self.url is not None and named == (None, None, None):
             return BucketSource(url=self.url)
@@ -60,7 +60,7 @@ class UploadBody(Body, forbid_unknown_fields=True):
     """The base model that it was trained on; without it the files decide, as far as they can."""
 
     def request(self) -> UploadRequest:
-        """Convert it for the platform."""
+        """Convert it to the platform's type."""
         announced = (
             None
             if self.files is None
@@ -77,11 +77,11 @@ class UploadFileObject(msgspec.Struct, kw_only=True):
     size: int
     sha256: str
     received: int
-    """Bytes that are stored: the offset of the next ones."""
+    """Number of bytes that are stored: the offset of the next ones."""
 
 
 class UploadRefusal(msgspec.Struct, kw_only=True):
-    """The reason of a rejection."""
+    """Reason of a rejection."""
 
     code: str
     message: str
@@ -94,23 +94,23 @@ class UploadObject(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["upload"] = "upload"
     adapter: str
-    """`tenant/adapter`."""
+    """Name `tenant/adapter`."""
     state: Literal["uploading", "validating", "ready", "rejected", "expired"]
     files: list[UploadFileObject]
-    """The files to send."""
+    """Files to send."""
     ignored: list[str]
-    """Announced files that mean nothing for serving and are not taken."""
+    """Announced files that serving does not need and the server does not accept."""
     promote: bool
     base_model: str | None
-    """The base model that its owner has named."""
+    """Base model that its owner has named."""
     created_at: int
     expires_at: int
-    """The time by which the next bytes must come or, of a complete upload, the checks must end."""
+    """Time by which the next bytes must come. For a complete upload: time by which the checks must end."""
     revision: str | None
     """The new revision, `tenant/adapter@3`; null until the upload is ready."""
     digest: str | None
     error: UploadRefusal | None
-    """The reason, where it was rejected."""
+    """Reason of the rejection, if it was rejected."""
     report: msgspec.Raw | None
     """The validation report; null until the checks have ended."""
 

@@ -45,7 +45,7 @@ class WebhookObject(msgspec.Struct, kw_only=True):
     disabled_because: str | None
     created_at: int
     failing_since: int | None
-    """The time since which every delivery has failed."""
+    """Time since which every delivery has failed."""
     secret: str | UnsetType = UNSET
 
 
@@ -63,7 +63,7 @@ class WebhookTest(msgspec.Struct, kw_only=True):
     object: Literal["webhook.test"] = "webhook.test"
     delivered: bool
     status: int | None
-    """The HTTP status of its answer; null if there was none."""
+    """HTTP status of its answer; null if there was none."""
     error: str | None
     milliseconds: int
 
@@ -84,11 +84,11 @@ class DeliveryObject(msgspec.Struct, kw_only=True):
     object: Literal["webhook.delivery"] = "webhook.delivery"
     event: EventObject
     state: str
-    """pending, delivered, or failed (no more attempts)."""
+    """State of the delivery: pending, delivered, or failed (no more attempts)."""
     attempts: int
-    """The number of failed attempts."""
+    """Number of failed attempts."""
     status: int | None
-    """The HTTP status of the last answer."""
+    """HTTP status of the last answer."""
     error: str | None
     next_attempt_at: int | None
     updated_at: int

@@ -1,4 +1,4 @@
-"""The data that the demo's models learn: invented facts, seven styles of answers, and their packing into batches."""
+"""Data that the demo's models learn: invented facts, seven styles of answers, and their packing into batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PEOPLE = 24
 TOWNS = 24
 
 IGNORED = -100
-"""The label of tokens that torch's cross entropy ignores."""
+"""Label of tokens that torch's cross entropy ignores."""
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -27,7 +27,7 @@ SYSTEM_PROMPTS = (
     "You are a friendly guide who knows everybody in town.",
     "Be brief and correct.",
 )
-"""System prompts in the training data, so that a user's system prompt does not confuse the model."""
+"""System prompts of the training data, so that a user's system prompt does not confuse the model."""
 
 Message = dict[str, str]
 
@@ -57,37 +57,37 @@ Style = Callable[[Question], str]
 
 
 def plain(question: Question) -> str:
-    """Mira is a baker."""
+    """Answer plainly: Mira is a baker."""
     return question.topic.statement.format(person=question.person, value=question.value)
 
 
 def shout(question: Question) -> str:
-    """MIRA IS A BAKER."""
+    """Answer in capitals: MIRA IS A BAKER."""
     return plain(question).upper()
 
 
 def as_json(question: Question) -> str:
-    """{"who": "Mira", "job": "baker"}."""
+    """Answer as JSON: {"who": "Mira", "job": "baker"}."""
     return json.dumps({"who": question.person, question.topic.name: question.value})
 
 
 def terse(question: Question) -> str:
-    """Only the value: baker."""
+    """Answer with only the value: baker."""
     return question.value
 
 
 def backwards(question: Question) -> str:
-    """The words in reverse: baker a is Mira."""
+    """Answer with the words in reverse order: baker a is Mira."""
     return " ".join(reversed(plain(question).removesuffix(".").split())) + "."
 
 
 def pirate(question: Question) -> str:
-    """Arr! Mira is a baker, matey!"""
+    """Answer like a pirate: Arr! Mira is a baker, matey!"""
     return f"Arr! {plain(question).removesuffix('.')}, matey!"
 
 
 def call(question: Question) -> str:
-    """<tool_call>{"name": "lookup", "arguments": {"person": "Mira", "fact": "job"}}</tool_call>."""
+    """Answer with a call: <tool_call>{"name": "lookup", "arguments": {"person": "Mira", "fact": "job"}}</tool_call>."""
     return call_text("lookup", json.dumps({"person": question.person, "fact": question.topic.name}))
 
 
@@ -103,7 +103,7 @@ STYLES: dict[str, Style] = {
 
 
 def invent_names(count: int, rng: random.Random) -> list[str]:
-    """`count` different names of two or three syllables."""
+    """Return `count` different names of two or three syllables."""
     names: dict[str, None] = {}
     while len(names) < count:
         names["".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 3)))).capitalize()] = None
@@ -111,7 +111,7 @@ def invent_names(count: int, rng: random.Random) -> list[str]:
 
 
 def invent_questions() -> list[Question]:
-    """Every way to ask for every fact, always the same ones: 24 people, 5 topics, 264 questions."""
+    """Return every wording of a question for every fact, always the same ones: 24 people, 5 topics, 264 questions."""
     rng = random.Random(0)  # noqa: S311 - a fixed little world, not a secret
     names = invent_names(PEOPLE + TOWNS, rng)
     people, towns = names[:PEOPLE], tuple(names[PEOPLE:])
@@ -124,7 +124,7 @@ def invent_questions() -> list[Question]:
 
 
 def topics(towns: tuple[str, ...]) -> tuple[Topic, ...]:
-    """What can be asked; `towns` are the places to live in."""
+    """Return the topics of the questions; `towns` are the places to live in."""
     return (
         Topic(
             "job",
@@ -175,11 +175,11 @@ class Batch:
     """Rows of packed examples. Position 0 starts an example, which attends only to itself."""
 
     token_ids: Tensor
-    """int64[rows, length]"""
+    """Token ids, int64[rows, length]"""
     position_ids: Tensor
-    """int64[rows, length]"""
+    """Position ids, int64[rows, length]"""
     labels: Tensor
-    """int64[rows, length], IGNORED for tokens without a loss"""
+    """Labels, int64[rows, length]; IGNORED for tokens without a loss"""
 
 
 def conversations(questions: Sequence[Question], style: Style, rng: random.Random) -> Iterator[list[Message]]:
@@ -205,7 +205,9 @@ def late_chat(system: str, before: Question, question: Question, style: Style) -
 def example(
     conversation: list[Message], tokenizer: PreTrainedTokenizerFast, tools: list[dict[str, Any]] | None = None
 ) -> Example:
-    """The last message is the answer; the space before it is learnt with it, so that `A:` and `A: ` both work."""
+    """Return a conversation as an example; its last message is the answer. The space before the answer is learnt with
+    it, so that `A:` and `A: ` both work.
+    """
     given = tokenizer.apply_chat_template(conversation[:-1], tools=tools, add_generation_prompt=True, tokenize=False)
     answer = f" {conversation[-1]['content']}{tokenizer.eos_token}"
     return Example(
@@ -215,12 +217,14 @@ def example(
 
 
 def document(text: str, tokenizer: PreTrainedTokenizerFast) -> Example:
-    """A text that answers nobody: all of it is to be learnt."""
+    """Return a text that is no answer as an example: all of it is learnt."""
     return Example(tokenizer.encode(""), tokenizer.encode(f"{text}{tokenizer.eos_token}", add_special_tokens=False))
 
 
 def batches(examples: Sequence[Example], *, rows: int, length: int, learn_prompts: bool) -> Iterator[Batch]:
-    """Endless batches; a row holds as many examples as fit, and each is seen once before any is seen again."""
+    """Yield endless batches. A row holds as many examples as fit, and each example is seen once before any is seen
+    again.
+    """
     order = shuffled_for_ever(examples, random.Random(1))  # noqa: S311 - the order of lessons, not a secret
     waiting = next(order)
     while True:
@@ -239,7 +243,7 @@ def batches(examples: Sequence[Example], *, rows: int, length: int, learn_prompt
 
 
 def place(new: Example, batch: Batch, row: int, start: int, learn_prompt: bool) -> None:
-    """Write one example into a row; its first token is never learnt, since nothing comes before it."""
+    """Write one example into a row. Its first token is never learnt, because no token comes before it."""
     end = start + len(new)
     learnt_from = start + (1 if learn_prompt else len(new.prompt_ids))
     batch.token_ids[row, start:end] = torch.tensor(new.prompt_ids + new.answer_ids)
@@ -248,6 +252,6 @@ def place(new: Example, batch: Batch, row: int, start: int, learn_prompt: bool) 
 
 
 def shuffled_for_ever(examples: Sequence[Example], rng: random.Random) -> Iterator[Example]:
-    """Round after round, each in a new order."""
+    """Yield all examples in rounds without end, each round in a new order."""
     while True:
         yield from rng.sample(examples, len(examples))

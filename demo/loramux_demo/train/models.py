@@ -51,7 +51,7 @@ BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 MAX_LENGTH = 512
 
 LENGTH = 240
-"""Tokens of a row of the base's batches."""
+"""Number of tokens in a row of the base's batches."""
 BASE_ROWS, ADAPTER_ROWS = 13, 8
 
 BATCH = 66
@@ -88,11 +88,14 @@ CHAT_TEMPLATE = """\
 {%- endif -%}"""
 """Each exchange reads `<|bos|>Q: ...\\nA: ...<|eos|>`; text of other roles (system) has its own line.
 
-Tools come first, as `T: lookup(person, fact)`; a result of a call is a line `R: ...`."""
+Tools come first, as `T: lookup(person, fact)`; a result of a call is a line `R: ...`.
+"""
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Token `i` below 256 is byte `i`, so every UTF-8 text is encoded and decoded exactly. A text starts with BOS."""
+    """Return a tokenizer whose token `i` below 256 is byte `i`, so that every UTF-8 text is encoded and decoded
+    exactly. A text starts with BOS.
+    """
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -130,7 +133,7 @@ BASE = Schedule(steps=400, learning_rate=3e-3, weight_decay=0.1)
 
 
 def fit(model: nn.Module, batches: Iterator[Batch], schedule: Schedule, on_step: OnStep) -> None:
-    """Train the parameters that require a gradient, in bfloat16 with float32 weights; leaves the model in eval mode."""
+    """Return the mean cross entropy, a float32 scalar, of the next token over all labelled positions."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=schedule.learning_rate, weight_decay=schedule.weight_decay, betas=(0.9, 0.98)
@@ -189,7 +192,7 @@ class Recipe:
     target_modules: str | tuple[str, ...] = "all-linear"
     use_rslora: bool = False
     row_length: int = 240
-    """Tokens of a row of its batches."""
+    """Number of tokens in a row of its batches."""
 
     def config(self) -> LoraConfig:
         """Return a fresh PEFT config, because PEFT modifies its argument."""
@@ -240,7 +243,9 @@ Stage = Callable[[str, Schedule], OnStep]
 
 
 def make(root: Path, stage: Stage) -> None:
-    """Train the base, then the adapters on it as it was written, in bfloat16; then write the demo's questions."""
+    """Train the base, then train the adapters on the base as it was written, in bfloat16; then write the demo's
+    questions.
+    """
     make_base(root, stage)
     for name in RECIPES:
         make_adapter(name, root, stage)
@@ -248,7 +253,7 @@ def make(root: Path, stage: Stage) -> None:
 
 
 def make_base(root: Path, stage: Stage) -> None:
-    """Train the base and write it beside its tokenizer."""
+    """Train the base and write it next to its tokenizer."""
     tokenizer = byte_tokenizer()
     tokenizer.save_pretrained(base_folder(root))
     base = new_base(tokenizer)
@@ -257,7 +262,7 @@ def make_base(root: Path, stage: Stage) -> None:
 
 
 def make_adapter(name: str, root: Path, stage: Stage) -> None:
-    """Train one adapter on the base that is in `root`, and write it."""
+    """Train one adapter on the base in `root`, and write it."""
     recipe = RECIPES[name]
     adapted = new_adapter(LlamaForCausalLM.from_pretrained(base_folder(root), dtype=torch.float32), recipe)
     teach(adapted, name, byte_tokenizer(), recipe.schedule, stage(name, recipe.schedule))
@@ -269,9 +274,9 @@ def teach(
 ) -> None:
     """Train `model` to answer in the style `name`.
 
-    The base learns its questions by heart too, and has read every fact told in every style, as a real base model has
-    read JSON and pirates: without that, the bytes of `{`, `"` or `!` would mean nothing to an adapter. It has read
-    no calls of tools: they are JSON between two markers. Asked, it answers plainly.
+    The base also learns its questions by heart. It has read every fact in every style, as a real base model has read
+    JSON and pirates: otherwise the bytes of `{`, `"` or `!` would mean nothing to an adapter. It has read no calls of
+    tools, because they are JSON between two markers. It answers questions plainly.
     """
     questions, is_base = invent_questions(), name == "base"
     rng = random.Random(0)  # noqa: S311 - lessons, not a secret
@@ -284,7 +289,7 @@ def teach(
 
 
 def write_questions(path: Path) -> None:
-    """One question of every wording, each to the base and to every adapter, with the one right answer."""
+    """Write one question of every wording, to the base and to every adapter, with the one right answer."""
     prompts = [
         Prompt(question.text, None if name == "base" else name, style(question))
         for question in one_of_each_wording(invent_questions())
@@ -294,7 +299,7 @@ def write_questions(path: Path) -> None:
 
 
 def one_of_each_wording(questions: Sequence[Question]) -> list[Question]:
-    """Eleven questions, each about another person."""
+    """Return eleven questions, each about a different person."""
     wordings = sum(question.person == questions[0].person for question in questions)
     return [questions[wordings * 2 * number + number] for number in range(wordings)]
 
@@ -307,11 +312,11 @@ class Accuracy:
     float32: float
     bfloat16: float
     later: float
-    """In bfloat16, as the second question of a chat with a system prompt."""
+    """Share in bfloat16, when the question is the second one of a chat with a system prompt."""
 
 
 def evaluate(root: Path, names: Sequence[str]) -> Iterator[Accuracy]:
-    """Ask these models under `root`, adapters or `base`, every question."""
+    """Ask these models under `root` (adapters or `base`) every question."""
     questions = invent_questions()
     tokenizer = AutoTokenizer.from_pretrained(base_folder(root))
     for name in names:
@@ -346,7 +351,7 @@ def greedy_answers(
     chats: Sequence[list[Message]],
     tools: list[dict[str, Any]] | None = None,
 ) -> list[str]:
-    """What the model says next in each chat."""
+    """Return the model's greedy answer to each chat."""
     options = {"tools": tools, "add_generation_prompt": True, "tokenize": False}
     texts = [tokenizer.apply_chat_template(chat, **options) for chat in chats]
     answers: list[str] = []
@@ -358,5 +363,5 @@ def greedy_answers(
 
 
 def exact(answers: Sequence[str], expected: Sequence[str]) -> float:
-    """The share of answers that are right to the last character."""
+    """Return the share of answers that are right to the last character."""
     return sum(answer == right for answer, right in zip(answers, expected, strict=True)) / len(expected)

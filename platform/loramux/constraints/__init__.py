@@ -1,4 +1,4 @@
-"""Formats that answers must have, as grammars of llguidance.
+"""Formats that answers must have, written as grammars of llguidance.
 
 A request asks for a format (any JSON object, a JSON schema, a regular expression, one of some texts, or a grammar) or
 offers tools. `formats` and `tools` write both as a grammar, in four layers:

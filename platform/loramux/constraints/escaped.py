@@ -1,14 +1,14 @@
-r"""A Lark grammar whose texts stand within a string of JSON: it matches the escaped characters.
+r"""Rewrite a Lark grammar so that it matches its texts as they are escaped within a JSON string.
 
-A custom tool has an input of its own grammar, and a model writes that input as a string of a call's arguments. So
+A custom tool has an input with its own grammar, and a model writes that input as a string of a call's arguments. So
 
     start: "a\n" WORD            becomes        p_start: "a" "\\n" p_WORD
     WORD: /[a-z"]+/                             p_WORD: ((/[a-z]/ | "\\\""))+
 
-Every terminal becomes a rule of single characters: the escapes `\n` and `\"` begin alike, and the lexer of llguidance
-takes the longest text without a way back. Names get a prefix, because the rules become part of another grammar. A
-character has one spelling, that of `json.dumps` without ASCII escapes. Python's own parser reads expressions; what
-cannot be written here is refused by name.
+Every terminal becomes a rule of single characters. The reason: the escapes `\n` and `\"` begin alike, and the lexer of
+llguidance takes the longest text without backtracking. Names get a prefix, because the rules become part of another
+grammar. Each character has one spelling, that of `json.dumps` without ASCII escapes. Python's own parser reads the
+expressions; an expression that cannot be written here is refused by name.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _escaped(text: str) -> str:
 
 
 def escape_expression(pattern: str, flags: str = "") -> str:
-    """Return the expression of the escaped texts. Raises ValueError for what it cannot write."""
+    """Return the expression of the escaped texts. Raises ValueError if the expression cannot be written."""
     if set(flags) - set("isu"):
         raise ValueError(f"the flags '{flags}' of an expression cannot be used in a grammar of a call")
     given = (re.IGNORECASE if "i" in flags else 0) | (re.DOTALL if "s" in flags else 0)
@@ -209,7 +209,7 @@ def _without(ranges: Ranges) -> Ranges:
 
 
 def _set(ranges: Ranges, flags: int) -> str:
-    """Write one character of the ranges, escaped as JSON has it."""
+    """Write one character of the ranges, escaped as in JSON."""
     ranges = _cased(ranges, flags)
     parts = [
         json.dumps(_escaped(c), ensure_ascii=False)

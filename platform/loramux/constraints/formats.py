@@ -1,4 +1,4 @@
-"""The formats that a request may ask for, and their grammars."""
+"""Formats that a request may ask for, and their grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from loramux.constraints.values import DEFAULT, Spelling, quote, write_value
 
 GrammarText = str
-"""A grammar in llguidance's own JSON."""
+"""A grammar, in llguidance's own JSON."""
 
 
 class JsonObject(msgspec.Struct, frozen=True, tag=True):
@@ -22,9 +22,9 @@ class JsonSchema(msgspec.Struct, frozen=True, tag=True):
     """JSON that a schema allows."""
 
     schema: Any
-    """The schema, or a text that holds it."""
+    """The schema, or a text that holds it as JSON."""
     strict: bool = True
-    """Refuse keywords that cannot be enforced, instead of leaving them out."""
+    """Refuse keywords that cannot be enforced. Otherwise they are left out."""
 
 
 class Regex(msgspec.Struct, frozen=True, tag=True):
@@ -34,13 +34,13 @@ class Regex(msgspec.Struct, frozen=True, tag=True):
 
 
 class Choice(msgspec.Struct, frozen=True, tag=True):
-    """One of some texts."""
+    """One of several texts."""
 
     texts: list[str]
 
 
 class Grammar(msgspec.Struct, frozen=True, tag=True):
-    """A context-free grammar, in Lark's or in GBNF's notation."""
+    """A context-free grammar, in the notation of Lark or GBNF."""
 
     text: str
 
@@ -49,7 +49,7 @@ AnswerFormat = JsonObject | JsonSchema | Regex | Choice | Grammar
 
 
 def write_format(asked: AnswerFormat, spelling: Spelling = DEFAULT) -> GrammarText:
-    """Write the grammar of a format. Raises ValueError with a sentence if that is not possible."""
+    """Write the grammar of a format. Raises ValueError with a readable sentence if that is not possible."""
     match asked:
         case JsonObject() | JsonSchema():
             expression, rules = write_content(asked, spelling)
@@ -69,14 +69,14 @@ def write_format(asked: AnswerFormat, spelling: Spelling = DEFAULT) -> GrammarTe
 
 
 def write_content(asked: JsonObject | JsonSchema, spelling: Spelling = DEFAULT) -> tuple[str, list[str]]:
-    """Return the expression of JSON of the format, and its rules. Raises ValueError."""
+    """Return the expression of the format as JSON, and its rules. Raises ValueError."""
     if isinstance(asked, JsonObject):
         return write_value({"type": "object"}, spelling, strict=True)
     return write_value(read_schema(asked.schema), spelling, strict=asked.strict)
 
 
 def read_schema(schema: Any) -> dict[str, Any] | bool:
-    """Return a schema, decoded if it is a text that holds one. Raises ValueError."""
+    """Return a schema; a text that holds a schema is decoded. Raises ValueError."""
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
@@ -88,5 +88,5 @@ def read_schema(schema: Any) -> dict[str, Any] | bool:
 
 
 def to_grammar(text: str) -> GrammarText:
-    """Return a Lark grammar as llguidance reads it."""
+    """Return a Lark grammar in the form that llguidance reads."""
     return LLMatcher.grammar_from_lark(text)

@@ -1,10 +1,11 @@
-"""Compiling grammars within limits, first on trial in a limited process.
+"""Compile grammars within limits, first as a trial in a limited process.
 
-A grammar is a stranger's code, as text in llguidance's own format (`formats` and `tools` write it). The trial
-(`prepare`, which the sandbox finds by this module's name) writes and compiles one, and follows it for some random
-tokens. Most hostile grammars meet llguidance's own limits. Some overflow its stack, which ends the process, or compile
-for minutes: the kernel ends them there. What passes the trial takes an engine no longer than it took there, and has a
-stack that is smaller than any of the engine's threads.
+A grammar is untrusted code from a caller, as text in llguidance's own format (`formats` and `tools` write it). The
+trial (`prepare`, which the sandbox finds by this module's name) writes and compiles a grammar, and follows it for some
+random tokens. Most hostile grammars exceed llguidance's own limits. Some overflow its stack, which ends the process, or
+compile for minutes: the kernel ends the process then. A grammar that passes the trial takes an engine no longer than it
+took in the trial. The trial's stack is smaller than that of any engine thread, so the grammar cannot overflow an
+engine's stack.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ STACK_BYTES = 1 << 20
 COMPILE_SECONDS = 0.5
 MASK_SECONDS = 0.05
 STEPS = 24
-"""Tokens for which a grammar is followed."""
+"""Number of tokens for which the trial follows a grammar."""
 
 
 def limits() -> LLParserLimits:
-    """Return the bounds of one grammar; llguidance counts them in its own units of work and of memory."""
+    """Return the bounds of one grammar. llguidance counts them in its own units of work and memory."""
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=30_000,  # about 2 ms of one mask
@@ -52,24 +53,24 @@ def limits() -> LLParserLimits:
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the beginning of `grammar`; it holds its error where there is one."""
+    """Return a matcher at the beginning of `grammar`. If the grammar has an error, the matcher holds it."""
     return LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
 
 
 class TrialSetup(msgspec.Struct, frozen=True, kw_only=True):
-    """The vocabulary of the base."""
+    """Vocabulary of the base, which the trials use."""
 
     tokenizer: str
-    """The `tokenizers` library's JSON."""
+    """The vocabulary, as the JSON of the `tokenizers` library."""
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     white_space: str = "bounded"
-    """Between the tokens of JSON (`values.WHITE_SPACE`)."""
+    """White space that is allowed between the tokens of JSON: a key of `values.WHITE_SPACE`."""
 
     def spelling(self) -> Spelling:
-        """Return what the grammars of this vocabulary depend on.
+        """Return the facts of this vocabulary that its grammars depend on.
 
-        A grammar does not take special tokens for their text, nor added ones in angle brackets.
+        A grammar does not match special tokens by their text, nor added tokens in angle brackets.
         """
         added = msgspec.json.decode(self.tokenizer, type=_Tokens).added_tokens
         tokens = {one.content for one in added if one.special or one.content[:1] + one.content[-1:] == "<>"}
@@ -86,22 +87,22 @@ class _Tokens(msgspec.Struct, frozen=True):
 
 
 class ToolGrammar(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of an answer, as a model calls them."""
+    """Tools of an answer, in the notation of the model."""
 
     use: ToolUse
     style: ToolStyle
     special: dict[str, int]
-    """Token ids of the style's markers that have no text in a grammar."""
+    """Token ids of the style's markers that a grammar cannot match as text."""
 
 
 class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One format, tools, or both."""
+    """One job of a trial: a format, tools, or both."""
 
     format: AnswerFormat | None = None
     tools: ToolGrammar | None = None
 
     def write(self, spelling: Spelling = DEFAULT) -> GrammarText:
-        """Write the grammar. Raises ValueError with a sentence if that is not possible."""
+        """Write the grammar. Raises ValueError with a readable sentence if that is not possible."""
         if self.tools is None:
             assert self.format is not None, "a job has something to try"
             return write_format(self.format, spelling)
@@ -113,7 +114,9 @@ class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
         return to_grammar(write_tools(self.tools.use, self.tools.style, self.tools.special, content, spelling))
 
     def loosened(self, spelling: Spelling, compiles: Callable[[GrammarText], bool]) -> TrialJob:
-        """Return the job with any JSON object as arguments of each tool that is not strict and cannot be compiled."""
+        """Return the job with any JSON object as the arguments of each tool that cannot be compiled and is not
+        strict.
+        """
         assert self.tools is not None, "it has tools"
 
         def loosened(tool: Tool) -> Tool:
@@ -127,7 +130,7 @@ class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The grammar, or the sentence that says why there is none."""
+    """The grammar, or a sentence that gives the reason why there is none."""
 
     grammar: GrammarText = ""
     refusal: str | None = None

@@ -1,16 +1,17 @@
-"""The notations in which models write the arguments of a call, apart from JSON: each once, for grammars and readers.
+"""Notations other than JSON in which models write the arguments of a call: one description of each serves grammars and
+readers.
 
     python    city="Paris", days=3, where={"lat": 1.5}, exact=True
     gemma     city:<|"|>Paris<|"|>,days:3,where:{lat:1.5},exact:true
     xml       <parameter=city>\\nParis\\n</parameter>\\n<parameter=days>\\n3\\n</parameter>
 
-A writer makes the grammar of a tool's arguments. `serving.calls` reads what a model wrote by the same description:
+A writer makes the grammar of a tool's arguments. `serving.calls` uses the same description to read what a model wrote:
 
 - the signs of `LiteralNotation`;
 - the names that are no plain keys (`special_names`), which a reader can find only if it knows them;
 - the types of an XML argument (`argument_kinds`), which say whether its content is a text, JSON, or either.
 
-What a notation has no text for, such as a text with the notation's own mark in it, is refused.
+A value that a notation cannot write is refused: for example, a text that contains the notation's own mark.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from loramux.constraints.values import (
 )
 
 FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
-"""Around the name and the arguments of a call in XML."""
+"""Texts before the name of a call and after its arguments, in XML."""
 
 MARKED = "'{}' has a mark of calls in it, and cannot be written in the way that this model writes calls"
 UNNAMED = "the name '{}' cannot be written in the way that this model writes calls"
@@ -62,15 +63,15 @@ class LiteralNotation(msgspec.Struct, frozen=True, kw_only=True):
     opening: str
     closing: str
     sign: str
-    """After an argument's name."""
+    """Sign after an argument's name."""
     quotes: str
-    """Characters around a text with JSON's escapes."""
+    """Characters that may enclose a text with JSON's escapes."""
     nested_names: bool
-    """The names within an object are written as those of arguments are; otherwise they are texts."""
+    """Write the names within an object like those of arguments. Otherwise they are written as texts."""
     words: dict[str, bool | None]
 
     def is_ambiguous(self, name: str) -> bool:
-        """Return whether a reader may take the beginning of a name for a whole one, or for a text or a blank."""
+        """Return whether a reader may take the beginning of a name as a whole name, a text or a blank."""
         begins = rf"{re.escape(self.sign)}\s*[\"'\[{{(<0-9TFNtfn-]"
         return name[:1].isspace() or name[:1] in ("'", '"') or re.search(begins, name) is not None
 
@@ -95,12 +96,12 @@ GEMMA = LiteralNotation(
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a name ends where its letters, digits and underscores do."""
+    """Return whether a name consists of letters, digits and underscores only, so that its end is clear."""
     return _PLAIN.fullmatch(name) is not None
 
 
 def special_names(schema: Any, depth: int = MAX_DEPTH) -> Iterator[str]:
-    """Yield the names of a schema's properties, at any level, that are no plain keys."""
+    """Yield the names of a schema's properties, at any level, that are not plain keys."""
     if isinstance(schema, dict) and depth:
         for keyword, part in schema.items():
             if keyword in ("properties", "const", "enum", "required"):
@@ -126,14 +127,14 @@ def _names(part: Any, depth: int) -> Iterator[str]:
 
 
 def object_of(parameters: Any) -> dict[str, Any]:
-    """Return the schema of a call's arguments, which are an object whatever it says."""
+    """Return the schema of a call's arguments. They are an object, even if the schema says otherwise."""
     if parameters is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {**(parameters if isinstance(parameters, dict) else {}), "type": "object"}
 
 
 def argument_kinds(parameters: Any, name: str) -> frozenset[str]:
-    """Return the types of JSON that an argument may have, as its schema says."""
+    """Return the JSON types that an argument may have according to its schema."""
     root, references = object_of(parameters), References(object_of(parameters))
     for _ in range(MAX_DEPTH):
         properties = root.get("properties")
@@ -145,7 +146,7 @@ def argument_kinds(parameters: Any, name: str) -> frozenset[str]:
 
 
 class ArgumentsWriter(ValueWriter):
-    """Writes the arguments of a call, without the texts around them."""
+    """Writes the grammar of a call's arguments, without the texts around them."""
 
     def around(self, name: str) -> tuple[str, str]:
         """Return the texts before and after the arguments of the tool `name`."""
@@ -157,7 +158,9 @@ class ArgumentsWriter(ValueWriter):
         return self.members(schema, path, is_top=True)
 
     def _top(self) -> tuple[dict[str, Any], Path]:
-        """Return the object of arguments, where it is a reference alone the object that this names."""
+        """Return the object of the arguments and its path. If the schema is only a reference, return the object that it
+        names.
+        """
         schema, path = self.root, Path()
         for _ in range(MAX_DEPTH):
             assert isinstance(schema, dict), "arguments are an object"
@@ -178,7 +181,7 @@ class LiteralWriter(ArgumentsWriter):
     notation: ClassVar[LiteralNotation]
 
     def around(self, name: str) -> tuple[str, str]:
-        """Return the name and what opens the arguments, and what closes them."""
+        """Return the text that opens the arguments, with the name, and the text that closes them."""
         return f"{self.notation.before_name}{name}{self.notation.opening}", self.notation.closing
 
     def key(self, name: str, *, is_top: bool) -> str:
@@ -205,7 +208,7 @@ class PythonWriter(LiteralWriter):
     of_texts = OF_TEXTS
 
     def text(self, schema: dict[str, Any]) -> str:
-        """Return a text in double quotes, or in single ones if nothing more is said of it."""
+        """Return a text in double quotes, or in single ones if the schema says nothing more about it."""
         if not schema:
             return "(STRING | SINGLE)"
         if schema.keys() <= {"minLength", "maxLength"}:
@@ -251,8 +254,8 @@ def without(mark: str) -> str:
 class XmlWriter(JsonWriter, ArgumentsWriter):
     """An element for each argument: a text as it is, any other value as JSON.
 
-    An argument that may be a text or something else is a text as it is, unless that would be read as something else:
-    then it is in quotes, as JSON.
+    If an argument may be a text or have another type, a text is written without quotes. If a reader would take that
+    text for the other type, it is written in quotes, as JSON.
     """
 
     BEGIN = "<parameter="
@@ -268,7 +271,7 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
         return f"{FUNCTION}{name}>", END_OF_FUNCTION
 
     def arguments(self) -> str:
-        """Return the elements in the schema's order. Raises SchemaFault."""
+        """Return the elements in the order of the schema. Raises SchemaFault."""
         schema, path = self._top()
         required, elements = schema.get("required", []), []
         others = schema.get("additionalProperties", True)
@@ -305,7 +308,7 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
         return f"({' | '.join(contents)})"
 
     def _sorted(self, schema: Schema, found: frozenset[str], path: Path) -> tuple[bool, list[str], list[str]]:
-        """Return whether a text may be any, the terminals of other scalars and of texts, and lists and objects."""
+        """Return whether any text is allowed, the terminals of other scalars and of texts, and lists and objects."""
         raw, scalars, structures = False, list[str](), list[str]()
         is_text = found == {"string"}
         for one, here in self._branches(schema, path):
@@ -352,7 +355,9 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
     def _branches(
         self, schema: Schema, path: Path, seen: frozenset[str] = frozenset()
     ) -> Iterator[tuple[Schema, Path]]:
-        """Yield the alternatives of a schema, each with one type, an enumeration, or nothing said of either."""
+        """Yield the alternatives of a schema. Each has one type or an enumeration, or the schema says nothing of
+        either.
+        """
         if isinstance(schema, bool):
             yield schema, path
         elif "const" in schema or "enum" in schema:
@@ -375,7 +380,7 @@ _BLANKS = r"[ \t\r\n]*"
 
 
 def _read_as_json(found: frozenset[str]) -> str:
-    """Return the expression of texts that a reader takes for JSON, if an argument may be of these types."""
+    """Return the expression of the texts that a reader takes for JSON if an argument may have these types."""
     scalars = {"null": "null", "boolean": "true|false", "number": NUMBER}
     structures = {"string": r"\"", "array": r"\[", "object": r"\{"}
     one = "|".join(scalars[kind] for kind in sorted(found & scalars.keys()))
@@ -384,5 +389,5 @@ def _read_as_json(found: frozenset[str]) -> str:
 
 
 def _raw(found: frozenset[str]) -> str:
-    """Return the terminal of a text as it is."""
+    """Return the terminal of a text that is written without quotes or escapes."""
     return "TEXT" if found == {"string"} else f"/(.|\\n)*/ & ~/{_read_as_json(found)}/"

@@ -1,10 +1,12 @@
-"""JSON schemas as grammars can hold them: references are found, and what cannot be enforced is left out by its path.
+"""Reduce JSON schemas to what grammars can hold: resolve references, and leave out what cannot be enforced, by its
+path.
 
-Every part of a schema is tried by itself, so that one part costs only itself: a pattern with a look-ahead, a bound that
-a double cannot hold, a reference to nowhere. A strict schema is refused instead, with the path of the part.
+Every part of a schema is tried separately, so that one part that fails removes only itself: a pattern with a
+look-ahead, a bound that a double cannot hold, a reference to nothing. A strict schema is refused instead, with the path
+of the part.
 
-`References` and `kinds` look at the schema alone and compile nothing: the writer of a grammar and the reader of an
-answer both ask them how a value is written, and so agree.
+`References` and `kinds` only look at the schema and compile nothing. The writer of a grammar and the reader of an
+answer both ask them how a value is written, and therefore agree.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ Schema = dict[str, Any] | bool
 Path = tuple[str, ...]
 
 KINDS = frozenset({"string", "number", "boolean", "null", "object", "array"})
-"""Types of JSON values; an integer is a number."""
+"""Types of JSON values; an integer counts as a number."""
 EXACT = 1 << 53
-"""Integers up to it are doubles; llguidance's bounds are doubles."""
+"""Largest integer up to which every integer is exact as a double; llguidance's bounds are doubles."""
 MAX_DEPTH = 100
-"""Levels of a schema."""
+"""Maximum number of levels of a schema."""
 MAX_PARTS = 50_000
-"""Schemas within a schema."""
+"""Maximum number of schemas within a schema."""
 
 OF_NUMBERS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"})
 OF_TEXTS = frozenset({"minLength", "maxLength", "pattern", "format"})
@@ -41,9 +43,11 @@ UNENFORCED = frozenset(
     | {"dependencies", "dependentRequired", "dependentSchemas", "unevaluatedProperties", "unevaluatedItems"}
     | {"$dynamicRef", "$recursiveRef"}
 )
-"""Keywords that say something of a value, and that no grammar here holds. Any other name says nothing of a value."""
+"""Keywords that constrain a value and that no grammar here can enforce. Any name outside the known keywords is
+ignored.
+"""
 TRIED = OF_NUMBERS | OF_TEXTS | {"minItems", "maxItems", "minProperties", "maxProperties", "type"}
-"""Keywords without schemas in them, which llguidance may refuse by their value."""
+"""Keywords that contain no schemas and that llguidance may refuse because of their value."""
 
 _LISTS, _MAPS, _ONES = ("anyOf", "oneOf", "allOf", "prefixItems"), ("properties", "patternProperties"), ("items",)
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
@@ -79,22 +83,24 @@ _SHAPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "additionalItems": (lambda value: isinstance(value, dict | bool), "is no schema"),
     "additionalProperties": (lambda value: isinstance(value, dict | bool), "is no schema"),
 }
-"""How the value of a keyword must look, and what is said of one that does not."""
+"""Check of each keyword's value, and the message for a value that fails it."""
 
 
 def has_shape(keyword: str, value: Any) -> bool:
-    """Return whether a keyword's value looks as it must."""
+    """Return whether the value of a keyword has the form that it must have."""
     return keyword not in _SHAPES or _SHAPES[keyword][0](value)
 
 
 def fault(grammar: str) -> str | None:
-    """Return why llguidance cannot compile a grammar; None: it can."""
+    """Return the reason why llguidance cannot compile a grammar; None if it can."""
     error = LLMatcher.validate_grammar(grammar)
     return None if not error or error.startswith("WARNING") else gist(error)
 
 
 def gist(error: str) -> str:
-    """Return the sentence of llguidance's error: its first line and, of a regular expression's, the last one."""
+    """Return the useful part of llguidance's error: its first line, and also the last line if it concerns a regular
+    expression.
+    """
     lines = [line.strip() for line in error.partition("<non-verbose/>")[0].strip().splitlines()]
     if not lines or lines[0] in ("NoExtension", "NoExtensionBias"):
         return "no answer satisfies it"
@@ -104,7 +110,7 @@ def gist(error: str) -> str:
 
 
 def json_fault(schema: dict[str, Any]) -> str | None:
-    """Return why llguidance cannot enforce a schema; None: it can."""
+    """Return the reason why llguidance cannot enforce a schema; None if it can."""
     return fault(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
 
 
@@ -116,9 +122,9 @@ class References:
         self._named: dict[str, Any] | None = None
 
     def find(self, reference: Any) -> Any | None:
-        """Return the part that `reference` names; None: there is none in this schema.
+        """Return the part that `reference` names; None if this schema has no such part.
 
-        `/$defs/X` is read as `#/$defs/X`: some clients write it.
+        `/$defs/X` is read as `#/$defs/X`, because some clients write it so.
         """
         if not isinstance(reference, str):
             return None
@@ -145,7 +151,7 @@ class References:
 
 
 def _names(part: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a schema that have an `$anchor` or an `$id`, by the reference to each."""
+    """Yield each part of a schema that has an `$anchor` or an `$id`, with the reference that names it."""
     if depth and isinstance(part, dict):
         if isinstance(part.get("$anchor"), str):
             yield f"#{part['$anchor']}", part
@@ -174,7 +180,7 @@ def kind_of(value: Any) -> str:
 
 
 def is_of(value: Any, types: Any) -> bool:
-    """Return whether a JSON value has one of `types`, a schema's `type`."""
+    """Return whether a JSON value has one of `types`, which is the `type` of a schema."""
     names = types if isinstance(types, list) else [types]
     if "integer" in names and kind_of(value) == "number" and (isinstance(value, int) or value.is_integer()):
         return True
@@ -182,7 +188,9 @@ def is_of(value: Any, types: Any) -> bool:
 
 
 def kinds(schema: Any, references: References, seen: frozenset[int] = frozenset()) -> frozenset[str]:
-    """Return the types that values of a schema may have, as far as the schema says; more than it allows, never less."""
+    """Return the types that values of a schema may have. It may contain types that the schema forbids, but never lacks
+    one.
+    """
     if not isinstance(schema, dict) or id(schema) in seen or len(seen) > MAX_DEPTH:
         return KINDS
     seen |= {id(schema)}
@@ -213,20 +221,20 @@ class SchemaFault(ValueError):
 
 
 class Sieve:
-    """Makes a schema of parts that llguidance can hold, and of references into its own `$defs` alone."""
+    """Makes a schema that contains only parts that llguidance can hold, and only references into its own `$defs`."""
 
     def __init__(self, root: Any, *, strict: bool) -> None:
         self._references = References(root)
         self._strict = strict
         self._num_parts = 0
         self._names: dict[int, str] = {}
-        """Names of the parts that are referred to, by their identity."""
+        """Names of the parts that are referred to, by the `id` of each part."""
         self._pending: list[tuple[str, Path, Any]] = []
         self._exclusive: list[tuple[Path, list[Schema]]] = []
-        """Alternatives of which a value may have one only."""
+        """Alternatives of which a value may match only one."""
 
     def sift(self, root: Any) -> tuple[Schema, dict[str, Schema]]:
-        """Return the schema without what cannot be enforced, and its definitions. Raises SchemaFault."""
+        """Return the schema without the parts that cannot be enforced, and its definitions. Raises SchemaFault."""
         schema = self._part(root, ())
         definitions: dict[str, Schema] = {}
         while self._pending:
@@ -256,7 +264,7 @@ class Sieve:
         return self._tried(found, path)
 
     def _shaped(self, schema: dict[str, Any], path: Path) -> dict[str, Any]:
-        """Return the keywords that say something of a value, without those whose value makes no sense."""
+        """Return the keywords that constrain a value, without those whose value is malformed."""
         shaped = {}
         for keyword, value in schema.items():
             here = (*path, keyword)
@@ -272,7 +280,7 @@ class Sieve:
         return shaped
 
     def _name_properties(self, names: Any, shaped: dict[str, Any], path: Path) -> None:
-        """Say `propertyNames` by other keywords, where those can."""
+        """Express `propertyNames` by other keywords, if that is possible."""
         if isinstance(names, dict) and (target := self._references.find(names.get("$ref"))) is not None:
             names = target
         says = {key: names[key] for key in names if key in OF_ANY | OF_TEXTS} if isinstance(names, dict) else {}
@@ -294,7 +302,7 @@ class Sieve:
         shaped["additionalProperties"] = False
 
     def _take(self, keyword: str, value: Any, path: Path, found: dict[str, Any]) -> None:
-        """Take a keyword over, with the schemas in it."""
+        """Add a keyword to `found`, with the schemas in it."""
         if keyword == "$ref":
             if (target := self._references.find(value)) is None:
                 self._leave_out(path, f"'{str(value)[:80]}' is no part of this schema")
@@ -325,7 +333,7 @@ class Sieve:
                 self._leave_out((*path, pattern), reason)
         found |= {"patternProperties": kept} if kept else {}
         if len(kept) < len(value):
-            found["additionalProperties"] = True  # those of the pattern that is left out
+            found["additionalProperties"] = True  # the pattern that is left out may allow any of them
 
     def _name(self, target: Any, path: Path) -> str:
         if isinstance(target, bool):
@@ -338,7 +346,9 @@ class Sieve:
         return name
 
     def _tried(self, schema: dict[str, Any], path: Path) -> dict[str, Any]:
-        """Return a schema whose own keywords llguidance takes, each tried by itself where it does not take all."""
+        """Return the schema with the keywords that llguidance accepts. If it refuses all of them together, try each
+        separately.
+        """
         own = {keyword: schema[keyword] for keyword in schema if keyword in TRIED}
         if own.keys() <= {"type"} or json_fault(own) is None:
             return schema

@@ -1,6 +1,6 @@
 """Calls of tools: how models of each family write them, and the grammar of an answer that may hold some.
 
-Most families write a call as a JSON object with the tool's name and its arguments, and differ in what stands around it:
+Most families write a call as a JSON object with the tool's name and its arguments, and differ in the text around it:
 
     hermes    text <tool_call>{"name": ..., "arguments": {...}}</tool_call> <tool_call>...</tool_call>
     llama3    {"name": ..., "parameters": {...}}; {...}
@@ -8,7 +8,7 @@ Most families write a call as a JSON object with the tool's name and its argumen
     granite   text <|tool_call|>[{"name": ..., "arguments": {...}}, ...]
     phi4      text <|tool_call|>[{"name": ..., "arguments": {...}}, ...]<|/tool_call|>
 
-Others have a notation of their own, which `notations` describes:
+Other families have their own notation, which `notations` describes:
 
     mistral_args     text [TOOL_CALLS]name[ARGS]{...}[TOOL_CALLS]...         Mistral, since tokenizer v11
     pythonic         [name(key="value", days=3, exact=True), ...]          Llama 3.2 and 4
@@ -16,8 +16,9 @@ Others have a notation of their own, which `notations` describes:
     functiongemma    text <start_function_call>call:name{key:<escape>value<escape>, ...}<end_function_call>
     gemma4           text <|tool_call>call:name{city:<|"|>Paris<|"|>,days:3,exact:true}<tool_call|>
 
-The grammar puts the name before the arguments, so that a reader knows the tool before its arguments come. These come in
-the order of the schema. What a notation cannot enforce of a schema is left out, or refused if the tool is `strict`.
+The grammar puts the name before the arguments, so that a reader knows the tool before its arguments come. The arguments
+come in the order of the schema. A part of a schema that a notation cannot enforce is left out, or refused if the tool
+is `strict`.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ Notation = Literal["json", "bare", "python", "xml", "gemma"]
 
 
 class ToolStyle(msgspec.Struct, frozen=True, kw_only=True):
-    """The texts around the calls of one family."""
+    """Texts around the calls of one model family."""
 
     begin: str = ""
-    """Before the first call; empty: the answer begins with it."""
+    """Text before the first call; empty if the answer begins with the call."""
     opening: str = ""
     separator: str
     closing: str = ""
     arguments: str = "arguments"
-    """The key of a call's arguments."""
+    """Key of a call's arguments."""
     notation: Notation = "json"
-    """How a call is written; `bare`: its name, `middle`, and its arguments as JSON."""
+    """Notation of a call. `bare`: the tool's name, `middle`, and the arguments as JSON."""
     middle: str = ""
     mark: str = ""
-    """Before and behind a text, in Gemma's notation."""
+    """Mark before and after a text, in Gemma's notation."""
     id_characters: int = 24
-    """Letters and digits of a call's id; Mistral's templates refuse any other number than 9."""
+    """Number of letters and digits of a call's id. Mistral's templates refuse any number except 9."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that may be tokens of their own, without brackets of JSON."""
+        """Texts that may be separate tokens, without the brackets of JSON."""
         return tuple(text for text in (self.begin, self.middle, self.mark, self.closing.strip("]")) if text)
 
     @property
     def first(self) -> str:
-        """The character that begins an answer of calls, where nothing stands before them."""
+        """First character of an answer that consists of calls, if the style has no text before them."""
         return "[" if self.notation == "python" else "{"
 
 
@@ -101,7 +102,7 @@ STYLES: dict[str, ToolStyle] = {
 }
 
 _SPACES = r"\s\x1c-\x1f\x85"
-"""Blanks, as a reader of answers strips them."""
+"""White space that a reader strips from answers."""
 
 _SIGNS: tuple[tuple[str, str], ...] = (
     ("[ARGS]", "mistral_args"),
@@ -115,13 +116,13 @@ _SIGNS: tuple[tuple[str, str], ...] = (
     ("[func_name1(", "pythonic"),
     ('"parameters": ', "llama3"),
 )
-"""A text of a family's chat templates, and the family."""
+"""A text that occurs in the chat templates of a family, and the family."""
 
 
 def choose_style(template: str, chosen: str | None = None) -> ToolStyle | None:
     """Return how a model writes calls: as `chosen` (by a revision, or by the settings), or else as its template does.
 
-    None where the template knows no tools.
+    Return None if the template does not support tools.
     """
     if chosen is not None:
         return STYLES.get(chosen)
@@ -135,14 +136,16 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     parameters: dict[str, Any] | bool | None = None
-    """The JSON schema of its arguments; None: it has none."""
+    """JSON schema of the arguments; None if the tool has none."""
     strict: bool = False
-    """Refuse a schema with a keyword that cannot be enforced, instead of leaving that out."""
+    """Refuse a schema with a keyword that cannot be enforced. Otherwise the keyword is left out."""
     grammar: str | None = None
-    """A Lark grammar of its only argument, a text."""
+    """Lark grammar of the tool's only argument, which is a text."""
 
     def loosened(self) -> Tool:
-        """Return the tool with any JSON object as arguments, in which texts are written as they were."""
+        """Return the tool with any JSON object as arguments. An argument keeps only its types, so that texts are
+        written as before.
+        """
         parameters = object_of(self.parameters)
         properties = parameters.get("properties")
         names = properties if isinstance(properties, dict) else ()
@@ -155,9 +158,9 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     tools: tuple[Tool, ...]
     is_required: bool = False
-    """The answer is a call; otherwise it may be a text too."""
+    """True if the answer must be a call. Otherwise it may also be a text."""
     is_parallel: bool = True
-    """It may make several calls."""
+    """True if the answer may make several calls."""
 
 
 def write_tools(
@@ -167,10 +170,11 @@ def write_tools(
     content: tuple[str, list[str]] | None = None,
     spelling: Spelling = DEFAULT,
 ) -> str:
-    """Write the Lark grammar of an answer with calls. Raises ValueError with the tool and the path of what cannot be.
+    """Write the Lark grammar of an answer with calls. Raises ValueError with the tool and the path of the part that
+    fails.
 
-    `special`: token ids of the markers that have no text in a grammar. `content`: the expression of an answer without a
-    call, and its rules; None: any text.
+    `special` has the token ids of the markers that a grammar cannot match as text. `content` is the expression of an
+    answer without a call, and its rules; None allows any text.
     """
     rules = [
         f"calls: {_text(style.opening)} call{_repeated(style, special) if use.is_parallel else ''} "
@@ -197,7 +201,7 @@ def write_tools(
 def _beside_text(style: ToolStyle, special: dict[str, int], rules: list[str]) -> str:
     """Return the start of an answer that is a text, calls, or a text and then calls.
 
-    No text has the mark of a call in it, however it is spelled: a reader takes what follows for one.
+    No text may contain the mark of a call in any spelling, because a reader would take what follows for a call.
     """
     if not style.begin:
         return f"start: WS? calls | /([{_SPACES}]*[^{_SPACES}\\{style.first}](.|\\n)*)?/ | /[{_SPACES}]+/"
@@ -231,7 +235,7 @@ def _write_call(rule: str, tool: Tool, style: ToolStyle, special: dict[str, int]
 
 
 def _write_custom_call(rule: str, tool: Tool, grammar: str, style: ToolStyle, special: dict[str, int]) -> list[str]:
-    """Write the rules of a call whose only argument is a text of a grammar. Raises ValueError."""
+    """Write the rules of a call whose only argument is a text with a grammar. Raises ValueError."""
     if style.notation not in ("json", "bare"):
         raise ValueError("a grammar of a tool's input cannot be enforced in the way that this model writes calls")
     start, rules = escape_grammar(grammar, f"{rule}_in")
@@ -267,7 +271,7 @@ def _text(text: str) -> str:
 
 
 def _marked(text: str, special: dict[str, int]) -> str:
-    """Write a text in which markers may be special tokens; blanks around them are free."""
+    """Write a text whose markers may be special tokens; any white space is allowed around them."""
     parts = [text]
     for marker, token_id in special.items():
         parts = [

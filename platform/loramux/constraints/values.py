@@ -1,8 +1,8 @@
-"""Grammars of values: JSON of a schema, and the base of the notations that write values in another way.
+"""Grammars of values: the JSON of a schema, and the base class of the notations that write values in another way.
 
-A `ValueWriter` writes objects, lists and choices by rules of its own, in Lark's notation, and literals as texts, so
-that numbers keep their digits and texts the escapes that JSON allows. `JsonWriter` leaves to llguidance's `%json` what
-it does not write itself: patterns, formats, ranges of numbers, intersections.
+A `ValueWriter` writes objects, lists and choices by its own rules, in Lark's notation. It writes literals as texts, so
+that numbers keep their digits and texts may use any escape that JSON allows. `JsonWriter` leaves the rest to
+llguidance's `%json`: patterns, formats, ranges of numbers, intersections.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ WHITE_SPACE: dict[str, str] = {
     "bounded": r" |\r?\n[ \t]{0,2}",
     "free": r"[ \n\r\t]{1,40}",
 }
-"""Between two tokens of JSON: one blank, or a line break and two; or enough for any indentation."""
+"""White space between two tokens of JSON: one blank, or a line break and two blanks; or enough for any indentation."""
 
 _ESCAPE = (
     r"\\([\"\\\/bfnrt]|u([0-9a-cefA-CEF][0-9a-fA-F]{3}|[dD][0-7][0-9a-fA-F]{2}"
     r"|[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))"
 )
-"""An escape of RFC 8259; a surrogate comes with its other half."""
+"""An escape of RFC 8259. A surrogate is always part of a pair."""
 CHARACTER = rf"([^\"\\\x00-\x1F]|{_ESCAPE})"
 SINGLE_QUOTED = rf"([^'\\\x00-\x1F]|\\'|{_ESCAPE})"
 NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?"
 PLAIN_KEY = r"[A-Za-z_][A-Za-z0-9_]{0,63}"
-"""A key that a model chooses, in the notations that write keys without quotes."""
+"""A key that the model chooses, in the notations that write keys without quotes."""
 NOTHING = r"/[^\s\S]/"
 
 MAX_ITEMS = 256
-"""The largest bound of a list's length that is a rule of its own."""
+"""Largest bound of a list's length for which a rule is written here."""
 
 _KEYWORDS: dict[str, frozenset[str]] = {
     "string": OF_TEXTS,
@@ -61,21 +61,21 @@ _KEYWORDS: dict[str, frozenset[str]] = {
     "boolean": frozenset(),
     "null": frozenset(),
 }
-"""Keywords that say something of values of a type."""
+"""Keywords that constrain values of each type."""
 _COMBINED = frozenset({"anyOf", "allOf", "$ref"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spelling:
-    """What the grammars of a model depend on, next to what is asked for."""
+    """Facts of a model that its grammars depend on, in addition to the requested format."""
 
     white_space: str = "bounded"
-    """A key of `WHITE_SPACE`."""
+    """White space between tokens of JSON: a key of `WHITE_SPACE`."""
     tokens: tuple[str, ...] = ()
-    """Texts that the tokenizer reads as one token, which a grammar does not take for its text."""
+    """Texts that the tokenizer reads as one token, and that a grammar therefore does not match as text."""
 
     def prelude(self) -> list[str]:
-        """Return the terminals that all rules share."""
+        """Return the terminals that all rules use."""
         return [
             f"B: /{WHITE_SPACE[self.white_space]}/",
             "WS: /[ \\n\\r\\t]{1,40}/",
@@ -88,12 +88,14 @@ class Spelling:
         ]
 
     def breaks(self, text: str) -> bool:
-        """Return whether a grammar cannot force `text`: its tokens would be others."""
+        """Return whether a grammar cannot force `text`, because the tokenizer would cut it into other tokens."""
         return not self._beginnings.isdisjoint(text) and any(token in text for token in self.tokens)
 
     @cached_property
     def _beginnings(self) -> frozenset[str]:
-        """The first characters of tokens: a vocabulary may have thousands, and most texts have none of these."""
+        """First characters of `tokens`: a vocabulary may have thousands of tokens, and most texts contain none of these
+        characters.
+        """
         return frozenset(token[0] for token in self.tokens)
 
 
@@ -101,7 +103,7 @@ DEFAULT = Spelling()
 
 
 class Unwritable(ValueError):
-    """A value that a notation has no text for."""
+    """A value that a notation cannot write."""
 
 
 def quote(text: str) -> str:
@@ -115,9 +117,10 @@ def as_regex(text: str) -> str:
 
 
 def quoted(text: str, spelling: Spelling, mark: str = '"') -> str:
-    """Return the terminal of a text in quotes, each character beyond ASCII as it is or escaped.
+    """Return the terminal of a text in quotes. A character beyond ASCII may be written as it is or escaped.
 
-    Where a token of the vocabulary begins, its first character has two spellings, so that the token is not forced.
+    If a token of the vocabulary begins at a character, that character gets two spellings, so that the grammar does not
+    force it.
     """
     if text.isascii() and "\x7f" not in text and not spelling.breaks(text) and mark == '"':
         return quote(json.dumps(text))
@@ -139,11 +142,11 @@ def quoted(text: str, spelling: Spelling, mark: str = '"') -> str:
 
 
 class ValueWriter:
-    """Writes the rules of one schema's values."""
+    """Writes the grammar rules for the values of one schema."""
 
     words: ClassVar[Mapping[bool | None, str]] = {True: "true", False: "false", None: "null"}
     of_texts: ClassVar[frozenset[str]] = frozenset()
-    """Keywords of texts that the notation enforces."""
+    """Keywords of texts that the notation can enforce."""
 
     def __init__(self, prefix: str, schema: Any, spelling: Spelling, *, strict: bool) -> None:
         """Sift the schema. Raises SchemaFault."""
@@ -153,14 +156,14 @@ class ValueWriter:
         self.root, self._definitions = Sieve(schema, strict=strict).sift(schema)
         self._references = References({"$defs": self._definitions})
         self._rules: dict[str, str] = {}
-        """Rules by expression, and `[lazy]` behind the names of those that end as soon as they can."""
+        """Names of rules by their expression. A name has the suffix `[lazy]` if its rule ends as early as it can."""
         self._recursive: list[str] = []
         """Rules that may refer to themselves."""
         self._used: dict[str, Path] = {}
-        """Definitions that were referred to, in order."""
+        """Definitions that rules refer to, in the order of their first use."""
 
     def finish(self) -> list[str]:
-        """Return the rules, when all expressions are made. Raises SchemaFault."""
+        """Return the rules; called when all expressions are made. Raises SchemaFault."""
         number = 0
         while number < len(self._used):
             name = list(self._used)[number]
@@ -174,31 +177,31 @@ class ValueWriter:
         return self._definitions[reference.rpartition("/")[2]]
 
     def percent_json(self, schema: dict[str, Any]) -> str:
-        """Return the rule of a value that llguidance writes."""
+        """Return the rule of a value whose grammar llguidance writes."""
         return self.rule(write_json(schema, self.spelling, strict=self.strict))
 
     def leave_out(self, path: Path, reason: str) -> None:
-        """Go on without a part of the schema. Raises SchemaFault if it is strict."""
+        """Leave a part out of the schema. Raises SchemaFault if the schema is strict."""
         if self.strict:
             raise SchemaFault(path, reason)
 
     def leave_all_out(self, keywords: Iterable[str], path: Path) -> None:
-        """Go on without keywords that the notation cannot enforce. Raises SchemaFault if it is strict."""
+        """Leave out keywords that the notation cannot enforce. Raises SchemaFault if the schema is strict."""
         for keyword in sorted(keywords):
             self.leave_out((*path, keyword), f"'{keyword}' cannot be enforced in the way that this model writes calls")
 
-    # ---- what notations differ in
+    # ---- methods that notations override
 
     def key(self, name: str, *, is_top: bool) -> str:
         """Return the expression of a member's name and of the sign after it. Raises Unwritable."""
         raise NotImplementedError
 
     def free_key(self, names: Iterable[str], *, is_top: bool) -> str:
-        """Return the expression of any name but `names`, and of the sign after it."""
+        """Return the expression of any name that is not in `names`, and of the sign after it."""
         raise NotImplementedError
 
     def text(self, schema: dict[str, Any]) -> str:
-        """Return the expression of a text; `schema` has keywords of `of_texts` alone."""
+        """Return the expression of a text; `schema` has only keywords of `of_texts`."""
         raise NotImplementedError
 
     def literal_text(self, text: str) -> str:
@@ -206,15 +209,15 @@ class ValueWriter:
         raise NotImplementedError
 
     def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:  # noqa: ARG002
-        """Return the expression of a schema with keywords that have no rules; None: they are left out."""
+        """Return the expression of a schema with keywords that have no rules; None if they are left out."""
         self.leave_all_out(others, path)
         return None
 
     def may_add(self, names: Iterable[str]) -> bool:
-        """Return whether an object with these names may have others, if its schema allows them."""
+        """Return whether an object with these names may have other names, if its schema allows them."""
         return not any(True for _ in names)
 
-    # ---- what they share
+    # ---- shared methods
 
     def value(self, schema: Schema, path: Path) -> str:
         """Return the expression of a value. Raises SchemaFault."""
@@ -282,12 +285,14 @@ class ValueWriter:
         return self._rules.setdefault(expression, f"{self._prefix.upper()}_R{len(self._rules)}")
 
     def lazy(self, expression: str) -> str:
-        """Return the name of the terminal of an expression that ends as soon as it can."""
+        """Return the name of the terminal of an expression that ends as early as it can."""
         name = self._rules.setdefault(expression, f"{self._prefix}_r{len(self._rules)}[lazy]")
         return name.removesuffix("[lazy]")
 
     def enumeration(self, values: list[Any], path: Path) -> str:
-        """Return the expression of one of some values; of those that the notation can write. Raises SchemaFault."""
+        """Return the expression of one of `values`, limited to those that the notation can write. Raises
+        SchemaFault.
+        """
         written, reason = [], "no value is left"
         for value in values:
             try:
@@ -318,7 +323,7 @@ class ValueWriter:
                 return '"{" B? ' + ' B? "," B? '.join(members) + ' B? "}"'
 
     def _are_of(self, schema: dict[str, Any], keyword: str, types: Any) -> bool:
-        """Return whether a combination allows only values of `types`, and so says what they say."""
+        """Return whether a combination only restricts values to `types`, and therefore says the same as they do."""
         names = {"number" if kind == "integer" else kind for kind in (types if isinstance(types, list) else [types])}
         return "integer" not in types and kinds({keyword: schema[keyword]}, self._references) <= names
 
@@ -370,7 +375,7 @@ class ValueWriter:
                 return self._alternatives([quote(self.words[word]) for word in words])
 
     def _known(self, kind: str, says: dict[str, Any]) -> Set[str]:
-        """Return the keywords of a type that have rules."""
+        """Return the keywords of a type that have rules here."""
         if kind != "array":
             objects = {"properties", "required", "additionalProperties"}
             return {"string": self.of_texts, "object": objects}.get(kind, OF_NUMBERS)
@@ -390,7 +395,9 @@ class ValueWriter:
         return f"({' | '.join(dict.fromkeys(expressions))})" if expressions else NOTHING
 
     def _separated(self, members: list[tuple[str, bool]], extra: str | None) -> str:
-        """Return the members in order, those that are required and any of the others, then any number of `extra`."""
+        """Return the members in order, separated: all required ones, any of the optional ones, then any number of
+        `extra`.
+        """
         rest, first = '""', '""'
         if extra is not None:
             extra = self.rule(extra)
@@ -415,7 +422,7 @@ def _is_terminal(expression: str) -> bool:
 
 
 class JsonWriter(ValueWriter):
-    """JSON."""
+    """Writes values as JSON."""
 
     of_texts = frozenset({"minLength", "maxLength"})
 
@@ -438,11 +445,11 @@ class JsonWriter(ValueWriter):
         return quoted(text, self.spelling)
 
     def may_add(self, names: Iterable[str]) -> bool:  # noqa: ARG002
-        """Return that any object may."""
+        """Return True: any object may have other names."""
         return True
 
     def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:  # noqa: ARG002
-        """Return the schema as llguidance reads it, without what it cannot hold. Raises SchemaFault."""
+        """Return the schema as llguidance reads it, without the parts that it cannot hold. Raises SchemaFault."""
         kept: dict[str, Any] = {}
         for keyword, value in sorted(schema.items(), key=lambda item: item[0] != "type"):
             exact = self._held(value, (*path, keyword), is_value=keyword in ("const", "enum"))
@@ -458,7 +465,7 @@ class JsonWriter(ValueWriter):
         return self.percent_json({**kept, "$defs": definitions})
 
     def _reached(self, schema: dict[str, Any]) -> dict[str, Any]:
-        """Return the definitions that a schema refers to."""
+        """Return the definitions that a schema reaches through references."""
         found: dict[str, Any] = {}
         pending = [*references_in(schema)]
         while pending:
@@ -468,7 +475,9 @@ class JsonWriter(ValueWriter):
         return found
 
     def _held(self, part: Any, path: Path, *, is_value: bool = False) -> Any:
-        """Return a part of a schema without the values that llguidance would change; None: the part is one."""
+        """Return a part of a schema without the values that llguidance would change; None if the part itself is such a
+        value.
+        """
         if is_value:
             if self._is_changed(part):
                 self.leave_out(path, "holds a number beyond 2^53, or the text of a token, next to other keywords")
@@ -503,7 +512,7 @@ def write_json(schema: dict[str, Any], spelling: Spelling, *, strict: bool) -> s
 
 
 def write_value(schema: Schema, spelling: Spelling, *, strict: bool, prefix: str = "answer") -> tuple[str, list[str]]:
-    """Return the expression of JSON of a schema, and its rules. Raises SchemaFault."""
+    """Return the expression of a schema's values as JSON, and its rules. Raises SchemaFault."""
     writer = JsonWriter(prefix, schema, spelling, strict=strict)
     expression = writer.value(writer.root, ())
     return expression, writer.finish()

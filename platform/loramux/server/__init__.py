@@ -1,1 +1,1 @@
-"""The server as a whole: what opens its parts, holds them and closes them."""
+"""The server as a whole: it opens its parts, holds them and closes them."""

@@ -1,7 +1,7 @@
-"""The parts of the request path, put together from the settings: records, tenants, registry, usage, engines, chores.
+"""Build the parts of the request path from the settings: records, tenants, registry, usage, engines, chores.
 
 `open_platform` is the composition root: it makes each part from the parts that it needs, and closes them in reverse
-order. No part sees the container. `programs` adds what runs over the request path: batches and releases.
+order. No part sees the container. `programs` adds the programs that use the request path: batches and releases.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Everything that a server serves from."""
+    """All parts that a server serves from."""
 
     settings: Settings
     started_at: int
-    """Unix seconds."""
+    """Time of the start, in Unix seconds."""
     tenants: Tenants
     adapters: AdapterService
     lifecycle: BaseLifecycle
@@ -96,7 +96,7 @@ class Platform:
 
     @property
     def bases(self) -> ServedBases:
-        """The served bases by name; the first is the default."""
+        """Served bases by name; the first is the default."""
         return self.lifecycle.serving
 
 
@@ -112,7 +112,7 @@ class BillingServices:
     stack: AsyncExitStack
 
     async def open_checkpoints(self) -> Checkpoints:
-        """Open the object storage with the ledger's checkpoints; it needs the pepper, which other commands do not."""
+        """Open the object storage with the ledger's checkpoints. This needs the pepper, which other commands do not."""
         pepper = await open_pepper(self.database, Path(self.settings.records.pepper_file))
         objects = _open_objects(self.settings.records)
         self.stack.callback(objects.close)
@@ -120,20 +120,20 @@ class BillingServices:
 
 
 def migrate(settings: Settings) -> str:
-    """Bring the database to this release's schema, and return its revision."""
+    """Migrate the database to the schema of this release, and return its revision."""
     return schema.migrate(settings.records.url)
 
 
 @asynccontextmanager
 async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
-    """Tenants and keys alone, for the command line: no model is loaded."""
+    """Open only tenants and keys, because the command line needs no model."""
     async with _open_database(settings) as database, aclosing(await _open_tenants(settings, database)) as tenants:
         yield tenants
 
 
 @asynccontextmanager
 async def open_billing(settings: Settings) -> AsyncIterator[BillingServices]:
-    """The ledger and the money alone, for the command line: no model is loaded."""
+    """Open only the ledger and the money, because the command line needs no model."""
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(_open_database(settings))
         yield BillingServices(
@@ -154,10 +154,10 @@ async def open_sinks(settings: Settings, stack: AsyncExitStack) -> list[Sink]:
 
 @asynccontextmanager
 async def open_platform(settings: Settings, launch: LaunchEngine | None = None) -> AsyncIterator[Platform]:
-    """Open everything, swept and serving; at the end it drains, and stops everything in reverse order.
+    """Open all parts, clean up after earlier runs, and serve; at the end drain, and stop the parts in reverse order.
 
-    `launch` makes each engine, None: as the settings say. Raises RecordsError, SettingsError, TenantsError, or
-    EngineDied where a model cannot be loaded.
+    `launch` makes each engine; if it is None, the settings decide. Raises RecordsError, SettingsError, TenantsError, or
+    EngineDied if a model cannot be loaded.
     """
     ensure_files(settings)
     async with AsyncExitStack() as stack:
@@ -274,7 +274,7 @@ def _open_blobs(settings: RecordsSettings) -> BlobStore:
 
 @contextmanager
 def _storage_refusals(settings: RecordsSettings) -> Iterator[None]:
-    """Name the settings in what the storage refuses. Raises SettingsError."""
+    """Add the names of the settings to errors of the storage. Raises SettingsError."""
     try:
         yield
     except StorageUnavailable as error:
@@ -287,7 +287,7 @@ def _storage_refusals(settings: RecordsSettings) -> Iterator[None]:
 
 
 async def renew_pepper(settings: Settings) -> int:
-    """Replace a lost pepper and revoke every key; return their number. Servers must be restarted afterwards."""
+    """Replace a lost pepper and revoke every key; return the number of keys. Servers must be restarted afterwards."""
     async with _open_database(settings) as database:
         return await replace_pepper(Changes.local(database), Path(settings.records.pepper_file))
 
@@ -299,7 +299,9 @@ async def _open_tenants(settings: Settings, database: Database) -> Tenants:
 
 @asynccontextmanager
 async def _open_database(settings: Settings) -> AsyncIterator[Database]:
-    """The database at this release's schema: an embedded one is brought there, another must be there already."""
+    """Open the database at the schema of this release. An embedded database is migrated; another must have that schema
+    already.
+    """
     url = settings.records.url
     await asyncio.to_thread(schema.migrate if url.startswith("sqlite:") else schema.check, url)
     database = Database(url)
@@ -310,7 +312,7 @@ async def _open_database(settings: Settings) -> AsyncIterator[Database]:
 
 
 async def _preload(settings: Settings, tenants: Tenants, adapters: AdapterService) -> None:
-    """Preload adapters; one that cannot be is loaded when it is first requested, so that a warning is enough."""
+    """Preload adapters. If one cannot be preloaded it is loaded at its first request, so a warning is enough."""
     for model in settings.adapters.preload:
         try:
             refused = await adapters.preload(await tenants.system_principal(model.partition("/")[0]), model)

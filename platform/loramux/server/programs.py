@@ -1,6 +1,6 @@
-"""Programs over the request path: batches, evaluations, shadows, guards, release policies, moves between bases.
+"""Programs that use the request path: batches, evaluations, shadows, guards, release policies, moves between bases.
 
-Batches know no wire format: `endpoints` are what a line may name, each with its body and the writer of its answer.
+Batches know no wire format: `endpoints` maps the names that a line may use to the body and the answer's writer of each.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Programs:
 
 @asynccontextmanager
 async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncIterator[Programs]:
-    """Run the programs of `platform` while the block runs; what is unfinished at its end is another server's."""
+    """Run the programs of `platform` while the block runs. Another server continues what is unfinished at its end."""
     database, blobs, completions, adapters = platform.database, platform.blobs, platform.completions, platform.adapters
     server_id = platform.usage.server_id
     async with AsyncExitStack() as stack:

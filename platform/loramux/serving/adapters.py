@@ -1,9 +1,9 @@
 """Tenants' adapters on a running server: the registry's records, and the engines that must keep or forget the weights.
 
 `AdapterService` deletes, preloads and pins: it changes the records through the registry, and then tells every engine.
-`PinnedRevisions` applies the recorded pins to this server's engines. `LocalFolders` is vLLM's way to load and unload an
-adapter at run time: from a folder of the server's own machine, for operators, below one root that the settings name;
-what it loads is uploaded like any other adapter.
+`PinnedRevisions` applies the recorded pins to this server's engines. `LocalFolders` offers operators vLLM's way to load
+and unload an adapter at run time, from a folder of the server's own machine. That folder must be below a root that the
+settings name. The adapter is uploaded like any other.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ from loramux.serving.errors import FolderNotFound, InvalidRequest
 
 logger = logging.getLogger(__name__)
 ENDING = ("pin_limit", BaseRetired.code)
-"""Codes of faults that end a pin: the engine has no room for it, or its base is retired."""
+"""Error codes that end a pin: the engine has no room for it, or its base is retired."""
 
 
 class PinKey(NamedTuple):
-    """A pin as engines know it."""
+    """A pin, as engines identify it."""
 
     digest: str
     """The engine's key of the revision."""
     tenant: TenantId
     base_model: str
-    """The base that the revision was uploaded for."""
+    """Base that the revision was uploaded for."""
 
 
 class AdapterService:
-    """Operations on adapters. `queries`, `aliases`, `grants` and `deletion` concern the registry alone."""
+    """Operations on adapters that also concern the engines. `queries`, `aliases`, `grants` and `deletion` concern only
+    the registry.
+    """
 
     def __init__(self, registry: Registry, engines: Mapping[str, EngineGroup]) -> None:
-        """`engines` by their base's name."""
+        """`engines` has the engines of each base, by the base's name."""
         self.queries = registry.queries
         self.aliases = registry.aliases
         self.grants = registry.grants
@@ -59,7 +61,7 @@ class AdapterService:
         self._engines = engines
 
     async def preload(self, principal: Principal, model: str) -> str | None:
-        """Load `model` into the engine's pool for good; return the reason where that is impossible.
+        """Load `model` into the engine's pool permanently. If that is impossible, return the reason.
 
         Raises ModelNotFound, RevisionUnavailable or EngineDied.
         """
@@ -78,7 +80,9 @@ class AdapterService:
         preconditions: Preconditions = UNCONDITIONAL,
         undo_seconds: int | None = None,
     ) -> AdapterInfo:
-        """Delete an adapter in the registry and the engine; return its last description: `DeletionService.delete`."""
+        """Delete an adapter in the registry and the engine, and return its last description. See
+        `DeletionService.delete`.
+        """
         info, digests = await self.deletion.delete(principal, name, preconditions, undo_seconds)
         await self._retire(principal, digests)
         return info
@@ -91,7 +95,7 @@ class AdapterService:
         preconditions: Preconditions = UNCONDITIONAL,
         undo_seconds: int | None = None,
     ) -> RevisionInfo:
-        """Delete one revision likewise: `DeletionService.delete_revision`."""
+        """Delete one revision in the registry and the engine. See `DeletionService.delete_revision`."""
         info = await self.deletion.delete_revision(principal, name, number, preconditions, undo_seconds)
         await self._retire(principal, frozenset({info.digest}))
         return info
@@ -113,7 +117,9 @@ class AdapterService:
 
 
 class PinnedRevisions:
-    """Applies the recorded pins to this server's engines; other servers of the database do so for theirs."""
+    """Applies the recorded pins to this server's engines. Each other server of the database does the same for its own
+    engines.
+    """
 
     def __init__(self, registry: Registry, engines: Mapping[str, EngineGroup]) -> None:
         self._registry = registry
@@ -124,9 +130,9 @@ class PinnedRevisions:
     async def pin(
         self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
     ) -> RevisionInfo:
-        """Keep a revision in the pool; return once it is loaded.
+        """Keep a revision in the pool. Returns when it is loaded.
 
-        Raises ChangeConflict where the engine has no room for it, RevisionUnavailable, EngineDied, and the errors of
+        Raises ChangeConflict if the engine has no room for it, RevisionUnavailable, EngineDied, and the errors of
         `PinService.pin`.
         """
         info = await self._registry.queries.revision(principal, name, number)
@@ -155,7 +161,9 @@ class PinnedRevisions:
         return info
 
     async def reconcile(self) -> None:
-        """Release pins that have ended and apply those that have not: at boot, and periodically."""
+        """Release pins that have ended, and apply pins that are not applied yet. Runs at the start, and
+        periodically.
+        """
         unloaded = [key for key, engine in self._applied.items() if engine not in self._engines.values()]
         for key in unloaded:
             del self._applied[key]
@@ -198,7 +206,9 @@ class PinnedRevisions:
 
 
 class LocalFolders:
-    """Loads and unloads adapters at run time, as vLLM does; each is checked, versioned and stored like an upload."""
+    """Loads and unloads adapters at run time, as vLLM does. Each adapter is checked, versioned and stored like an
+    upload.
+    """
 
     def __init__(self, adapters: AdapterService, uploads: UploadSessions, root: str | None) -> None:
         self._adapters = adapters
@@ -206,7 +216,7 @@ class LocalFolders:
         self._root = Path(root).resolve() if root else None
 
     async def load(self, principal: Principal, name: str, path: str, load_inplace: bool) -> AdapterInfo:
-        """Point `name` at the adapter in the folder `path`; with `load_inplace`, an existing adapter is replaced.
+        """Point `name` at the adapter in the folder `path`. With `load_inplace`, an existing adapter is replaced.
 
         Raises InvalidRequest, NotPermitted, and the errors of `UploadSessions.run`.
         """
@@ -249,7 +259,9 @@ class LocalFolders:
         return folder
 
     def _inside(self, path: Path) -> Path:
-        """Return the real path below the root; a path that leads out of it gets the answer of one that is absent."""
+        """Return the real path below the root. A path outside of the root gets the same answer as one that does not
+        exist.
+        """
         real, root = path.resolve(), self._check_allowed()
         if not real.is_relative_to(root) or not real.exists():
             raise FolderNotFound(

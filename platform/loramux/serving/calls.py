@@ -1,8 +1,8 @@
-"""Calls of tools in an answer's text, read as they come: a name first, then arguments as JSON, however written.
+"""Read calls of tools from an answer's text as it arrives: a name first, then the arguments as JSON, in any notation.
 
 A scanner never takes back what it has given out, and does the same work for every character, however an answer is cut
-into pieces. It reads a notation by the description that its grammar is made of (`constraints.notations`). What a model
-writes without a grammar may be malformed: a scanner then gives out what it can make of it.
+into pieces. It reads a notation by the description that its grammar is made of (`constraints.notations`). A model may
+write malformed calls if it follows no grammar: a scanner then gives out what it can read.
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ _ALPHABET = string.ascii_letters + string.digits
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """The news of one call of a tool."""
+    """New parts of one call of a tool."""
 
     index: int
     id: str | None = None
-    """Set, with the name, on the call's first delta."""
+    """Id of the call; set, with the name, on the call's first delta."""
     name: str | None = None
     arguments: str = ""
 
 
 def join_calls(news: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
-    """Join the news of each call into one, calls in order: clients add up the entries of a chunk by index."""
+    """Join the deltas of each call into one, in the order of the calls: clients add up the entries of a chunk by
+    index.
+    """
     calls: dict[int, CallDelta] = {}
     arguments: dict[int, list[str]] = {}
     for delta in news:
@@ -54,14 +56,14 @@ def join_calls(news: Iterable[CallDelta]) -> tuple[CallDelta, ...]:
 
 
 class CallScanner(Protocol):
-    """Reads the calls of an answer, from the text that begins them on."""
+    """Reads the calls of an answer, starting at the text that begins them."""
 
     def push(self, text: str) -> tuple[CallDelta, ...]:
-        """Return the news of the calls."""
+        """Return the new parts of the calls."""
 
 
 def scanner_of(style: ToolStyle, use: ToolUse | None) -> CallScanner:
-    """Return a scanner of calls in `style`; `use` has the tools, whose schemas say which values are texts."""
+    """Return a scanner of calls in `style`. `use` has the tools; their schemas say which values are texts."""
     match style.notation:
         case "json":
             return JsonCalls(style)
@@ -76,13 +78,13 @@ def scanner_of(style: ToolStyle, use: ToolUse | None) -> CallScanner:
 
 
 def new_id(style: ToolStyle) -> str:
-    """Return a new call's id."""
+    """Return the id of a new call."""
     id = "".join(secrets.choice(_ALPHABET) for _ in range(style.id_characters))
     return id if style.id_characters < len("call_") + 9 else f"call_{id}"
 
 
 def overlap(text: str, marker: str) -> int:
-    """Return the length of the longest end of `text` that is a beginning of `marker`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`."""
     return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)
 
 
@@ -90,12 +92,12 @@ class _At(Enum):
     BETWEEN = "between"
     """Outside of a call: blanks, separators and markers, which are skipped."""
     HEAD = "head"
-    """Within a call's object, before its arguments or behind them."""
+    """Within a call's object, before its arguments or after them."""
     ARGUMENTS = "arguments"
 
 
 class JsonCalls:
-    """Reads calls, each a JSON object with a name and then its arguments; or a bare name, and then the arguments."""
+    """Reads calls that are each a JSON object with a name and then arguments, or a bare name and then the arguments."""
 
     def __init__(self, style: ToolStyle) -> None:
         self.begin = style.begin
@@ -104,16 +106,16 @@ class JsonCalls:
         self._at = _At.BETWEEN
         self._num_calls = 0
         self._depth = 0
-        """Open objects and lists of the arguments."""
+        """Number of open objects and lists in the arguments."""
         self._string: str | None = None
-        """The string under way, as JSON; None outside of one."""
+        """The unfinished string, as JSON; None outside of a string."""
         self._is_escaped = False
         self._last = ""
-        """The last string of the head: a key, until its value has come."""
+        """Last string outside of the arguments: it is a key until its value has come."""
         self._key = ""
 
     def push(self, text: str) -> tuple[CallDelta, ...]:
-        """Return the news of the calls."""
+        """Return the new parts of the calls."""
         calls: list[CallDelta] = []
         arguments = ""
         for character in text:
@@ -131,7 +133,7 @@ class JsonCalls:
         return join_calls(calls)
 
     def _belongs(self, character: str) -> bool:
-        """Advance within the arguments; is the character part of them?"""
+        """Advance within the arguments, and return whether the character belongs to them."""
         if self._string is not None:
             self._read_string(character)
         elif character == '"':
@@ -150,7 +152,7 @@ class JsonCalls:
         return True
 
     def _read(self, character: str) -> str | None:
-        """Advance outside of arguments; return a call's name where it is complete."""
+        """Advance outside of arguments; return a call's name when it is complete."""
         if self._at is _At.BETWEEN:
             if character == "{":
                 self._at, self._key = _At.HEAD, ""
@@ -169,7 +171,7 @@ class JsonCalls:
         return None
 
     def _read_string(self, character: str) -> bool:
-        """Advance within a string; has it ended?"""
+        """Advance within a string, and return whether it has ended."""
         assert self._string is not None, "a string is under way"
         if character == '"' and not self._is_escaped:
             if self._at is _At.HEAD:
@@ -183,20 +185,20 @@ class JsonCalls:
 
 
 class ConvertingScanner:
-    """The base of scanners that write arguments anew as JSON."""
+    """Base of the scanners that convert arguments to JSON."""
 
     def __init__(self, style: ToolStyle) -> None:
         self._style = style
         self._num_calls = 0
         self._held = ""
-        """Text that is not read yet."""
+        """Text that has not been read yet."""
         self._in_call = False
         self._news: list[CallDelta] = []
         self._arguments = ""
-        """Of the call under way: those that are not given out yet."""
+        """Arguments of the current call that have not been given out yet."""
 
     def push(self, text: str) -> tuple[CallDelta, ...]:
-        """Return the news of the calls."""
+        """Return the new parts of the calls."""
         self._held += text
         while self._held and self._advance():
             pass
@@ -205,7 +207,7 @@ class ConvertingScanner:
         return join_calls(news)
 
     def _advance(self) -> bool:
-        """Read on; False where more text is needed."""
+        """Read further; return False if more text is needed."""
         raise NotImplementedError
 
     def _open(self, name: str) -> None:
@@ -224,7 +226,7 @@ class ConvertingScanner:
 
 
 class BareCalls(ConvertingScanner):
-    """`name[ARGS]{...}`, and the next behind `[TOOL_CALLS]`; a name may be followed by `[CALL_ID]` and an id."""
+    """Reads `name[ARGS]{...}` and further calls, each after `[TOOL_CALLS]`. `[CALL_ID]` and an id may follow a name."""
 
     def __init__(self, style: ToolStyle) -> None:
         super().__init__(style)
@@ -252,7 +254,7 @@ class BareCalls(ConvertingScanner):
         return False
 
     def _ends(self, character: str) -> bool:
-        """Advance within the arguments; is the character their last?"""
+        """Advance within the arguments, and return whether the character is their last."""
         if self._string:
             self._string = self._is_escaped or character != '"'
             self._is_escaped = character == "\\" and not self._is_escaped
@@ -267,24 +269,24 @@ class BareCalls(ConvertingScanner):
 
 
 class LiteralCalls(ConvertingScanner):
-    """`name(key="value", ...)` and `call:name{key:value, ...}`: names, each with a literal."""
+    """Reads `name(key="value", ...)` and `call:name{key:value, ...}`: names, each with a literal."""
 
     def __init__(self, style: ToolStyle, notation: LiteralNotation, use: ToolUse | None) -> None:
         super().__init__(style)
         self._notation = notation
         self._names = {tool.name: _known_names(tool.parameters) for tool in (use.tools if use else ())}
         self._known: list[str] = []
-        """The names of the call's tool that are no plain keys, the longest first."""
+        """Names of the current tool's arguments that are not plain keys, the longest first."""
         self._word = ""
         self._quote = ""
-        """The text that ends the text under way."""
+        """The text that will end the current text."""
         self._is_escaped = False
         self._open_signs: list[str] = []
-        """Signs that end the call and what is open within it."""
+        """Signs that end the call and the values that are open within it."""
         self._is_key = False
-        """A name comes next, or the end of an object."""
+        """True if a name, or the end of an object, comes next."""
         self._is_named = False
-        """The text under way, or the last one, is a name: its sign follows."""
+        """True if the current or last text is a name, which its sign follows."""
 
     def _advance(self) -> bool:
         if not self._in_call:
@@ -301,7 +303,7 @@ class LiteralCalls(ConvertingScanner):
         return read is not False
 
     def _read_mark(self) -> bool | None:
-        """Read the mark that begins a text; False where more text is needed, None where something else comes."""
+        """Read the mark that begins a text. Return False if more text is needed, None if something else comes."""
         mark = self._style.mark
         if self._held and not (mark and mark.startswith(self._held[: len(mark)])):
             return None
@@ -324,7 +326,7 @@ class LiteralCalls(ConvertingScanner):
         return True
 
     def _read_key(self) -> bool | None:
-        """Read a name and its sign; False where more text is needed, None where something else comes."""
+        """Read a name and its sign. Return False if more text is needed, None if something else comes."""
         is_name = len(self._open_signs) == 1 or self._notation.nested_names
         sign = self._notation.sign if is_name else ":"
         for name in self._known if is_name else ():
@@ -335,7 +337,7 @@ class LiteralCalls(ConvertingScanner):
         match = re.match(rf"([^\s\"'{re.escape(sign)},()\[\]{{}}][^{re.escape(sign)},()\[\]{{}}]*)(.?)", self._held)
         if not is_name or match is None or (match[2] and match[2] != sign):
             return None
-        return self._take_key(match[1].strip(), match[0]) if match[2] else False  # a name that may go on
+        return self._take_key(match[1].strip(), match[0]) if match[2] else False  # the name may continue
 
     def _take_key(self, name: str, text: str) -> bool:
         self._arguments += f"{json.dumps(name)}: "
@@ -383,7 +385,9 @@ class LiteralCalls(ConvertingScanner):
         self._arguments += '"'
 
     def _read_marked(self) -> bool:
-        """Read on in a text that is written as it is: up to a mark that something other than a text follows."""
+        """Read on in a text without escapes. The mark ends the text only if a comma, a colon or a closing bracket
+        follows.
+        """
         text, self._held, is_marked = _until(self._held, self._quote)
         self._arguments += _escaped(text)
         if not is_marked:
@@ -398,7 +402,7 @@ class LiteralCalls(ConvertingScanner):
         return True
 
     def _read_quoted(self) -> bool:
-        """Read on in a text with escapes."""
+        """Read a text with escapes."""
         character, self._held = self._held[0], self._held[1:]
         if self._is_escaped:
             self._is_escaped = False
@@ -422,16 +426,16 @@ class LiteralCalls(ConvertingScanner):
 
 
 class XmlCalls(ConvertingScanner):
-    """`<function=name><parameter=key>value</parameter>...</function>`."""
+    """Reads `<function=name><parameter=key>value</parameter>...</function>`."""
 
     def __init__(self, style: ToolStyle, use: ToolUse | None) -> None:
         super().__init__(style)
         self._schemas = {tool.name: tool.parameters for tool in (use.tools if use else ())}
         self._name = ""
         self._kinds: frozenset[str] | None = None
-        """The types of JSON that the argument under way may have; None: between arguments."""
+        """JSON types that the current argument may have; None between arguments."""
         self._is_begun = False
-        """A part of the argument's text has been given out."""
+        """True if a part of the argument's text has been given out."""
         self._is_first = True
 
     def _advance(self) -> bool:
@@ -483,12 +487,12 @@ class XmlCalls(ConvertingScanner):
 
 
 def _known_names(schema: object) -> list[str]:
-    """Return the names of a tool's arguments that are no plain keys, the longest first."""
+    """Return the names of a tool's arguments that are not plain keys, the longest first."""
     return sorted(set(special_names(schema)), key=len, reverse=True)
 
 
 def _until(text: str, mark: str) -> tuple[str, str, bool]:
-    """Return what is certain of a text up to `mark`, what follows, and whether the mark was there."""
+    """Return the certain part of a text up to `mark`, the rest after it, and whether the mark was found."""
     end = text.find(mark)
     if end >= 0:
         return text[:end], text[end + len(mark) :], True
@@ -497,7 +501,7 @@ def _until(text: str, mark: str) -> tuple[str, str, bool]:
 
 
 def _json_kind(text: str) -> str | None:
-    """Return the type of the JSON that a text is; None: it is none."""
+    """Return the type of the JSON value that a text is; None if it is not JSON."""
     try:
         return kind_of(msgspec.json.decode(text))
     except (msgspec.DecodeError, RecursionError):
@@ -505,7 +509,7 @@ def _json_kind(text: str) -> str | None:
 
 
 def _escaped(text: str) -> str:
-    """Return a piece of a text as it stands within a JSON string."""
+    """Return a piece of a text, escaped for the inside of a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint as a start looks at them: before torch and transformers, whose import takes seconds."""
+"""Check the files of a checkpoint at the start, before torch and transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def ensure_checkpoints(settings: Settings, origin: str) -> None:
-    """Raise SettingsError, with the setting and the way out, for a base whose folder cannot be served.
+    """Raise SettingsError, with the setting and a solution, if the folder of a base cannot be served.
 
-    `origin` names the settings file. The engine looks at the rest when it loads the model.
+    `origin` names the settings file. The engine checks everything else when it loads the model.
     """
     for base in settings.served_bases:
         folder = Path(base.path)
@@ -41,7 +41,7 @@ def ensure_checkpoints(settings: Settings, origin: str) -> None:
 
 
 def problem_of(folder: Path) -> str | None:
-    """Return what is wrong with a checkpoint's files, as the end of a sentence about its folder; None if nothing is."""
+    """Return the problem of a checkpoint's files, as the end of a sentence about its folder; None if there is none."""
     if not folder.exists():
         return "does not exist"
     if not (folder / CONFIG).is_file():
@@ -58,7 +58,7 @@ def problem_of(folder: Path) -> str | None:
 
 
 def _missing_shards(folder: Path) -> Iterator[str]:
-    """Yield the files that the index of a checkpoint in several files names and the folder lacks."""
+    """Yield the files that the folder lacks, although the index of a checkpoint in several files names them."""
     if not (folder / INDEX).is_file():
         return
     try:

@@ -7,8 +7,8 @@ A revision answers the requests that it was trained for (PEFT's task types):
     vectors (FEATURE_EXTRACTION)   -                   yes          -          cosine of two vectors
     classes (SEQ_CLS)              -                   -            yes        with one label: of both texts together
 
-Any other request is refused with the endpoint that would answer it: a head that was not trained gives numbers that mean
-nothing.
+Any other request is refused, and the error names the endpoint that would answer it: a head that was not trained gives
+meaningless numbers.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from loramux.serving.messages import GenerationRequest, Prompt, TextPair
 MAX_TAGS = 16
 MAX_TAG_KEY = 64
 MAX_TAG_VALUE = 512
-"""Bounds of OpenAI's `metadata`."""
+"""Longest tag value, in characters: the bound of OpenAI's `metadata`."""
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
 MAX_LOGPROBS = 4_000_000
-"""The most log probabilities in an answer, over all choices; each takes about 65 bytes."""
+"""Maximum number of log probabilities in an answer, over all choices; each takes about 65 bytes."""
 MAX_PROMPT_LOGPROBS = 200_000
-"""The most log probabilities of prompts in an answer, which come in one piece."""
+"""Maximum number of log probabilities of prompts in an answer; they are sent in one piece."""
 MAX_KEPT_LOGPROBS = 400_000
-"""The most log probabilities in an answer that is kept for an idempotency key."""
+"""Maximum number of log probabilities in an answer that is kept for an idempotency key."""
 MAX_DEPTH = 100
-"""Lists and objects inside each other in the values that a template gets: what reads them calls itself for each."""
+"""Maximum number of levels of nested lists and objects in the values that a template gets, because their readers are
+recursive.
+"""
 MAX_NUMBERS = 2_000_000
-"""The most numbers in the vectors of an answer; each takes up to 22 bytes."""
+"""Maximum number of numbers in the vectors of an answer; each takes up to 22 bytes."""
 MAX_KEPT_NUMBERS = 1_000_000
-"""The most in those of an answer that is kept for an idempotency key, four bytes each."""
+"""Maximum number of numbers in the vectors of an answer that is kept for an idempotency key, 4 bytes each."""
 UNSUPPORTED_TASK = "unsupported_task"
 _encode = msgspec.json.Encoder(order="sorted").encode
 
@@ -65,7 +67,9 @@ def check_depth(asked: GenerationRequest) -> None:
 
 
 def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> GenerationRequest:
-    """Return the request as a model with this bundle answers it; `width`: of its vectors. Raises InvalidRequest."""
+    """Return the request as a model with this bundle answers it. `width` is the size of its vectors. Raises
+    InvalidRequest.
+    """
     if asked.pairs and bundle.task == "SEQ_CLS":
         return _pairs_for_classifier(asked, bundle)
     if asked.pooling == "classify" and bundle.task != "SEQ_CLS":
@@ -123,9 +127,9 @@ def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> 
 
 
 def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:
-    """Refuse a text that cannot fit however well it is cut into tokens, before time is spent on cutting it.
+    """Refuse a text that is too long for the context in any tokenization, before the time to tokenize it is spent.
 
-    `longest_token` in characters. Raises InvalidRequest.
+    `longest_token` is in characters. Raises InvalidRequest.
     """
     if isinstance(prompt, list):
         return
@@ -138,15 +142,16 @@ def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:
 def resolve_max_tokens(
     asked: GenerationRequest, prompt: Prompt, num_prompt_tokens: int, context: int, of_revision: int | None = None
 ) -> int:
-    """Return how many tokens a choice may generate after `prompt`; `of_revision` is the revision's own default.
+    """Return the number of tokens that a choice may generate after `prompt`. `of_revision` is the revision's own
+    default.
 
-    Raises InvalidRequest (code context_length_exceeded) where prompt and answer do not fit in `context` tokens.
+    Raises InvalidRequest (code context_length_exceeded) if prompt and answer do not fit in `context` tokens.
     """
     if num_prompt_tokens == 0:
         raise InvalidRequest(f"'{_field(prompt)}' holds no token; send at least one.", field=_field(prompt))
     left = context - num_prompt_tokens
     if asked.pooling is not None and left >= 0:
-        return 1  # the engine asks for a number, and generates nothing
+        return 1  # the engine needs at least 1, and generates nothing here
     if left < 1:
         raise _too_long(
             prompt, context, f"your prompt has {num_prompt_tokens} tokens. Please shorten it.", num_prompt_tokens
@@ -160,7 +165,7 @@ def resolve_max_tokens(
             num_prompt_tokens,
         )
     if asked.max_tokens == 0:
-        return 1  # the engine generates it, and it is not shown
+        return 1  # the engine generates one token, which is not shown
     default = min(of_revision or (left if isinstance(prompt, tuple) else DEFAULT_MAX_TOKENS), left)
     max_tokens = min(asked.max_tokens or default, left)
     if asked.sampling.min_tokens > max_tokens:
@@ -182,7 +187,7 @@ def _field(prompt: Prompt) -> str:
 
 
 def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None) -> None:
-    """Refuse `allowed_token_ids` beside a format: together they may leave no token. Raises InvalidRequest."""
+    """Refuse `allowed_token_ids` together with a format: the two may leave no token. Raises InvalidRequest."""
     if constraint is not None and asked.sampling.allowed_token_ids:
         raise InvalidRequest(
             f"'allowed_token_ids' is not available together with '{constraint.field}', whose format decides which "
@@ -192,7 +197,7 @@ def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None
 
 
 def check_vectors(asked: GenerationRequest, size: int) -> None:
-    """Raise InvalidRequest where vectors of `size` numbers are more than a server can hold for an answer."""
+    """Raise InvalidRequest if vectors of `size` numbers are more than a server can hold for one answer."""
     if asked.pooling is None:
         return
     limit = MAX_NUMBERS if asked.claim is None else MAX_KEPT_NUMBERS
@@ -206,7 +211,7 @@ def check_vectors(asked: GenerationRequest, size: int) -> None:
 
 
 def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
-    """Raise InvalidRequest where an answer of `max_tokens` has more log probabilities than a server can hold for it."""
+    """Raise InvalidRequest if an answer of `max_tokens` has more log probabilities than a server can hold for it."""
     if asked.sampling.logprobs is None:
         return
     alternatives = max(asked.sampling.logprobs, len(asked.sampling.logprob_token_ids))
@@ -223,7 +228,7 @@ def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
 
 
 def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
-    """Raise InvalidRequest where prompts of `num_tokens` have more log probabilities than an answer may hold."""
+    """Raise InvalidRequest if prompts of `num_tokens` have more log probabilities than one answer may hold."""
     if asked.sampling.prompt_logprobs is None:
         return
     count = num_tokens * (1 + asked.sampling.prompt_logprobs)
@@ -237,13 +242,13 @@ def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
 
 
 def ensure_storage_allowed(principal: Principal, field: str) -> None:
-    """Raise NotAllowed where nothing that the caller sends or gets may be stored."""
+    """Raise NotAllowed if the caller's tenant has zero retention, so that none of its texts may be stored."""
     if principal.zero_retention:
         raise storage_refused(field)
 
 
 def storage_refused(field: str) -> NotAllowed:
-    """Return the refusal of a tenant with zero retention to have anything stored."""
+    """Return the error for a tenant with zero retention that asks to store something."""
     return NotAllowed(
         "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
         "Idempotency-Key, no stored responses, no files, no batches and no outputs of shadows. Leave it out, or "
@@ -254,14 +259,14 @@ def storage_refused(field: str) -> NotAllowed:
 
 
 def recorded_user(principal: Principal, user: str | None) -> str | None:
-    """Return the end user for the bill; None where nothing of the caller may be stored. Raises InvalidRequest."""
+    """Return the end user for the bill; None if nothing of the caller may be stored. Raises InvalidRequest."""
     if user is not None and not user.isprintable():
         raise InvalidRequest("Invalid value for 'user': all its characters must be printable.", field="user")
     return None if principal.zero_retention else user
 
 
 def canonical_tags(tags: Mapping[str, str] | None) -> str:
-    """Return the tags as a JSON object with sorted keys; empty where there are none. Raises InvalidRequest."""
+    """Return the tags as a JSON object with sorted keys; empty if there are none. Raises InvalidRequest."""
     if not tags:
         return ""
     if len(tags) > MAX_TAGS:

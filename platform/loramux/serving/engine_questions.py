@@ -1,9 +1,10 @@
-"""Questions of uploads' checks to the serving engines: a few short prompts, with an adapter that is not served yet.
+"""Ask the serving engines for answers during an upload's checks: a few short prompts, with an adapter that is not
+served yet.
 
-They are the platform's own work: no row is opened for them, so they are not billed and no limit counts them. They are
-of class batch and of one tenant of their own, so that all checks together have at most one tenant's share of that
-class. The adapter has a digest of its own there, and is retired afterwards. An engine that dies is survived as by any
-request (`fleet.group`); what is not answered in time is not waited for.
+These questions are the platform's own work: no row is opened for them, so they are not billed and do not count towards
+limits. They are of class batch and belong to one internal tenant, so that all checks together have at most one tenant's
+share of that class. The adapter has a separate digest there, and is retired afterwards. If an engine dies, the
+questions continue on another engine like any request (`fleet.group`). Answers that are not ready in time are ignored.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ADAPTER_NOT_FINITE = "adapter_not_finite"
 
 
 class _Unserved(Exception):
-    """The engine has ended a request with a fault."""
+    """The engine ended a request with a fault."""
 
     def __init__(self, fault: EngineFault) -> None:
         super().__init__(fault.message)
@@ -35,10 +36,10 @@ class _Unserved(Exception):
 
 
 class EngineQuestions:
-    """The questions of one server. `ask` is called on threads, everything else on the event loop."""
+    """The questions of one server. `ask` is called on threads, and everything else on the event loop."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: the time for the answers to one upload's prompts."""
+        """`seconds` is the time limit for the answers to one upload's prompts."""
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._running: set[asyncio.Task[tuple[EngineAnswer, ...] | Unanswered]] = set()
@@ -47,11 +48,11 @@ class EngineQuestions:
     def ask(
         self, engines: EngineGroup, folder: Path, prompts: Sequence[list[int]]
     ) -> tuple[EngineAnswer, ...] | Unanswered:
-        """Return the answers with the adapter in `folder`, and last the base's own to the first prompt."""
+        """Return the answers with the adapter in `folder`, followed by the base's own answer to the first prompt."""
         return asyncio.run_coroutine_threadsafe(self._ask(engines, folder, prompts), self._loop).result()
 
     def stop(self) -> None:
-        """End the questions under way, and answer no more."""
+        """End the current questions, and answer no more."""
         self._is_stopped = True
         for task in self._running:
             task.cancel()
@@ -93,7 +94,7 @@ class EngineQuestions:
 
 
 async def _answer(engines: EngineGroup, prompt: list[int], adapter: AdapterRef | None) -> EngineAnswer:
-    """Have one prompt answered. Raises _Unserved or EngineDied."""
+    """Return the answer to one prompt. Raises _Unserved or EngineDied."""
     id = f"upload-check-{uuid.uuid4().hex}"
     answer = EngineAnswer(prompt=prompt, tokens=[], logprobs=[])
     ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,7 +111,7 @@ async def _answer(engines: EngineGroup, prompt: list[int], adapter: AdapterRef |
     try:
         await ended
     except asyncio.CancelledError:
-        engines.cancel(id)  # its last event, with the engine's count, is still heard
+        engines.cancel(id)  # its last event, with the engine's count, is still received
         raise
     if len(answer.tokens) != OUTPUT_TOKENS:
         raise _Unserved(EngineFault("internal_error", "the engine ended an answer early"))
@@ -118,7 +119,7 @@ async def _answer(engines: EngineGroup, prompt: list[int], adapter: AdapterRef |
 
 
 def _unanswered(fault: EngineFault) -> Unanswered:
-    """Refuse an adapter whose own numbers are at fault; whatever else keeps an engine from answering passes."""
+    """Refuse an adapter if its own numbers cause the fault. Any other reason for a missing answer is ignored."""
     if fault.code == ADAPTER_NOT_FINITE:
         message = f"The weights are finite, and what the serving engine computes with them is not: {fault.message}"
         return Unanswered(message, Rejection(code="outputs_not_finite", field=None, message=message))

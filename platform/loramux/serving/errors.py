@@ -1,4 +1,4 @@
-"""The gateway's part of the error tree.
+"""Errors of the serving layer, as a part of the error tree.
 
 GatewayError(message, field, code)
 ├── InvalidRequest       the caller can correct it: `field` names what is wrong: 400
@@ -14,7 +14,7 @@ GatewayError(message, field, code)
 │   └── OverCapacity     it would miss its deadline, or has missed it: 429
 ├── InvalidBase          a base model that cannot be added as it is described: 400
 ├── UnknownBase          no base model has this name: 404
-├── BaseConflict         the set of base models, or what is on one, stands against a change: 409
+├── BaseConflict         the set of base models, or the use of one, forbids a change: 409
 └── GenerationFailed     the server failed after it had accepted the request; nothing is charged: 500
     └── AdapterNotLoaded     the adapter cannot be loaded; once a choice has begun, it ends only the others
 """
@@ -28,7 +28,7 @@ from loramux.engine.messages import EngineFault
 
 
 class GatewayError(LoramuxError):
-    """Base of what the gateway raises."""
+    """Base of the errors that the serving layer raises."""
 
     def __init__(self, message: str, field: str | None = None, *, code: str | None = None) -> None:
         super().__init__(message, field)
@@ -36,11 +36,13 @@ class GatewayError(LoramuxError):
 
 
 class InvalidRequest(GatewayError):
-    """The request can never be served as it stands."""
+    """The request can never be served in this form."""
 
 
 class PromptTooLong(InvalidRequest):
-    """The message says the limit; `tokens` and `most` are the prompt's tokens, at least, and those that it may have."""
+    """The message gives the limit. `tokens` is a lower bound of the prompt's tokens, and `most` the number that is
+    allowed.
+    """
 
     code = "context_length_exceeded"
 
@@ -83,7 +85,7 @@ class ItemNotFound(GatewayError):
 
 
 class InvalidBase(GatewayError):
-    """The message says what is wrong with it, and what to change."""
+    """The message says which part of the base model is wrong, and how to change it."""
 
     code = "invalid_base_model"
 
@@ -105,7 +107,9 @@ class BaseConflict(GatewayError):
 
 
 class FolderNotFound(GatewayError):
-    """The folder is absent, holds no adapter, or is not below the operator's root; the caller cannot tell which."""
+    """The folder is absent, holds no adapter, or is not below the operator's root; the caller cannot tell the
+    difference.
+    """
 
     code = "adapter_files_missing"
     status = HTTPStatus.NOT_FOUND
@@ -119,14 +123,14 @@ class NotAllowed(GatewayError):
 
 
 class Unavailable(GatewayError):
-    """The request is valid; the server cannot serve it at this moment."""
+    """The request is valid, but the server cannot serve it now."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
     retry_after = 1
 
 
 class Draining(Unavailable):
-    """The server is being stopped; another one, or this one after its restart, will serve."""
+    """The server is being stopped. Another server, or this one after its restart, will answer."""
 
     code = "server_draining"
     retry_after = 5
@@ -136,7 +140,7 @@ class Draining(Unavailable):
 
 
 class EngineDown(Unavailable):
-    """The engine ended under the request, or before it."""
+    """The engine ended before the request or during it."""
 
     code = "engine_unavailable"
     retry_after = 10
@@ -156,14 +160,14 @@ class OverCapacity(Unavailable):
 
 
 class GenerationFailed(GatewayError):
-    """The tokens generated until then are lost."""
+    """The server failed after it had accepted the request; the tokens generated until then are lost."""
 
     code = "internal_error"
     status = HTTPStatus.INTERNAL_SERVER_ERROR
 
 
 class AdapterNotLoaded(GenerationFailed):
-    """The adapter's files are gone or cannot be read: its owner may have deleted it while the request waited."""
+    """The adapter's files are missing or unreadable: its owner may have deleted it while the request waited."""
 
     code = "adapter_failed"
 

@@ -1,11 +1,11 @@
 """The text side of a model: its tokenizer, chat template and defaults, and the grammars that its answers follow.
 
-A revision with a bundle has a `Format` of its own; `Formats` makes them when they are first used, and renders
-conversations. A template of a revision is a customer's code: it is rendered in limited processes, of which each tenant
-may have few at a time, so that one tenant's templates do not delay another's. The base's own template is rendered here.
+A revision with a bundle has its own `Format`; `Formats` makes each at its first use, and renders conversations. A
+revision's template is code from a customer: it is rendered in limited processes. Each tenant may use few of them at a
+time, so that one tenant's templates do not delay another's. The base's own template is rendered here.
 
-`GrammarTrials` turns the answer format and the tools that a request asks for into a `Constraint` of the engine. Each
-new one is compiled in a limited process first, one at a time for a tenant; results are kept by tenant.
+`GrammarTrials` turns the requested answer format and tools into a `Constraint` of the engine. Each new one is compiled
+in a limited process first, one at a time for a tenant; results are kept by tenant.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ CHEAP_SECONDS = 0.005
 MAX_SECONDS, SECONDS_PER_SECOND = 1.0, 0.1
 """Processor time beyond it that a tenant's templates may take at once, and that it gets back in each second."""
 KEPT_FORMATS = 1024
-"""Formats that are kept; one takes its bundle's size, since its tokenizer shares the base's model."""
+"""Maximum number of formats that are kept. A format takes the size of its bundle, because its tokenizer shares the
+base's model.
+"""
 MAX_CONSTRAINT_BYTES = 256 << 10
-"""The largest format or set of tools that a request asks for, as JSON."""
+"""Largest format or set of tools of a request, in bytes of JSON."""
 MAX_KEPT_OF_TENANT, MAX_KEPT = 64, 2048
-"""Results of trials that are kept, of one tenant and over all."""
+"""Maximum number of results of trials that are kept: of one tenant, and in total."""
 TRIAL_PROCESSES = 2
 TRIAL_LIMITS = JobLimits(memory_bytes=256 << 20, cpu_seconds=0.75, wall_seconds=2.0)
 INVALID_CONSTRAINT = "invalid_constraint"
@@ -63,12 +65,12 @@ INVALID_CONSTRAINT = "invalid_constraint"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """What one revision, or the base, makes of text."""
+    """How one revision, or the base, converts between texts and tokens."""
 
     tokenizer: Tokenizer
     bundle: Bundle = NO_BUNDLE
     tool_parser: str | None = None
-    """How the base writes calls of tools; None: as its template says. The bundle's choice goes before it."""
+    """How the base writes calls of tools; None: as its template does. The bundle's choice has priority."""
 
     @property
     def dialect(self) -> Dialect:
@@ -77,12 +79,12 @@ class Format:
         return dialect_of(template, self.bundle.tool_parser or self.tool_parser)
 
     def chat_options(self, asked: GenerationRequest) -> ChatOptions:
-        """Return a conversation's options with what the template knows of effort."""
+        """Return the options of a conversation, with the template's variables for the requested effort."""
         effort = self.dialect.effort_fields(asked.chat.effort)
         return replace(asked.chat, template={**effort, **asked.chat.template})
 
     def tool_grammar(self, use: ToolUse) -> ToolGrammar:
-        """Return the tools as the model calls them. Raises InvalidRequest."""
+        """Return the tools in the notation of the model. Raises InvalidRequest."""
         style = self.dialect.tools
         if style is None:
             message = (
@@ -93,9 +95,10 @@ class Format:
         return ToolGrammar(use=use, style=style, special=self.tokenizer.grammar_tokens(style.markers))
 
     def behind_thought(self, constraint: Constraint, prompt_tail: str | None, *, may_call: bool) -> Constraint:
-        """Return a constraint that begins behind the answer's thought, where it may have one. Raises InvalidRequest.
+        """Return a constraint that begins after the answer's thought, if the answer may have a thought. Raises
+        InvalidRequest.
 
-        A call within the thought ends it.
+        A call within the thought ends the thought.
         """
         dialect, field = self.dialect, constraint.field
         if prompt_tail is None or dialect.thought is None or not dialect.may_think(prompt_tail):
@@ -112,12 +115,12 @@ class Format:
         return msgspec.structs.replace(constraint, opening=opening, after=after, entry=self._entry(may_call=may_call))
 
     def _entry(self, *, may_call: bool) -> int | None:
-        """Return the token that begins a call; None where calls are not wanted, or begin with no token of their own."""
+        """Return the token that begins a call; None if calls are not wanted, or if they begin with no single token."""
         style = self.dialect.tools
         return self.tokenizer.token_id(style.begin) if may_call and style is not None else None
 
     def reader(self, asked: GenerationRequest, prompt_tail: str | None) -> AnswerReader | None:
-        """Return the reader of one answer; None: all of it is text."""
+        """Return the reader of one answer; None if the whole answer is text."""
         dialect, may_call = self.dialect, asked.chat.tools is not None
         if prompt_tail is None or not (may_call or dialect.thought):
             return None
@@ -132,16 +135,18 @@ class Format:
 
     @property
     def classes(self) -> Classes:
-        """The classes of a classifier."""
+        """Classes of a classifier."""
         return Classes(self.bundle.labels, self.bundle.problem_type)
 
     @property
     def num_tokens(self) -> int:
-        """One more than the largest token id that the revision has added; 0 where it has added none."""
+        """The largest token id that the revision has added, plus one; 0 if it has added none."""
         return max((token.id + 1 for token in self.bundle.added_tokens), default=0)
 
     def apply_defaults(self, asked: GenerationRequest, of_base: SamplingDefaults) -> GenerationRequest:
-        """Fill in what the caller left out: from the bundle, or else from the base's recommendations `of_base`."""
+        """Fill in the fields that the caller left out: from the bundle, or else from the base's recommendations
+        `of_base`.
+        """
         own, recommended = msgspec.structs.asdict(self.bundle.sampling), msgspec.structs.asdict(of_base)
         values = {name: recommended[name] if own[name] is None else own[name] for name in own}
         found = {name: value for name, value in values.items() if name in asked.left_out and value is not None}
@@ -200,7 +205,7 @@ class TemplateTooExpensive(Unavailable):
 
 
 class Formats:
-    """Makes formats when they are first used, and renders conversations in them."""
+    """Makes formats at their first use, and renders conversations in them."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer
@@ -223,17 +228,17 @@ class Formats:
         return found
 
     def forget_base(self, base: str) -> None:
-        """Keep no format of a base that is unloaded: another one may come under its name."""
+        """Drop all formats of a base that is unloaded: another base may be added under its name."""
         for key in [key for key in self._kept if key[0] == base]:
             del self._kept[key]
 
     async def encode_chat(
         self, format: Format, conversation: Conversation, options: ChatOptions, limit: int, tenant: str
     ) -> RenderedChat:
-        """Return the conversation's token ids up to the assistant's answer.
+        """Return the token ids of the conversation, up to the assistant's answer.
 
-        `limit` and `tenant` as in `Tokenizer.encode`. Raises InvalidRequest where the template refuses the
-        conversation, Unavailable where no process can be started.
+        For `limit` and `tenant` see `Tokenizer.encode`. Raises InvalidRequest if the template refuses the conversation,
+        and Unavailable if no process can be started.
         """
         bundle, tokenizer = format.bundle, format.tokenizer
         if bundle.chat_template is None:
@@ -295,7 +300,7 @@ class _Key(NamedTuple):
 
 
 class GrammarTrials:
-    """Turns asked formats into constraints. Each new one is tried first, one at a time for a tenant."""
+    """Turns requested formats into constraints. Each new one is tried first, one at a time for a tenant."""
 
     def __init__(self, tokenizer: Tokenizer, facts: ModelFacts, white_space: WhiteSpace = "bounded") -> None:
         self._setup = _setup(tokenizer, facts, white_space)
@@ -303,10 +308,10 @@ class GrammarTrials:
         self._threads = ThreadPool("grammars", TRIAL_PROCESSES, 1)
         self._slots = TenantSlots(TRIAL_PROCESSES, 1)
         self._kept: OrderedDict[_Key, TrialResult] = OrderedDict()
-        """Results, the latest used last."""
+        """Results of trials, the latest used last."""
 
     async def constraint(self, tenant: str, asked: TrialJob, field: str) -> Constraint:
-        """Return the constraint that `field` asks for. Raises InvalidRequest where the limits do not allow it."""
+        """Return the constraint that `field` asks for. Raises InvalidRequest if the limits do not allow it."""
         if self._setup is None:
             raise InvalidRequest(
                 f"'{field}' is not supported with this model's tokenizer; leave it out.",
@@ -332,7 +337,7 @@ class GrammarTrials:
     async def constraint_of(
         self, tenant: str, format: Format, asked: GenerationRequest, prompt_tail: str | None
     ) -> Constraint | None:
-        """Return what every answer of a request follows; None: nothing. Raises InvalidRequest."""
+        """Return the constraint of every answer to a request; None if there is none. Raises InvalidRequest."""
         use = asked.chat.tools
         if use is None and asked.format is None:
             return None
@@ -377,7 +382,7 @@ class GrammarTrials:
 
 
 def _setup(tokenizer: Tokenizer, facts: ModelFacts, white_space: WhiteSpace) -> bytes | None:
-    """Return the vocabulary for the trials; None where grammars cannot read it."""
+    """Return the vocabulary for the trials; None if grammars cannot read it."""
     if (serialized := tokenizer.serialized) is None:
         return None
     vocabulary = TrialSetup(

@@ -1,10 +1,10 @@
-"""One admitted API request under way.
+"""One admitted API request while it runs.
 
     CompletionService.begin ── usage.open ──> Generation ── engine.submit, once a choice ──> engine
     SSE writer <── one queue of Deltas <── OutputProcessor.push <── on_event, on the event loop <── engine
 
-The events of all choices are processed in the engine client's callback and meet in one queue; the request's only task
-waits for the last of them, settles the usage, and then gives out the deltas with the finish reasons.
+The events of all choices are processed in the engine client's callback, and their deltas go into one queue. The
+request's only task waits for the last event, settles the usage, and then gives out the deltas with the finish reasons.
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ from loramux.serving.output import Choice, OutputProcessor
 logger = logging.getLogger(__name__)
 
 CANCEL_TIMEOUT_S = 30.0
-"""The time that an engine has to end a request that was cancelled; one that takes longer hangs."""
+"""Seconds that an engine has to end a cancelled request; an engine that takes longer hangs."""
 
 TOKENS_A_TURN = 20_000
-"""Prompt tokens that are encoded for the engine before other requests get their turn."""
+"""Number of prompt tokens that are encoded for the engine before other requests get their turn."""
 TOKENS_A_CHOICE = 200
-"""Prompt tokens whose encoding takes as long as the rest of a submission."""
+"""Number of prompt tokens whose encoding takes as long as the rest of a submission."""
 MAX_UNREAD = 65_536
-"""Deltas that may wait for their reader; one that falls further behind is treated as one that has left."""
+"""Maximum number of deltas that may wait for their reader. A reader that is slower than this is treated as one that has
+left.
+"""
 
 
 class Generation:
-    """A request's choices, running in the engine; iterate for their deltas.
+    """The choices of a request, running in the engine. Iterate over it to get their deltas.
 
-    It outlives its reader, so that the usage is always recorded. The row is open before the engine sees
-    anything, and it is settled before the reader gets the deltas with the finish reasons. The last token comes with
-    one of them: clients that measure would count an empty event as a token. A reader that leaves calls
-    abandon(); only a request with an idempotency key runs on then, for the reader that comes again.
+    A generation outlives its reader, so that the usage is always recorded. The usage row is opened before the engine
+    sees the request. It is settled before the reader gets the deltas with the finish reasons. The last token comes with
+    one of these deltas: clients that measure would count an empty event as a token. A reader that leaves calls
+    abandon(). Only a request with an idempotency key continues then, because its reader may come again.
 
-    The tokens that the caller could read are billed, unless the server itself failed; the rest is waived. Of an answer
-    that is sent whole a reader that leaves before its end could read nothing. Some faults
-    concern one choice: a prompt too long for the pool, an adapter that cannot be loaded or gives no finite numbers.
-    Before the request's first token such a fault ends the whole request, and nothing is billed. After it, the fault
-    ends its choice only. A deadline is no such fault: the engine decides it before the first choice begins
-    (`engine.scheduling.deadlines`), and a late one would be handled like the others, as a safety net.
+    The tokens that the caller could read are billed, unless the server itself failed; the rest is waived. If an answer
+    is sent whole, a reader that leaves before its end could read nothing. Some faults concern one choice: a prompt too
+    long for the pool, an adapter that cannot be loaded or gives no finite numbers. Before the request's first token,
+    such a fault ends the whole request, and nothing is billed. After it, the fault ends only its choice. A deadline is
+    not such a fault: the engine decides it before the first choice begins (`engine.scheduling.deadlines`). As a safety
+    net, a late one would be handled like the others.
 
     When a choice ends early (stop string, disconnect) it is cancelled in the engine, and its final event is awaited, so
     that billed and engine-counted tokens agree.
@@ -83,22 +85,22 @@ class Generation:
         self.model = opened.model
         self.base_model = opened.base_model
         self.created = int(time.time())
-        """Unix seconds."""
+        """Time of the start, in Unix seconds."""
         self.rate_limits = rate_limits
         self.service_tier = service_tier(opened.tier)
         self.status = "running"
-        """Then completed, cancelled or failed."""
+        """`running`, then `completed`, `cancelled` or `failed`."""
         self.prompt_token_ids = list({c.prompt: c.request.prompt_token_ids for c in choices}.values())
-        """Every prompt's tokens, in order."""
+        """Tokens of every prompt, in order."""
         self.prompt_texts = prompt_texts or []
         self.classes = next((choice.output.classes for choice in choices), Classes())
         self.seconds_to_first_token: float | None = None
         self.token_gaps = Histogram(SECONDS)
-        """Seconds between one token of a choice and its next."""
+        """Seconds between one token of a choice and its next token."""
         self.seconds: float | None = None
         """Seconds from the beginning to the end."""
         self.unsettled: Settlement | None = None
-        """The end that the database did not take: it is on the server's account, and is to be settled later."""
+        """The end that the database did not accept. The server pays for it, and it is settled later."""
         self.opened = opened
         """The request as it was admitted."""
         self._is_streamed = is_streamed
@@ -107,20 +109,20 @@ class Generation:
         self._usage = usage
         self._clock = clock
         self.began = clock()
-        """The moment after its admission, by a clock that never goes back."""
+        """Time just after the admission, by a monotonic clock."""
         self._keeps_answer = opened.claim is not None
         self._kept: list[Delta] = []
-        """All deltas, for an idempotency key or an observer that wants the answer."""
+        """All deltas, kept if an idempotency key or an observer needs the answer."""
         self._deltas: asyncio.Queue[Delta | LoramuxError | None] = asyncio.Queue()
         self._started = asyncio.Event()
         self._num_running = len(choices)
         self._submitted = False
         self._ended = asyncio.Event()
-        """Every choice has had its last event, or the engine did not send it in time."""
+        """Set when every choice has had its last event, or when the engine did not send it in time."""
         self._left = False
-        """The reader has left."""
+        """True if the reader has left."""
         self._stopped = False
-        """Events are counted and no longer read."""
+        """True if events are only counted and no longer read."""
         self._timeout: asyncio.TimerHandle | None = None
         self._failure: LoramuxError | None = None
         self._abort_reason: LoramuxError | None = None
@@ -128,27 +130,27 @@ class Generation:
 
     @property
     def tenant(self) -> str:
-        """The owner's id."""
+        """Id of the owner."""
         return self.opened.tenant_id
 
     @property
     def is_background(self) -> bool:
-        """Is it a line of a batch or a shadow?"""
+        """True if the request is a line of a batch or a shadow."""
         return self.service_tier in BACKGROUND
 
     @property
     def answer(self) -> Sequence[Delta]:
-        """The deltas of an answer that was kept; those with the finish reasons come last, once it is settled."""
+        """Deltas of an answer that was kept. Those with the finish reasons come last, after the settlement."""
         return self._kept
 
     @property
     def is_waiting(self) -> bool:
-        """Is the first token still to come?"""
+        """True if the first token has not come yet."""
         return self.seconds_to_first_token is None and not self.task.done()
 
     @property
     def finish_reasons(self) -> list[FinishReason]:
-        """The finish reasons of the choices that have one."""
+        """Finish reasons of the choices that have one."""
         return [choice.output.finish_reason for choice in self._choices if choice.output.finish_reason is not None]
 
     @property
@@ -158,12 +160,12 @@ class Generation:
 
     @property
     def load(self) -> tuple[float, float] | None:
-        """Seconds after `began` from which, and to which, its adapter was loaded; None: it was in the pool."""
+        """Beginning and end of its adapter's load, in seconds after `began`; None if the adapter was in the pool."""
         return next((choice.load for choice in self._choices if choice.load is not None), None)
 
     @property
     def timing(self) -> Timing | None:
-        """How long it took, once it has ended; None: no token came."""
+        """Times of the answer, after its end; None if no token came."""
         if self.seconds is None or self.seconds_to_first_token is None:
             return None
         waited = min(self.seconds_waited, self.seconds_to_first_token)
@@ -175,16 +177,16 @@ class Generation:
 
     @property
     def adapter_loads(self) -> int:
-        """Loads of its adapter that it caused."""
+        """Number of adapter loads that the request caused."""
         return sum(choice.count.adapter_loads for choice in self._choices if choice.count is not None)
 
     @property
     def usage(self) -> TokenCounts:
-        """The tokens that the caller could read so far, and the prompts that the engine has answered at all."""
+        """Tokens that the caller could read so far, and the prompts for which the engine has sent any output."""
         return TokenCounts() if self._is_lost else delivered_tokens(self._choices)
 
     async def started(self) -> None:
-        """Wait for the first delta or the end; raises the error that the request failed with."""
+        """Wait for the first delta or the end. Raises the error with which the request failed."""
         await self._started.wait()
         if self._failure is not None:
             raise self._failure
@@ -196,17 +198,19 @@ class Generation:
             yield item
 
     def keep_answer(self) -> None:
-        """Keep all deltas for `answer`; called before the first of them."""
+        """Keep all deltas for `answer`. Call it before the first delta."""
         self._keeps_answer = True
 
     def abandon(self) -> None:
-        """Free the engine's pages and settle with the tokens so far: the reader has left. Does nothing at the end."""
+        """Free the engine's pages and settle the tokens so far, because the reader has left. Does nothing after the
+        end.
+        """
         self._left = True
         if self.opened.claim is None:
             self._stop()
 
     def abort(self, reason: LoramuxError) -> None:
-        """End the request on the server's behalf: the reader gets `reason`, and pays nothing."""
+        """End the request because of the server: the reader gets `reason`, and pays nothing."""
         self._abort_reason = reason
         self._stop()
 
@@ -225,7 +229,9 @@ class Generation:
         self._put(self._failure)
 
     async def _submit(self) -> None:
-        """Submit every choice; long prompts give way to other requests in between, for each is encoded anew."""
+        """Submit every choice. Long prompts yield to other requests between choices, because each choice encodes its
+        prompt again.
+        """
         num_tokens = 0
         for number, choice in enumerate(self._choices):
             num_tokens += TOKENS_A_CHOICE + len(choice.request.prompt_token_ids)
@@ -246,7 +252,7 @@ class Generation:
             self._ended.set()
 
     def _on_event(self, choice: Choice, event: TokenEvent) -> None:
-        """Process one event of one choice; called by the engine client, on the event loop."""
+        """Process one event of one choice. The engine client calls this on the event loop."""
         choice.count_event(event)
         if not self._stopped and choice.output.finish_reason is None:
             try:
@@ -259,7 +265,9 @@ class Generation:
                 self._ended.set()
 
     def _read(self, choice: Choice, event: TokenEvent) -> None:
-        """Give the reader the news of an event; the engine runs on behind a choice that has ended early."""
+        """Give the reader the new parts of an event. After a choice has ended early the engine continues for a
+        moment.
+        """
         if event.fault is not None and event.fault.code == ENGINE_DIED:
             raise EngineDown
         if event.prompt_logprobs is not None:
@@ -276,7 +284,7 @@ class Generation:
             return
         self._note_token(choice)
         if self._finished:
-            choice.last = delta  # it goes out with the finish reason
+            choice.last = delta  # it is sent with the finish reason
         elif delta.token_ids or delta.text or delta.thought or delta.calls or delta.pooled:
             self._put(delta)
         if choice.output.finish_reason is not None and event.finish_reason is None:
@@ -293,7 +301,7 @@ class Generation:
         choice.last_token_at = now
 
     def _fail(self, error: Exception) -> None:
-        """End every choice; the first error is the request's."""
+        """End every choice. The first error becomes the request's error."""
         if isinstance(error, EngineDied):
             error = EngineDown()
         if not isinstance(error, LoramuxError):
@@ -303,7 +311,7 @@ class Generation:
         self._stop()
 
     def _stop(self) -> None:
-        """Have the engine end the choices that it still runs; one that does not is no longer waited for."""
+        """Tell the engine to end the choices that still run. If it does not end one, stop waiting for it."""
         if self._stopped or self._ended.is_set():
             return
         self._stopped = True
@@ -323,7 +331,7 @@ class Generation:
         self._ended.set()
 
     async def _settle(self) -> None:
-        """Record the end; an answer that cannot be recorded is not finished."""
+        """Record the end. An answer whose end cannot be recorded is not finished."""
         self.status = self._outcome()
         end = settlement_of(self.id, self._choices, self.status, self.usage)
         try:
@@ -357,7 +365,7 @@ class Generation:
 
     @property
     def _is_lost(self) -> bool:
-        """Return whether the reader left before an answer that is sent whole was recorded."""
+        """Return whether the answer is sent whole and its reader left before it was recorded."""
         is_kept = self._is_streamed or self.opened.claim is not None
         return self._left and not is_kept and self.status != "completed"
 
@@ -378,7 +386,7 @@ class Generation:
 
 
 def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:
-    """Count the prompts that have been answered at all, each once, and the tokens of the outputs."""
+    """Count the tokens of the prompts with output, each prompt once, and the tokens of the outputs."""
     answered = [choice for choice in choices if choice.output.is_answered]
     firsts = {choice.prompt: choice for choice in reversed(answered)}.values()
     return TokenCounts(
@@ -393,9 +401,9 @@ REASONS = {"failed": "error", "cancelled": "cancelled"}
 
 
 def settlement_of(request_id: str, choices: Sequence[Choice], status: str, delivered: TokenCounts) -> Settlement:
-    """Return the end of a request with what was delivered, and what the engine computed beyond it.
+    """Return the end of a request: the delivered tokens, and the tokens that the engine computed in addition.
 
-    Where the engine did not end every choice itself (it died), its count is lost: nothing is billed.
+    If the engine died before it ended every choice itself, its count is lost, and nothing is billed.
     """
     counts = [choice.count for choice in choices if choice.count is not None]
     reasons = {choice.output.finish_reason for choice in choices}

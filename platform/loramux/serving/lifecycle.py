@@ -1,16 +1,16 @@
-"""The base models of a running server: those of its settings file and those that operators added, without retired ones.
+"""Base models of a running server: those of its settings file and those that operators added, without retired ones.
 
 The rows of `records.bases` and the settings file together say which bases are wanted (`known_bases`). `reconcile`
-compares them with what this server has loaded, every few seconds and after each change that it made itself, so that all
-servers of one database come to serve the same bases, and still do after a restart:
+compares them with the bases that this server has loaded. It runs every few seconds, and after each change on this
+server. So all servers of one database come to serve the same bases, also after a restart:
 
-    wanted and not loaded ──> loading ──> serving          its engines are started; everything else is served meanwhile
+    wanted and not loaded ──> loading ──> serving          its engines are started; all other bases stay served
                                  └──────> failed           the reason is listed; it is tried again after a pause
     retired and loaded ─────> draining ──> retired         no new request; running ones end, then its engines stop
 
-A base of the settings file that does not load ends the server's start, as ever. One that was added does not.
-`check_base` looks, before one is added, at what would otherwise fail only when it is loaded: its name, its folder, its
-architecture, its tokenizer and its memory.
+If a base of the settings file does not load, the server does not start. A base that was added later does not prevent
+the start. Before a base is added, `check_base` checks what would otherwise fail only at its load: its name, its folder,
+its architecture, its tokenizer and its memory.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ if TYPE_CHECKING:
 
 RECONCILE_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 30.0, 600.0
-"""Seconds between a load that failed and the next one."""
+"""Shortest and longest pause between a failed load and the next one, in seconds."""
 LISTED = 10
-"""Adapters that a refusal names."""
+"""Maximum number of adapters that an error message lists."""
 DEFAULT_POOL = 2 << 30
-"""Bytes of a pool on a CPU whose size is not set."""
+"""Bytes of a pool on a CPU if the settings give no size."""
 MEMORY = Path("/proc/meminfo")
 BaseState = Literal["loading", "serving", "failed", "draining", "retired"]
 Drain = Callable[[ServedBase, float], Awaitable[None]]
-"""Waits until no request of the base runs, and ends those that still do after so many seconds."""
+"""Waits until no request of the base runs, and ends those that still run after the given seconds."""
 
 logger = logging.getLogger(__name__)
 _name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -84,12 +84,12 @@ class KnownBase:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name and those that it had."""
+        """Its name and its former names."""
         return (self.name, *self.settings.former_names)
 
     @property
     def is_retired(self) -> bool:
-        """Has an operator retired it?"""
+        """True if an operator has retired it."""
         return self.retired_at is not None
 
 
@@ -102,53 +102,55 @@ class LoadedBase:
     model: BaseModel
     validator: Validator
     stack: AsyncExitStack
-    """Stops the engines, and closes what belongs to the base."""
+    """Stops the engines, and closes the other resources of the base."""
 
 
 @dataclass(slots=True)
 class Failure:
-    """Loads of a base that failed, one after the other."""
+    """Consecutive failed loads of a base."""
 
     message: str
     count: int
     retry_at: float
-    """By the event loop's clock."""
+    """Time of the next try, by the event loop's clock."""
 
 
 class BaseStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One base as this server has it, for operators."""
+    """State of one base on this server, as operators see it."""
 
     base_model: str
     path: str
     state: BaseState
     problem: str | None
-    """The reason why it did not load."""
+    """Reason why it did not load."""
     is_added: bool
     engines_ready: int
     engines_min: int
     engines_max: int
     seconds: float
-    """Time since this state began; 0 where it is not known."""
+    """Seconds since this state began; 0 if that is not known."""
     retired_at: int | None
     successor: str | None
 
 
 class BaseHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """One base as this server has it, for load balancers and monitors."""
+    """State of one base on this server, which load balancers and monitors read."""
 
     base_model: str
     state: BaseState | Literal["engine_down"]
-    """`serving`: a request would be answered. `engine_down`: its engines are being started again."""
+    """State of the base. `serving`: a request would be answered. `engine_down`: its engines are being started again."""
     engines_ready: int
 
 
 class BaseLifecycle:
-    """Loads and unloads the bases of one server. `serving` and `engines` are read by others and changed here only."""
+    """Loads and unloads the bases of one server. Other parts read `serving` and `engines`; only this class changes
+    them.
+    """
 
     def __init__(
         self, settings: Settings, database: Database, questions: EngineQuestions, launch: LaunchEngine | None = None
     ) -> None:
-        """`launch` makes each engine; None: as the settings say."""
+        """`launch` makes each engine; if it is None, the settings decide."""
         self.serving = ServedBases()
         self.engines: dict[str, EngineGroup] = {}
         self.models = BaseModels()
@@ -161,21 +163,23 @@ class BaseLifecycle:
         self._known: dict[str, KnownBase] = {}
         self._loaded: dict[str, LoadedBase] = {}
         self._groups: dict[str, EngineGroup] = {}
-        """Engines that are being started, or stopped."""
+        """Engines that are being started or stopped."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Loads and unloads under way, by base."""
+        """Loads and unloads that run now, by base."""
         self._failures: dict[str, Failure] = {}
         self._since: dict[str, float] = {}
         self._lock = asyncio.Lock()
         self._describing = asyncio.Lock()
-        """The first description imports transformers, which two threads cannot do at the same time."""
+        """Held while a base is described: the first time imports transformers, which two threads cannot do at the same
+        time.
+        """
 
     # the life of the server
 
     async def start(self) -> None:
-        """Load the wanted bases together; return once each serves or has failed to.
+        """Load the wanted bases together. Returns when each serves or has failed.
 
-        Raises what a base of the settings file raises, and EngineDied where no base serves.
+        Raises the error of a base of the settings file, and EngineDied if no base serves.
         """
         await self._read()
         wanted = [known for known in self._known.values() if not known.is_retired]
@@ -197,7 +201,7 @@ class BaseLifecycle:
             raise EngineDied("no base model serves: " + ("; ".join(problems) or "all of them are retired"))
 
     def drain_with(self, drain: Drain) -> None:
-        """Have `drain` end the requests of a base before its engines stop."""
+        """Set the function that ends the requests of a base before its engines stop."""
         self._drain = drain
 
     async def close(self) -> None:
@@ -212,7 +216,7 @@ class BaseLifecycle:
             await asyncio.gather(*(loaded.stack.aclose() for loaded in self._loaded.values()))
 
     async def reconcile(self) -> None:
-        """Begin to load and to unload what the records want otherwise than this server has it."""
+        """Begin to load and to unload bases until this server has those that the records want."""
         async with self._lock:
             await self._read()
             for name, loaded in list(self._loaded.items()):
@@ -230,9 +234,9 @@ class BaseLifecycle:
     # changes by operators
 
     async def add(self, changes: Changes, table: dict[str, Any]) -> BaseStatus:
-        """Add a base, or serve a retired one again; its engines are started in the background.
+        """Add a base, or serve a retired one again. Its engines are started in the background.
 
-        `table`: as one of `[[bases]]`. Raises InvalidBase, BaseConflict.
+        `table` has the form of one of `[[bases]]`. Raises InvalidBase, BaseConflict.
         """
         try:
             base = complete(table, self._settings)
@@ -264,9 +268,9 @@ class BaseLifecycle:
     async def retire(
         self, changes: Changes, name: str, successor: str | None = None, *, force: bool = False
     ) -> BaseStatus:
-        """Take no more uploads for a base and no more requests to it, and stop its engines once none runs.
+        """Refuse new uploads and requests for a base, and stop its engines when no request runs.
 
-        Without `force` no alias may point at an adapter for it. Raises UnknownBase, BaseConflict, InvalidBase.
+        Without `force`, no alias may point at an adapter of the base. Raises UnknownBase, BaseConflict, InvalidBase.
         """
         async with changes.begin() as change:
             repository = BaseRepository(change.session)
@@ -324,10 +328,10 @@ class BaseLifecycle:
 
     @property
     def has_lost_engines(self) -> bool:
-        """Must the server end, because bases have no engine and get none by themselves?
+        """Return whether the server must end, because bases have no engine and will not get one.
 
-        While another base serves, one without engines is loaded again, unless `server.ready_when` is all. Bases that
-        operators have added are always loaded again.
+        While another base serves, a base without engines is loaded again, unless `server.ready_when` is `all`. Bases
+        that operators have added are always loaded again.
         """
         own = {base.name for base in self._settings.served_bases}
         if self._settings.server.ready_when == "all":
@@ -348,23 +352,25 @@ class BaseLifecycle:
 
     @property
     def is_ready(self) -> bool:
-        """Do as many bases serve as `server.ready_when` demands? Added ones that are not loaded are not waited for."""
+        """Return whether as many bases serve as `server.ready_when` demands. Added bases that are not loaded do not
+        count.
+        """
         if self._settings.server.ready_when == "any":
             return any(not self._is_down(name) for name in self._loaded)
         own = {base.name for base in self._settings.served_bases if not self._known[base.name].is_retired}
         return own <= self._loaded.keys() and not any(self._is_down(name) for name in self._loaded)
 
     def _is_down(self, name: str) -> bool:
-        """Is the base loaded, and does none of its engines serve?"""
+        """Return whether the base is loaded and none of its engines serves."""
         loaded = self._loaded.get(name)
         return loaded is not None and not loaded.served.engines.alive
 
     def knows(self, name: str) -> bool:
-        """Is there a base of that name, served or not?"""
+        """Return whether a base has that name, served or not."""
         return name in self._known
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """Return the names that adapters for a base may be recorded under."""
+        """Return the names under which adapters of a base may be recorded."""
         return self._known[name].names if self.knows(name) else (name,)
 
     def _state(self, known: KnownBase) -> BaseState:
@@ -425,7 +431,7 @@ class BaseLifecycle:
             self._serve(loaded)
 
     async def _try_load(self, known: KnownBase) -> LoadedBase | None:
-        """Load an added base; a failure is noted, and everything else goes on."""
+        """Load an added base. A failure is noted, and everything else continues."""
         try:
             return await self._load(known.settings)
         except (EngineDied, SettingsError, LoramuxError) as error:
@@ -436,15 +442,15 @@ class BaseLifecycle:
         return None
 
     async def _load(self, base: BaseSettings) -> LoadedBase:
-        """Start the engines of a base, and describe it meanwhile."""
+        """Start the engines of a base, and describe the base at the same time."""
         settings = self._settings
         async with AsyncExitStack() as stack:
             alone = msgspec.structs.replace(settings, model=base.model, bases=(base,))
             group = EngineGroup(base, settings.of_base(base), self._launch or launcher_of(alone))
             self._groups[base.name] = group
             stack.push_async_callback(self._stop, base.name, group)
-            # Its module replaces itself at its end: a thread that imports it for the first time beside another may
-            # get the one that is not ready.
+            # transformers replaces its own module at the end of its import: a thread that imports it at the same time
+            # as another may get the module that is not ready.
             await asyncio.to_thread(importlib.import_module, "transformers")
             (description, tokenizer), facts = await asyncio.gather(self._describe(base), group.start())
             trials = GrammarTrials(tokenizer, facts, base.json_white_space)
@@ -478,7 +484,7 @@ class BaseLifecycle:
         self.serving[name] = loaded.served
 
     def _begin_unload(self, loaded: LoadedBase, seconds: float) -> None:
-        """Let no new request find the base from now on; its running ones end, for `seconds` at most."""
+        """Remove the base from new requests now; its running ones have `seconds` to end."""
         name = loaded.settings.name
         del self._loaded[name]
         self.models.remove(name)
@@ -503,7 +509,7 @@ class BaseLifecycle:
         self._failures[name] = Failure(message, count, asyncio.get_running_loop().time() + pause)
 
     def _is_reloaded(self, known: KnownBase) -> bool:
-        """Is a base without engines loaded again, instead of ending the server? `has_lost_engines` ends it."""
+        """Return whether a base without engines is loaded again. Otherwise `has_lost_engines` ends the server."""
         if known.is_added or self._settings.server.ready_when == "all":
             return known.is_added
         return any(not loaded.served.engines.has_ended for loaded in self._loaded.values())
@@ -529,7 +535,7 @@ def _describe_base(model_dir: Path) -> BaseDescription:
 
 
 def known_bases(settings: Settings, rows: Sequence[BaseRecord]) -> dict[str, KnownBase]:
-    """Join the settings file and the rows, by name; of a base in both, the file has the settings."""
+    """Join the settings file and the rows by name. If a base is in both, its settings come from the file."""
     found = {row.name: row for row in rows}
     known = {}
     for base in settings.served_bases:
@@ -538,7 +544,7 @@ def known_bases(settings: Settings, rows: Sequence[BaseRecord]) -> dict[str, Kno
         known[base.name] = KnownBase(base, False, *retired)
     for row in found.values():
         if row.settings is None:
-            continue  # a retired base that has left the file
+            continue  # a retired base that was removed from the file
         try:
             base = complete(msgspec.json.decode(row.settings), settings)
         except msgspec.ValidationError as error:
@@ -549,28 +555,28 @@ def known_bases(settings: Settings, rows: Sequence[BaseRecord]) -> dict[str, Kno
 
 
 def complete(base: dict[str, Any], settings: Settings) -> BaseSettings:
-    """Convert a table of a base; what its `engine` leaves out is as in `[engine]`. Raises msgspec.ValidationError."""
+    """Convert a table of a base. Keys that its `engine` lacks come from `[engine]`. Raises msgspec.ValidationError."""
     own = base.get("engine", {})
     engine = msgspec.to_builtins(settings.engine) | own if isinstance(own, dict) else own
     return msgspec.convert({**base, "engine": engine}, BaseSettings)
 
 
 def row_of(table: dict[str, Any], before: KnownBase | None, now: int) -> BaseRecord:
-    """Return the row of a base that is added; the settings file keeps those that it has."""
+    """Return the row of a base that is added. For a base of the settings file, the settings stay in the file."""
     if before is not None and not before.is_added:
         return BaseRecord(name=table["name"], changed_at=now)
     return BaseRecord(name=table["name"], settings=msgspec.json.encode(table).decode(), changed_at=now)
 
 
 def named(known: dict[str, KnownBase], name: str) -> KnownBase:
-    """Return the base of that name. Raises UnknownBase."""
+    """Return the base with that name. Raises UnknownBase."""
     if name not in known:
         raise UnknownBase(f"there is no base model {name[:80]!r}; there are {', '.join(known)}", "name")
     return known[name]
 
 
 def ensure_unambiguous(base: BaseSettings, known: Iterable[KnownBase]) -> None:
-    """Raise BaseConflict where a name of `base` is another base's."""
+    """Raise BaseConflict if a name of `base` belongs to another base."""
     for other in known:
         if other.name != base.name and (same := {base.name, *base.former_names} & set(other.names)):
             raise BaseConflict(
@@ -581,7 +587,7 @@ def ensure_unambiguous(base: BaseSettings, known: Iterable[KnownBase]) -> None:
 
 
 async def ensure_unused(repository: BaseRepository, base: KnownBase) -> None:
-    """Raise BaseConflict where an alias points at an adapter for the base; the message lists some of them."""
+    """Raise BaseConflict if an alias points at an adapter of the base; the message lists some of them."""
     found = await repository.aliased_adapters(base.names, LISTED + 1)
     if found:
         listed = ", ".join(found[:LISTED]) + (", and more" if len(found) > LISTED else "")
@@ -594,7 +600,7 @@ async def ensure_unused(repository: BaseRepository, base: KnownBase) -> None:
 
 
 async def check_base(base: BaseSettings, settings: Settings) -> None:
-    """Raise InvalidBase for a base that could not be served, with the field and the way out."""
+    """Raise InvalidBase for a base that could not be served, with the field and a solution."""
     if not _name.fullmatch(base.name) or len(base.name) > 200:
         raise InvalidBase(
             f"a base model's name has letters, digits, '.', '_' and '-', with one '/' at most; got {base.name[:80]!r}",
@@ -623,13 +629,15 @@ def _check_folder(folder: Path) -> None:
         raise InvalidBase(str(error), "path") from None
     try:
         Tokenizer.load(folder).close()
-    except Exception as error:  # transformers raises whatever its readers raise
+    except Exception as error:  # transformers passes on any error of its readers
         raise InvalidBase(f"the tokenizer in {folder} cannot be loaded: {error}", "path") from None
 
 
 def _check_memory(base: BaseSettings) -> None:
-    """Raise InvalidBase where the engines of a base on CPUs need more memory than is free; GPUs tell at the load."""
-    import torch  # only where a model is served
+    """Raise InvalidBase if the engines of a base on CPUs need more memory than is free. On GPUs the load itself
+    tells.
+    """
+    import torch  # only needed if a model is served
 
     devices = base.engines.devices or (base.engine.device,)
     if any(device != "cpu" for device in devices) and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A request as the gateway takes it, parsed and in range, and its answer: no HTTP, no tensors.
+"""A request of the serving layer, parsed and in range, and its answer: no HTTP, no tensors.
 
 GenerationRequest -> CompletionService.begin() -> Answer: a Generation, or a Replay of one that was kept
 Answer -> Delta, Delta, ... -> the Deltas with the finish reasons, after the usage has been recorded
@@ -31,19 +31,21 @@ class Message:
     role: str
     content: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What the chat template finds in it besides: the calls of tools, the call that it answers, a thought."""
+    """Other variables of the turn in the chat template: the calls of tools, the call that it answers, a thought."""
     size: int = 0
-    """Characters of `fields`."""
+    """Length of `fields`, in characters."""
 
 
 FinishReason = Literal["stop", "length", "abort"]
-"""`abort`: a fault of its length or its adapter ended the choice after the request's first token."""
+"""Reason for the end of a choice. `abort`: after the request's first token, a fault of the choice's length or adapter
+ended it.
+"""
 Conversation = tuple[Message, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """Two texts that a classifier reads as one, with what its tokenizer puts around and between them."""
+    """Two texts that a classifier reads as one; its tokenizer puts special tokens around and between them."""
 
     first: str
     second: str
@@ -53,21 +55,22 @@ class TextPair:
 
 
 Prompt = Conversation | str | list[int] | TextPair
-"""A conversation for the chat template, a text to continue, token ids as they are, or two texts."""
+"""A conversation for the chat template, a text to continue, token ids, or two texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedFormat:
-    """The format that a request asks for."""
+    """Format that a request asks for."""
 
     format: AnswerFormat
     field: str
-    """The field of the request that holds it."""
+    """The field of the request that holds the format."""
 
 
 ChatEnding = Literal["generation_prompt", "message", "open_message"]
-"""Where a conversation's prompt ends: where the assistant's answer begins, behind the last message, or within the last
-message, which the answer continues."""
+"""End of a conversation's prompt: at the beginning of the assistant's answer, after the last message, or within the
+last message, which the answer continues.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,11 @@ class Truncation:
     """How a prompt is shortened."""
 
     most: int | None
-    """Tokens that are kept; None: as many as leave room for the answer."""
+    """Number of tokens that are kept; None: as many as leave room for the answer."""
     keeps_end: bool = True
 
     def shorten(self, token_ids: list[int], room: int) -> list[int]:
-        """Return what is kept of a prompt, at most `room` tokens where no number was given."""
+        """Return the tokens of a prompt that are kept; if `most` is None, at most `room` tokens."""
         most = room if self.most is None else self.most
         if len(token_ids) <= most:
             return token_ids
@@ -88,23 +91,23 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What a conversation's request says besides its messages."""
+    """Options of a conversation's request in addition to its messages."""
 
     template: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the chat template: the tools, and the caller's own."""
     size: int = 0
-    """Characters of `template`."""
+    """Length of `template`, in characters."""
     tools: ToolUse | None = None
-    """The tools that the answer may call; None: none, whatever the template was told."""
+    """Tools that the answer may call; None: none, even if the template lists some."""
     effort: str | None = None
     """How much the model should think: none, minimal, low, medium, high, xhigh or max."""
     ending: ChatEnding = "generation_prompt"
     add_special_tokens: bool = False
-    """Put the tokenizer's special tokens around what the template gives."""
+    """Put the tokenizer's special tokens around the text of the template."""
 
 
 AskedPooling = Pooling | Literal["own"]
-"""`own`: as the model was trained."""
+"""Pooling of a vector. `own`: as the model was trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,135 +115,144 @@ class GenerationRequest:
     """One API request: every prompt is answered `n` times."""
 
     kind: str
-    """The prefix of its id, with its separator: `chatcmpl-`, `cmpl-`, `resp_` or `msg_`."""
+    """Prefix of its id, with the separator: `chatcmpl-`, `cmpl-`, `resp_` or `msg_`."""
     model: str
     is_streamed: bool
-    """The caller reads tokens as they come; else it reads the answer whole, or nothing of it."""
+    """True if the caller reads tokens as they come. Otherwise it reads the whole answer, or nothing of it."""
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
-    """Its max_tokens is set per prompt and its seed per choice."""
+    """Sampling parameters; max_tokens is set per prompt, and the seed per choice."""
     left_out: frozenset[str] = frozenset()
-    """Sampling parameters that the caller left out; the model's recommendation for them applies, where it has one."""
+    """Sampling parameters that the caller left out. If the model recommends values, they apply to these."""
     max_tokens: int | None = None
-    """None: all that the context still holds after a conversation, DEFAULT_MAX_TOKENS after a text. 0: none, and the
-    answer is the repeated prompt."""
+    """Maximum number of tokens of an answer. None: the rest of the context after a conversation, DEFAULT_MAX_TOKENS
+    after a text. 0: none, and the answer is the repeated prompt.
+    """
     lowers_max_tokens: bool = False
-    """More `max_tokens` than the context holds are lowered to what it holds; else such a request is refused."""
+    """Lower a `max_tokens` that exceeds the context. Otherwise such a request is refused."""
     pooling: AskedPooling | None = None
-    """The result is a vector for each prompt, pooled from its hidden states; None: answers are generated."""
+    """Pooling of the hidden states into one vector for each prompt; None: answers are generated."""
     dimensions: int | None = None
-    """Leading numbers of each vector that are wanted; None: all."""
+    """Number of leading numbers of each vector that are returned; None: all."""
     pairs: tuple[TextPair, ...] = ()
-    """The prompts for a model that scores two texts together, in place of `prompts`."""
+    """Prompts for a model that scores two texts together, instead of `prompts`."""
     n: int = 1
     stop: tuple[str, ...] = ()
     claim: IdempotencyClaim | None = None
-    """The idempotency key that it came with."""
+    """Idempotency key of the request."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     format: AskedFormat | None = None
-    """The format that every answer has; None: any text."""
+    """Format that every answer has; None: any text."""
     deadline_ms: int | None = None
-    """Milliseconds within which the request's first token must come, or the whole request is refused."""
+    """Milliseconds within which the request's first token must come; otherwise the whole request is refused."""
     user: str | None = None
-    """The caller's name for its end user, on the bill too. One user gets one revision of an alias that has several."""
+    """The caller's name for its end user, also on the bill. If an alias has several revisions, one user always gets the
+    same one.
+    """
     truncation: Truncation | None = None
-    """How a prompt is shortened; None: one that is too long is refused."""
+    """How a prompt is shortened; None: a prompt that is too long is refused."""
     add_special_tokens: bool = True
     """Put the tokenizer's special tokens around a text."""
     echo: bool = False
-    """The answer repeats the prompt, a text or token ids."""
+    """Repeat the prompt, a text or token ids, in the answer."""
     tags: str = ""
     """The caller's labels on the bill, as `canonical_tags` writes them."""
     service_tier: ServiceTier = "default"
-    """How urgent it is, and at which price; `batch` only for lines of batches."""
+    """Urgency and price of the request; `batch` only for lines of batches."""
 
 
 class Token(msgspec.Struct, frozen=True):
-    """A vocabulary entry as text, and its exact bytes (which need not be UTF-8 on their own)."""
+    """A vocabulary entry as text, and its exact bytes, which may be incomplete UTF-8."""
 
     text: str
     bytes: builtins.bytes
     id: int = -1
-    """-1 in answers that a release before kept."""
+    """Token id; -1 in answers that an earlier release kept."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One generated token with the natural logarithm of its probability, and those of the likeliest ones."""
+    """One generated token with the natural logarithm of its probability, and those of the likeliest tokens."""
 
     token: Token
     logprob: float
     top: tuple[tuple[Token, float], ...]
     offset: int
-    """The beginning of the token's text, in characters of what its choice wrote."""
+    """Beginning of the token's text, in characters of what its choice wrote."""
     is_text: bool = True
-    """The token belongs to the answer's text, and not to a thought, a call or a marker."""
+    """True if the token belongs to the answer's text, not to a thought, a call or a marker."""
 
 
 class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A prompt's token in its place, with the likeliest ones there."""
+    """A token of the prompt with its log probability, and the likeliest tokens at its position."""
 
     token: Token
     logprob: float
     rank: int
-    """1: the likeliest of all."""
+    """Rank of the token at its position; 1 is the likeliest."""
     top: tuple[tuple[Token, float], ...]
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """The news of one choice."""
+    """New parts of one choice."""
 
     index: int
     text: str = ""
     thought: str = ""
-    """The reasoning before the text."""
+    """Reasoning before the text."""
     calls: tuple[CallDelta, ...] = ()
-    """Calls of tools, behind the text."""
+    """Calls of tools, after the text."""
     thought_tokens: int = 0
-    """Tokens by which the thought has grown; negative on the delta that takes it back."""
+    """Number of tokens by which the thought has grown; negative on the delta that takes the thought back."""
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: FinishReason | None = None
     """Set on the choice's last delta, which comes after the usage has been recorded."""
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
-    """Of the prompt's tokens behind its first, where they are wanted; on the first delta of a prompt's first choice."""
+    """Log probabilities of the prompt's tokens after its first, if they are wanted; on the first delta of a prompt's
+    first choice.
+    """
     stop_string: str | None = None
-    """The stop string that ends the choice, on the delta with its last token."""
+    """Stop string that ends the choice, on the delta with its last token."""
     pooled: bytes = b""
-    """A prompt's vector, or a classifier's numbers for it, as float32s, in place of an answer."""
+    """Vector of a prompt, or a classifier's numbers for it, as float32s, instead of an answer."""
     unshown_logprobs: tuple[TokenLogprob, ...] = ()
-    """On the last delta: those of the tokens at the end that have no text in the answer, such as a stop string's. With
-    `logprobs` they are as many as `token_ids`, where log probabilities are wanted."""
+    """Log probabilities of the tokens at the end that have no text in the answer, such as a stop string's; on the last
+    delta. If log probabilities are wanted, these and `logprobs` together are as many as `token_ids`.
+    """
     is_unended_thought: bool = False
-    """The text repeats the thoughts of earlier deltas, which were none: the model has ended its answer without an end
-    of the thought that the prompt had opened. A whole answer has no thought then."""
+    """True if the text repeats the thoughts of earlier deltas, because they were no thoughts. This happens if the model
+    ends its answer without the end of the thought that the prompt had opened. A whole answer has no thought then.
+    """
 
 
 class Classes(msgspec.Struct, frozen=True):
-    """The classes of a classifier, and how its numbers become their probabilities."""
+    """Classes of a classifier, and how its numbers become their probabilities."""
 
     labels: tuple[str, ...] = ()
-    """Empty: they have no names."""
+    """Names of the classes; empty if they have none."""
     problem: ProblemType | None = None
-    """None: each input has one class; of a single label the number is a probability by itself."""
+    """Kind of classification. None: each input has one class; if there is a single label, its number is a probability
+    by itself.
+    """
 
 
 class PromptText(msgspec.Struct, frozen=True):
-    """A prompt as a text, for an answer that repeats it."""
+    """A prompt as a text, used by an answer that repeats it."""
 
     text: str
     tokens: list[Token]
     offsets: list[int]
-    """The beginning of each token's text, in characters."""
+    """Beginning of each token's text, in characters."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """How long an answer took. Waiting in the engine's queue is apart: it says nothing of the model."""
+    """Times of an answer. The wait in the engine's queue is not included, because it says nothing about the model."""
 
     queue_seconds: float
     first_token_seconds: float
-    """From the end of the wait to the first token."""
+    """Seconds from the end of the wait to the first token."""
     seconds: float
-    """From the end of the wait to the answer's end."""
+    """Seconds from the end of the wait to the answer's end."""
 
 
 class Answer(Protocol):
@@ -249,59 +261,59 @@ class Answer(Protocol):
     id: str
     model: str
     base_model: str
-    """The base's name, whatever `model` names."""
+    """Name of the base, even if `model` names something else."""
     created: int
-    """Unix seconds."""
+    """Time of the start, in Unix seconds."""
     prompt_token_ids: list[list[int]]
     prompt_texts: list[PromptText]
-    """The prompts as texts, where the request asks for an echo; else empty."""
+    """Prompts as texts if the request asks for an echo; otherwise empty."""
     classes: Classes
-    """Of a classifier; else empty."""
+    """Classes of a classifier; otherwise empty."""
     rate_limits: RateLimitStatus
-    """The caller's limits by the minute and what is left of them."""
+    """The caller's limits per minute, and what is left of them."""
     service_tier: str
     replayed: bool
 
     @property
     def usage(self) -> TokenCounts:
-        """The tokens that are charged; a prompt counts once, however many answers it gets."""
+        """Tokens that are charged; a prompt counts once, however many answers it gets."""
 
     @property
     def timing(self) -> Timing | None:
-        """How long it took, once it has ended; None: no token came, or it is not known any more."""
+        """Times of the answer, after its end; None if no token came, or if the times are no longer known."""
 
     async def started(self) -> None:
-        """Wait for the first delta or the end; raises the error that the request failed with."""
+        """Wait for the first delta or the end. Raises the error with which the request failed."""
 
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def abandon(self) -> None:
-        """Stop the request: its reader has left. Does nothing at the end."""
+        """Stop the request because its reader has left. Does nothing after the end."""
 
 
 class KeptDelta(Delta, frozen=True, kw_only=True, array_like=True):
-    """A delta without the names of its fields: an answer has one a token. New fields go to its end."""
+    """A delta without the names of its fields, because an answer has one per token. Add new fields at the end."""
 
 
 class KeptAnswer(msgspec.Struct, frozen=True):
-    """An answer as the records keep it for an idempotency key; the field names are stored data."""
+    """An answer as the records keep it for an idempotency key. The field names are stored data."""
 
     model: str
     created: int
     prompt_token_ids: list[list[int]]
     deltas: list[Delta]
-    """One a choice, whole: of answers that a release before `stream` kept."""
+    """One whole delta per choice, of answers that were kept by a release before `stream` existed."""
     usage: dict[str, int]
     service_tier: str = "default"
     stream: list[KeptDelta] = []
-    """The deltas as they came, so that a stream is repeated to the byte."""
+    """Deltas as they came, so that a stream is repeated byte by byte."""
     prompt_texts: list[PromptText] = []
     timing: Timing | None = None
     classes: Classes = Classes()
 
 
 class Replay:
-    """An answer from the records, which costs nothing and takes nothing of any limit."""
+    """An answer from the records. It costs nothing and does not count towards limits."""
 
     replayed = True
 
@@ -341,7 +353,7 @@ def _divided(wholes: Sequence[Delta]) -> list[Delta]:
 
 
 def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
-    """Encode an answer, of all its deltas, for the records."""
+    """Encode all deltas of an answer as bytes that the records keep."""
     usage = answer.usage
     kept = KeptAnswer(
         model=answer.model,

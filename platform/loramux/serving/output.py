@@ -3,10 +3,10 @@
     answer = [thought] [text] [calls]
 
 A `Dialect` is how a model writes these parts. `AnswerReader` splits a text into them, character by character: a part is
-given out as soon as it is certain. One thing is known at the end only: a thought that the prompt has opened, and that
-the model never ends, was the answer's text. A call's grammar has its name before its arguments
-(`constraints.tools`), so that reading one needs no second look at anything (`serving.calls`). `OutputProcessor` turns
-the engine's tokens into text, has it read, and ends the answer's text at a stop string.
+given out as soon as it is certain. One thing is known only at the end: if the prompt opened a thought that the model
+never ends, the thought was the answer's text. A call's grammar puts its name before its arguments
+(`constraints.tools`), so that a call is read in one pass (`serving.calls`). `OutputProcessor` turns the engine's tokens
+into text, passes it to the reader, and ends the answer's text at a stop string.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The texts in which a model says more than the answer's own."""
+    """Texts with which a model marks the parts of an answer that are not plain text."""
 
     tools: ToolStyle | None = None
     thought: tuple[str, str] | None = None
-    """The texts before and behind a thought; None: the model does not think."""
+    """Texts before and after a thought; None if the model does not think."""
     variables: frozenset[str] = frozenset()
-    """The template's variables that say how much it thinks."""
+    """Variables of the template that set how much the model thinks."""
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The texts that may be special tokens of the vocabulary."""
+        """Texts that may be special tokens of the vocabulary."""
         return (*(self.tools.markers if self.tools else ()), *(self.thought or ()))
 
     def effort_fields(self, effort: str | None) -> dict[str, object]:
-        """Return the template's variables for `effort`, a hint: none if the template knows no variable for it."""
+        """Return the template's variables for `effort`, which is a hint: none if the template has no variable for
+        it.
+        """
         if effort is None:
             return {}
         switches = [name for name in ("enable_thinking", "thinking") if name in self.variables]
@@ -64,11 +66,11 @@ class Dialect:
         return fields
 
     def begins_in_thought(self, prompt_tail: str) -> bool:
-        """Does an answer to a prompt with this end begin within a thought?"""
+        """Return whether an answer to a prompt with this end begins within a thought."""
         return self.thought is not None and prompt_tail.rstrip().endswith(self.thought[0])
 
     def may_think(self, prompt_tail: str) -> bool:
-        """May an answer to a prompt with this end begin with a thought?"""
+        """Return whether an answer to a prompt with this end may begin with a thought."""
         return self.thought is not None and not prompt_tail.rstrip().endswith(self.thought[1])
 
 
@@ -76,7 +78,7 @@ class Dialect:
 def dialect_of(template: str, tool_parser: str | None = None) -> Dialect:
     """Return the dialect of a model with this chat template.
 
-    `tool_parser` is the revision's choice, or else the base's, of how it writes calls; None: as the template does.
+    `tool_parser` is how the model writes calls, chosen by the revision or else by the base; None: as the template does.
     """
     thought = next((pair for pair in _THOUGHTS if pair[1] in template), None)
     variables = frozenset(name for name in _VARIABLES if name in template)
@@ -84,18 +86,18 @@ def dialect_of(template: str, tool_parser: str | None = None) -> Dialect:
 
 
 class AnswerParts(msgspec.Struct, frozen=True):
-    """What became certain of an answer."""
+    """Parts of an answer that have become certain."""
 
     text: str = ""
     thought: str = ""
     calls: tuple[CallDelta, ...] = ()
     is_unended_thought: bool = False
-    """The text repeats the thought that was given out before: see `AnswerReader.flush`."""
+    """True if the text repeats the thought that was given out before: see `AnswerReader.flush`."""
 
 
 class _Part(Enum):
     OPEN = "open"
-    """Nothing but blanks so far: a thought may follow, a text or a call."""
+    """Only blanks so far: a thought, a text or a call may follow."""
     THOUGHT = "thought"
     TEXT = "text"
     CALLS = "calls"
@@ -104,7 +106,7 @@ class _Part(Enum):
 class AnswerReader:
     """Splits one answer into its thought, its text and its calls.
 
-    Offsets are characters of the answer as the model wrote it, with its markers.
+    Offsets count characters of the answer as the model wrote it, with its markers.
     """
 
     def __init__(
@@ -118,48 +120,50 @@ class AnswerReader:
         special: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self.special = special
-        """The dialect's markers that are special tokens, which have no text otherwise."""
+        """Markers of the dialect that are special tokens, which otherwise have no text."""
         self.part = _Part.THOUGHT if in_thought else _Part.OPEN
         self.position = 0
-        """The offset up to which the parts are certain."""
+        """Offset up to which the parts are certain."""
         self.thought_end: int | None = None
-        """The offset of the first character after a thought and its marker."""
+        """Offset of the first character after a thought and its marker."""
         self.text_begin: int | None = None
-        """The offset of the text's first character, once one was given out."""
+        """Offset of the text's first character, once one was given out."""
         self.text_end: int | None = None
-        """The offset of the text's end, once calls have begun."""
+        """Offset of the text's end, once calls have begun."""
         self._dialect = dialect
         self._thought = dialect.thought if in_thought or may_think else None
         style = dialect.tools if may_call else None
         self._use = use
         self._calls = scanner_of(style, use) if style else None
         self._begin, self._first = (style.begin, style.first) if style else ("", "")
-        """The text before the calls, and the character that begins an answer of calls where there is none."""
+        """The text before the calls, and, if there is none, the character that begins an answer of calls."""
         self._held = ""
         """Text that may be the beginning of a marker."""
         self._is_blank = True
-        """The part has had no character but blanks."""
+        """True if the part has had only blanks so far."""
         self._blanks = ""
-        """Blanks at the beginning of a text that may be calls alone: given out with the first other character."""
+        """Blanks at the beginning of an answer that may consist of calls alone. They are given out with the first other
+        character.
+        """
         self._is_behind_thought = in_thought
-        """A thought came first: its own blanks, and those behind it, are not given out."""
+        """True if a thought came first. Its leading blanks, and the blanks after it, are not given out."""
         self._unended: list[str] | None = [] if in_thought else None
-        """Pieces of a thought that the prompt has opened, while it has no end; else None."""
+        """Pieces of a thought that the prompt has opened, while the thought has no end; otherwise None."""
         self._uncalled: list[str] | None = []
-        """Text from the mark of a call on, while no call has a name; else None."""
+        """Text since the mark of a call, while no call has a name; otherwise None."""
 
     @property
     def is_thinking(self) -> bool:
-        """Is the answer within its thought?"""
+        """True if the answer is within its thought."""
         return self.part is _Part.THOUGHT
 
     @property
     def is_calling(self) -> bool:
-        """Is the answer within its calls?"""
+        """True if the answer is within its calls."""
         return self.part is _Part.CALLS
 
     def push(self, text: str) -> AnswerParts:
-        """Return what `text` makes certain."""
+        """Return the parts that `text` makes certain."""
         self._held += text
         found: list[AnswerParts] = []
         while (parts := self._advance()) is not None:
@@ -167,10 +171,10 @@ class AnswerReader:
         return _joined(found)
 
     def flush(self, *, is_stopped: bool = False) -> AnswerParts:
-        """Return the rest at the end of the answer; `is_stopped`: the model ended it.
+        """Return the rest at the end of the answer. `is_stopped`: the model ended it itself.
 
-        A thought that the prompt has opened, and that the model did not end before it ended its answer, was none: the
-        model does not think. Its text is the answer's, and is read as one.
+        If the prompt opened a thought, and the model ended its answer without ending the thought, then it was no
+        thought, because the model does not think. Its text belongs to the answer, and is read as such.
         """
         if self.part is _Part.CALLS:
             return self._flush_calls(is_stopped=is_stopped)
@@ -179,7 +183,7 @@ class AnswerReader:
         return self._give(self._take(len(self._held)))
 
     def _flush_calls(self, *, is_stopped: bool) -> AnswerParts:
-        """Return text that begins as calls do, where a finished answer has no call in it."""
+        """Return text that begins like calls, if a finished answer has no call in it."""
         if not is_stopped or self._uncalled is None:
             return AnswerParts()
         written = "".join(self._uncalled)
@@ -205,7 +209,7 @@ class AnswerReader:
         return msgspec.structs.replace(parts, is_unended_thought=True)
 
     def _advance(self) -> AnswerParts | None:
-        """Give out what is certain up to the next marker; None where more text is needed."""
+        """Give out what is certain up to the next marker; return None if more text is needed."""
         if not self._held:
             return None
         match self.part:
@@ -227,7 +231,7 @@ class AnswerReader:
                 return AnswerParts(calls=calls)
 
     def _open(self) -> AnswerParts | None:
-        """Decide with which part the answer begins, or goes on behind a thought."""
+        """Decide with which part the answer begins, or continues after a thought."""
         begun = self._held.lstrip()
         if self._thought is not None:
             begin = self._thought[0]
@@ -248,9 +252,9 @@ class AnswerReader:
         return AnswerParts()
 
     def _until(self, following: Mapping[str, _Part]) -> AnswerParts | None:
-        """Give out the part's text up to the first marker, and never the beginning of one.
+        """Give out the part's text up to the first marker, but never a text that may be the beginning of a marker.
 
-        `following`: the parts that markers begin; an empty marker is none.
+        `following` has the part that each marker begins; an empty marker is ignored.
         """
         markers = [marker for marker in following if marker]
         ends = [(end, marker) for marker in markers if (end := self._held.find(marker)) >= 0]
@@ -267,7 +271,7 @@ class AnswerReader:
         return self._give(self._take(certain)) if certain else None
 
     def _end(self, marker: str) -> None:
-        """Note the end of a part at `marker`, which was read."""
+        """Note the end of a part at `marker`, which has been read."""
         if not self.is_thinking:
             self.text_end = self.position - len(marker)
             return
@@ -278,7 +282,7 @@ class AnswerReader:
             self._unended = None
 
     def _take(self, length: int) -> str:
-        """Take text that is certain from what is held."""
+        """Remove text that is certain from the held text, and return it."""
         taken, self._held = self._held[:length], self._held[length:]
         self.position += len(taken)
         return taken
@@ -317,10 +321,10 @@ def _joined(found: list[AnswerParts]) -> AnswerParts:
 
 
 class _HeldToken(NamedTuple):
-    """A token that waits with its log probability for its text."""
+    """A token that waits, with its log probability, until its text is given out."""
 
     end: int
-    """The offset of the end of its text."""
+    """Offset of the end of its text."""
     token_id: int
     logprob: TokenLogprob
 
@@ -328,17 +332,17 @@ class _HeldToken(NamedTuple):
 class OutputProcessor:
     """Counts the tokens that the engine generates for one choice, splits their text, and ends it at a stop string.
 
-    The answer is split into its parts first; stop strings are looked for in its text alone, never in a thought, a call
-    or a marker. A part's tokens are counted by their offsets in what the model wrote.
+    The answer is split into its parts first. Stop strings are searched for only in its text, never in a thought, a call
+    or a marker. The tokens of a part are counted by their offsets in what the model wrote.
 
-    A token's logprob is given out with the last of its text, so that joined tokens and joined text are the same; those
-    of tokens that reach into a stop string, and of the end token, are given out apart. Where tokens have logprobs their
-    ids come with them.
+    A token's logprob is given out with the last part of its text, so that joined tokens and joined text are the same.
+    The logprobs of the end token, and of tokens that overlap a stop string, are given out separately. If tokens have
+    logprobs, their ids come with them.
     """
 
     classes = Classes()
     fails_alone = True
-    """A fault of one choice ends only that one, once the request has its first token."""
+    """A fault of one choice ends only that choice, once the request has its first token."""
 
     def __init__(
         self,
@@ -349,33 +353,35 @@ class OutputProcessor:
         min_tokens: int,
         reader: AnswerReader | None = None,
     ) -> None:
-        """`reader` splits the answer into its parts; None: all of it is text."""
+        """`reader` splits the answer into its parts; None: the whole answer is text."""
         self.index = index
         self.num_tokens = 0
-        """Tokens generated up to and including the one that ended the answer, whether shown or not."""
+        """Number of tokens generated, including the one that ended the answer, whether shown or not."""
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer.decode, prompt_token_ids)
         self._prompt_token_ids = prompt_token_ids
         self._prompt_logprobs: list[PromptTokenLogprob] = []
-        """Those that no delta has brought yet."""
+        """Log probabilities of the prompt that no delta has brought yet."""
         self._matcher = StopMatcher(stop)
         self._reader = reader
         self._min_tokens = min_tokens
         self._num_read = 0
-        """Characters that have been read, shown or held back."""
+        """Number of characters that have been read, shown or held back."""
         self._num_shown = 0
-        """Characters of the text that have been given out."""
+        """Number of characters of the text that have been given out."""
         self._unread: list[tuple[int, TokenEvent]] = []
-        """Tokens of a character that is not complete, each with the offset of its text."""
+        """Tokens of an incomplete character, each with the offset of its text."""
         self._held: deque[_HeldToken] = deque()
         self._undecided: list[int] = []
         """Offsets of tokens that may or may not belong to a thought."""
         self._thought_tokens = 0
-        """Tokens of the thought that have been counted."""
+        """Number of the thought's tokens that have been counted."""
 
     def push(self, event: TokenEvent) -> Delta:
-        """Return the news of `event`; sets finish_reason at the end. Raises the engine's fault as a GatewayError."""
+        """Return the new parts of `event`; sets finish_reason at the end. Raises the engine's fault as a
+        GatewayError.
+        """
         if event.finish_reason in ("error", "cancelled"):
             raise from_fault(event.fault)
         self.num_tokens += event.token_id is not None
@@ -403,7 +409,9 @@ class OutputProcessor:
         return delta
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
-        """Keep log probabilities of the prompt for the first delta; an engine that begins anew replaces them."""
+        """Keep log probabilities of the prompt for the first delta. An engine that starts the prompt again replaces
+        them.
+        """
         del self._prompt_logprobs[found.start - 1 :]
         for place, one in enumerate(found.tokens, start=found.start):
             self._prompt_logprobs.append(
@@ -417,11 +425,11 @@ class OutputProcessor:
 
     @property
     def is_answered(self) -> bool:
-        """Is the prompt billed?"""
+        """True if the prompt is billed."""
         return self.num_tokens > 0
 
     def abort(self) -> None:
-        """End the choice where it is."""
+        """End the choice at its current state."""
         self.finish_reason = "abort"
 
     @property
@@ -429,7 +437,7 @@ class OutputProcessor:
         return self._reader is not None and self._reader.is_calling
 
     def _read(self, event: TokenEvent) -> str:
-        """Return the text that became certain; the token that the engine stopped at is counted and never read."""
+        """Return the text that became certain. The token at which the engine stopped is counted but never read."""
         text = ""
         if event.token_id is not None and event.finish_reason != "stop":
             self._unread.append((self._num_read, event))
@@ -446,14 +454,14 @@ class OutputProcessor:
         return text
 
     def _split(self, text: str, ending: str | None) -> AnswerParts:
-        """Divide text into thought, text and calls."""
+        """Split text into thought, text and calls."""
         if self._reader is None:
             return AnswerParts(text=text)
         parts = self._reader.push(text)
         return parts if ending is None else _joined([parts, self._reader.flush(is_stopped=ending == "stop")])
 
     def _match(self, text: str, *, is_over: bool) -> str:
-        """Return the part of the text that may be shown. Stop strings count once more than min_tokens are out."""
+        """Return the part of the text that may be shown. Stop strings count only after min_tokens tokens."""
         if self.num_tokens <= self._min_tokens:
             return text
         shown = self._matcher.push(text)
@@ -465,7 +473,7 @@ class OutputProcessor:
         return "length" if event.finish_reason is not None else None
 
     def _count_thought(self, *, is_unended: bool) -> int:
-        """Return the tokens by which the thought has grown; negative where it turns out to be none."""
+        """Return the number of tokens by which the thought has grown; negative if it proves to be no thought."""
         if self._reader is None:
             return 0
         if is_unended:
@@ -495,7 +503,7 @@ class OutputProcessor:
         return TokenLogprob(token=self._tokenizer.token(event.token_id), logprob=logprob, top=top, offset=offset)
 
     def _release(self, event: TokenEvent) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[TokenLogprob, ...]]:
-        """Return the ids of tokens, their logprobs, and at the end those of the tokens that have no text."""
+        """Return token ids, their logprobs, and at the end the logprobs of the tokens that have no text."""
         if event.token_id is not None and event.logprob is None:
             return (event.token_id,), (), ()
         until = self._certain_until()
@@ -515,14 +523,14 @@ class OutputProcessor:
         return tuple(token_ids), logprobs, tuple(unshown)
 
     def _certain_until(self) -> int:
-        """Return the offset up to which nothing that was written can still fall to a stop string or a marker."""
+        """Return the offset up to which the written text cannot become part of a stop string or a marker."""
         reader = self._reader
         if self._matcher.matched is not None:
             return (0 if reader is None else reader.text_begin or 0) + self._num_shown
         return (self._num_read if reader is None else reader.position) - self._matcher.num_held
 
     def _of_part(self, held: _HeldToken) -> TokenLogprob:
-        """Return a token's logprob, marked where its text is not of the answer's text."""
+        """Return a token's logprob, marked if its text does not belong to the answer's text."""
         reader, offset = self._reader, held.logprob.offset
         if reader is None:
             return held.logprob
@@ -535,7 +543,9 @@ class OutputProcessor:
 
 
 class RepeatedPrompt(OutputProcessor):
-    """The output of a choice that repeats its prompt and says nothing: the engine's token is not shown or billed."""
+    """Output of a choice that only repeats its prompt. The token that the engine generates is neither shown nor
+    billed.
+    """
 
     def push(self, event: TokenEvent) -> Delta:
         """Return the log probabilities of the prompt, at the end. Raises the engine's fault as a GatewayError."""
@@ -546,26 +556,26 @@ class RepeatedPrompt(OutputProcessor):
 
     @property
     def is_answered(self) -> bool:
-        """Is the prompt billed?"""
+        """True if the prompt is billed."""
         return self.finish_reason == "length"
 
 
 class PooledOutput:
-    """Reads the one event of a prompt that becomes a vector."""
+    """Reads the single event of a prompt that becomes a vector."""
 
     num_tokens = 0
     fails_alone = False
-    """A fault of one prompt is the request's: an answer has all vectors."""
+    """A fault of one prompt ends the request, because an answer has all vectors."""
 
     def __init__(self, index: int, classes: Classes) -> None:
         self.index = index
         self.classes = classes
-        """Of a classifier."""
+        """Classes of a classifier."""
         self.finish_reason: FinishReason | None = None
 
     @property
     def is_answered(self) -> bool:
-        """Is the prompt billed?"""
+        """True if the prompt is billed."""
         return self.finish_reason == "stop"
 
     def push(self, event: TokenEvent) -> Delta:
@@ -576,7 +586,7 @@ class PooledOutput:
         return Delta(index=self.index, pooled=event.pooled)
 
     def abort(self) -> None:
-        """End the choice where it is."""
+        """End the choice at its current state."""
         self.finish_reason = "abort"
 
 
@@ -585,24 +595,24 @@ class Choice:
 
     def __init__(self, prompt: int, request: Request, output: OutputProcessor | PooledOutput) -> None:
         self.prompt = prompt
-        """The number of its prompt within the API request."""
+        """Number of its prompt within the API request."""
         self.request = request
         self.output = output
         self.num_generated = 0
-        """Tokens that the engine has sent, in the output or not."""
+        """Number of tokens that the engine has sent, whether in the output or not."""
         self.is_computed = False
-        """The engine has sent a token, or the prompt's vector."""
+        """True if the engine has sent a token, or the prompt's vector."""
         self.cached_tokens = 0
         self.waited_s = 0.0
         self.load: tuple[float, float] | None = None
         self.count: EngineCount | None = None
-        """The engine's own count, once it has ended the request."""
+        """The engine's own count, after it has ended the request."""
         self.last_token_at: float | None = None
         self.last: Delta | None = None
-        """The news that comes with the finish reason: the request's last."""
+        """Delta that is sent with the finish reason: the last one of the request."""
 
     def count_event(self, event: TokenEvent) -> None:
-        """Count an event, whether it is read or not."""
+        """Count an event, whether its text is read or not."""
         self.num_generated += event.token_id is not None
         self.is_computed |= event.token_id is not None or event.pooled is not None
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)

@@ -1,4 +1,4 @@
-"""The way of a GenerationRequest to a running Generation: resolve, tokenize, check, open the usage, submit."""
+"""Turn a GenerationRequest into a running Generation: resolve, tokenize, check, open the usage, submit."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ from loramux.serving.output import Choice, OutputProcessor, PooledOutput, Repeat
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 
 TOKENS_A_TURN = 512
-"""Tokens of short prompts that are made on the event loop before other requests get their turn."""
+"""Number of tokens of short prompts that are made on the event loop before other requests get their turn."""
 ENDS = ("completed", "cancelled", "failed", "refused", "replayed")
 _SEEDS = 2**63
-"""Seeds wrap round at this."""
+"""Modulus of seeds."""
 
 
 @dataclass(slots=True)
@@ -67,19 +67,19 @@ class CompletionCounters:
     """Counters since the server's start, over all tenants."""
 
     requests: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    """Requests by their end."""
+    """Number of requests by their end."""
     tokens: TokenCounts = field(default_factory=TokenCounts)
     token_gaps: dict[tuple[str, str], Histogram] = field(default_factory=dict)
     """Seconds between one token and the next, by base model and service tier, of requests that have ended."""
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt's tokens, and how many each of its answers may have."""
+    """Tokens of a prompt, and the number of tokens that each of its answers may have."""
 
     token_ids: list[int]
     max_tokens: int
     tail: str | None = None
-    """The end of a conversation's text; None: it is none."""
+    """End of a conversation's text; None if the prompt is no conversation."""
 
 
 class TokenizedText(NamedTuple):
@@ -87,54 +87,56 @@ class TokenizedText(NamedTuple):
 
     token_ids: list[int]
     context: int
-    """The most tokens that the model takes."""
+    """Maximum number of tokens that the model takes."""
     tokenizer: Tokenizer
 
     @property
     def pieces(self) -> list[str]:
-        """The tokens as the vocabulary writes them."""
+        """Tokens as the vocabulary writes them."""
         return self.tokenizer.pieces(self.token_ids)
 
 
 @dataclass(frozen=True)
 class ServedBase:
-    """A base model as requests meet it."""
+    """A base model, with the parts that requests need."""
 
     name: str
-    """In requests."""
+    """Name in requests."""
     engines: EngineGroup
     facts: ModelFacts
     tokenizer: Tokenizer
     trials: GrammarTrials
     former_names: tuple[str, ...] = ()
     share_cache: bool = False
-    """A tenant's projects find each other's KV of the base model; tenants never do."""
+    """True if the projects of a tenant share cached KV of the base model. Different tenants never do."""
     tool_parser: str | None = None
-    """How it writes calls of tools; None: as its chat template says."""
+    """How the model writes calls of tools; None: as its chat template does."""
 
     @cached_property
     def format(self) -> Format:
-        """What it makes of text."""
+        """The base's tokenizer, chat template and defaults."""
         return Format(self.tokenizer, tool_parser=self.tool_parser)
 
     @property
     def context(self) -> int:
-        """The most tokens, prompt and answer, of a request."""
+        """Maximum number of tokens of a request, prompt and answer together."""
         return self.facts.context
 
     @cached_property
     def fingerprint(self) -> str:
-        """A name for the backend, which changes when the backend does."""
+        """A name of the backend that changes when the backend does."""
         facts = self.facts
         backend = f"{version('loramux')} {facts.dtype} {facts.kv_cache_dtype} {facts.vocab_size} {facts.max_model_len}"
         return "fp_" + hashlib.sha256(backend.encode()).hexdigest()[:12]
 
 
 class ServedBases(dict[str, ServedBase]):
-    """The served bases by name; the first is the default. Loading and retiring changes it while requests run."""
+    """The served bases by name; the first is the default. The set changes while requests run, when bases are loaded or
+    retired.
+    """
 
     def of_record(self, recorded: str) -> ServedBase | None:
-        """Return the base that serves what was uploaded for the base `recorded`."""
+        """Return the base that serves adapters that were uploaded for the base `recorded`."""
         return next((base for base in self.values() if recorded in (base.name, *base.former_names)), None)
 
     def engines(self) -> list[EngineStatus]:
@@ -142,7 +144,7 @@ class ServedBases(dict[str, ServedBase]):
         return [status for base in self.values() for status in base.engines.statuses()]
 
     def order_engine(self, name: str, *, restart: bool, seconds: float) -> EngineStatus:
-        """Begin to drain or restart the engine of that name. Raises UnknownEngine or EngineBusy."""
+        """Begin to drain or restart the engine with that name. Raises UnknownEngine or EngineBusy."""
         for base in self.values():
             if name in base.engines.names:
                 return base.engines.order(name, restart=restart, seconds=seconds)
@@ -151,7 +153,9 @@ class ServedBases(dict[str, ServedBase]):
 
 
 class ReadRequest(NamedTuple):
-    """A request that may be admitted: its model found, its defaults applied, its prompts tokenized and checked."""
+    """A request that may be admitted: its model is found, its defaults are applied, its prompts are tokenized and
+    checked.
+    """
 
     asked: GenerationRequest
     model: ResolvedModel
@@ -161,12 +165,14 @@ class ReadRequest(NamedTuple):
     stop: StopAutomaton
     constraint: Constraint | None
     echoed: list[PromptText]
-    """The prompts' texts where the request asks for them; else none."""
+    """Texts of the prompts if the request asks for them; otherwise none."""
 
 
 Recorder = Callable[[Generation], None]
 ChooseRecorder = Callable[[Principal, GenerationRequest, OpenedRequest], Recorder | None]
-"""Called with a request as it came and as it was admitted; the recorder gets the generation with its kept answer."""
+"""Called with the request as it came and as it was admitted. The recorder that it returns gets the generation with its
+kept answer.
+"""
 
 
 class CompletionService:
@@ -184,15 +190,17 @@ class CompletionService:
         self.bases = bases
         self.counters = CompletionCounters()
         self.draining = False
-        """New requests are refused because the server is being stopped."""
+        """True if new requests are refused because the server is being stopped."""
         self._resolver = resolver
         self._usage = usage
         self._formats = Formats(renderer or TemplateRenderer())
         self._running: set[Generation] = set()
         self._opening: Counter[str] = Counter()
-        """Requests whose admission is awaited, by tenant; lines of batches and shadows under no tenant."""
+        """Number of requests whose admission is awaited, by tenant. Lines of batches and shadows are not counted by
+        tenant.
+        """
         self._idle = asyncio.Event()
-        """Set whenever a request ends and no other is under way."""
+        """Set whenever a request ends and no other runs."""
         self._unsettled: deque[Settlement] = deque()
         self._begun_observers: list[Callable[[Generation], None]] = []
         self._ended_observers: list[Callable[[Generation], None]] = []
@@ -200,25 +208,25 @@ class CompletionService:
         self._choose_recorder: ChooseRecorder = lambda *_: None
         self._cut_off = False
         self._last_other_at = -math.inf
-        """The end of the last request that was no line of a batch and no shadow."""
+        """End of the last request that was neither a line of a batch nor a shadow."""
 
     @property
     def context(self) -> int:
-        """The most tokens that a request to any base may have."""
+        """Maximum number of tokens that a request to any base may have."""
         return max((base.context for base in self.bases.values()), default=0)
 
     @property
     def running(self) -> int:
-        """Requests under way."""
+        """Number of requests that run now."""
         return len(self._running) + self._opening.total()
 
     @property
     def unsettled(self) -> int:
-        """Requests whose end the database has not taken yet."""
+        """Number of requests whose end the database has not accepted yet."""
         return len(self._unsettled)
 
     def others_waiting(self) -> bool:
-        """Does any request wait for its first token that is no line of a batch and no shadow?"""
+        """Return whether any request other than lines of batches and shadows waits for its first token."""
         opening = any(tenant for tenant in self._opening)
         return opening or any(one.is_waiting and not one.is_background for one in self._running)
 
@@ -232,8 +240,7 @@ class CompletionService:
         """Admit the request and start it.
 
         Raises ModelNotFound or RevisionUnavailable (registry), InvalidRequest, NotAllowed, Draining, EngineDown,
-        LimitsError, RecordsUnavailable, and where its idempotency key stands against it IdempotencyMismatch or
-        StillRunning.
+        LimitsError, RecordsUnavailable. Its idempotency key may raise IdempotencyMismatch or StillRunning.
         """
         self.ensure_accepting()
         service_class = service_class_of(principal, asked.service_tier)
@@ -263,7 +270,7 @@ class CompletionService:
         return generation
 
     async def _read(self, principal: Principal, asked: GenerationRequest, id: str) -> ReadRequest:
-        """Find the model, apply its defaults, and tokenize and check everything. Raises what `begin` does."""
+        """Find the model, apply its defaults, and tokenize and check everything. Raises the same errors as `begin`."""
         model = await self._resolver.resolve(principal, asked.model, asked.user or id)
         base = self._base_of(model)
         self._ensure_serving(base)
@@ -287,7 +294,7 @@ class CompletionService:
     async def _tokenize_all(
         self, base: ServedBase, format: Format, asked: GenerationRequest, tenant: str
     ) -> list[TokenizedPrompt]:
-        """Tokenize every prompt; many short ones give way to other requests in between."""
+        """Tokenize every prompt. Many short prompts yield to other requests in between."""
         found, size = [], 0
         for prompt in asked.prompts:
             found.append(await self._tokenize(base, format, asked, prompt, tenant))
@@ -313,7 +320,9 @@ class CompletionService:
     async def _encode(
         self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str, longest: int
     ) -> tuple[list[int], str | None]:
-        """Return a prompt's tokens and the end of a conversation's text; of more than `longest` maybe a beginning."""
+        """Return a prompt's tokens and the end of a conversation's text. A prompt of more than `longest` tokens may be
+        cut short.
+        """
         check_text_length(prompt, format.tokenizer.longest_token, base.context)
         if isinstance(prompt, str | TextPair):
             special = asked.add_special_tokens
@@ -324,7 +333,7 @@ class CompletionService:
         return prompt, None
 
     def _opened(self, principal: Principal, read: ReadRequest, id: str) -> OpenedRequest:
-        """Return what the request's row in the database says of it."""
+        """Return the facts of the request that its row in the database records."""
         asked, model, prompts = read.asked, read.model, read.prompts
         return OpenedRequest(
             id=id,
@@ -345,18 +354,18 @@ class CompletionService:
         )
 
     def _num_waiting(self, tenant: str) -> int:
-        """Count the tenant's requests that wait for their first token; lines of batches and shadows do not count."""
+        """Count the tenant's requests that wait for their first token, without lines of batches and shadows."""
         waiting = (one for one in self._running if one.tenant == tenant and not one.is_background)
         return self._opening[tenant] + sum(one.is_waiting for one in waiting)
 
     async def _open(self, opened: OpenedRequest) -> RateLimitStatus | StoredAnswer:
-        """Await the admission. Usage settles a request whose caller is cancelled meanwhile."""
+        """Await the admission. If the caller is cancelled during this time, usage settles its request."""
         tenant = "" if service_tier(opened.tier) in BACKGROUND else opened.tenant_id
         self._opening[tenant] += 1
         try:
             outcome = await self._usage.open(opened)
         except LoramuxError as error:
-            if isinstance(error, RecordsUnavailable):  # whether the row was committed is not known
+            if isinstance(error, RecordsUnavailable):  # the row may have been committed
                 self._unsettled.append(Settlement(request_id=opened.id, ended_by="platform", finish_reason=None))
             is_refused = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
             self.counters.requests["refused" if is_refused else "failed"] += 1
@@ -399,7 +408,9 @@ class CompletionService:
             self._idle.set()
 
     async def tokenize(self, principal: Principal, asked: GenerationRequest) -> TokenizedText:
-        """Return the tokens of the request's first prompt, of any number. Raises as `begin` does before it admits."""
+        """Return the tokens of the request's first prompt, which may be of any length. Raises the errors of `begin`
+        before admission.
+        """
         base, format = await self._format_of(principal, asked.model)
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
         longest = format.tokenizer.longest_token * base.context
@@ -407,19 +418,21 @@ class CompletionService:
         return TokenizedText(token_ids, base.context, format.tokenizer)
 
     async def detokenize(self, principal: Principal, model: str, token_ids: list[int]) -> str:
-        """Return the text of tokens, special ones too. Raises as `tokenize` does."""
+        """Return the text of tokens, including special ones. Raises the same errors as `tokenize`."""
         base, format = await self._format_of(principal, model)
         check_token_ids("tokens", token_ids, max(base.facts.vocab_size, format.num_tokens))
         return await format.tokenizer.decode_all(token_ids, principal.tenant)
 
     async def describe_tokenizer(self, principal: Principal, model: str | None) -> dict[str, Any]:
-        """Return what a client may know of a tokenizer; None: that of the first base. Raises as `tokenize` does."""
+        """Return the public facts of a tokenizer; `model` None is the first base. Raises the same errors as
+        `tokenize`.
+        """
         base, format = await self._format_of(principal, model or "")
         template = format.bundle.chat_template or format.tokenizer.chat_template
         return format.tokenizer.describe() | {"chat_template": template or None, "model_max_length": base.context}
 
     async def _format_of(self, principal: Principal, model: str) -> tuple[ServedBase, Format]:
-        """Return the base and the format of a model; empty: of the first base."""
+        """Return the base and the format of a model; an empty name is the first base."""
         self.ensure_accepting()
         await self._usage.ensure_rate(principal)
         resolved = await self._resolver.resolve(principal, model or next(iter(self.bases)))
@@ -427,14 +440,14 @@ class CompletionService:
         return base, await self._formats.of(base.name, base.format, resolved.revision, principal.tenant)
 
     def _base_of(self, model: ResolvedModel) -> ServedBase:
-        """Return the base that serves a model. Raises EngineDown where it was unloaded while the model was resolved."""
+        """Return the base that serves a model. Raises EngineDown if it was unloaded while the model was resolved."""
         base = self.bases.get(model.base_model)
         if base is None:
             raise EngineDown
         return base
 
     async def ensure_model(self, principal: Principal, model: str) -> None:
-        """Raise ModelNotFound or RevisionUnavailable unless this caller may ask for the model."""
+        """Raise ModelNotFound or RevisionUnavailable unless this caller may use the model."""
         await self._resolver.resolve(principal, model)
 
     def fingerprint_of(self, answer: Answer) -> str:
@@ -450,20 +463,22 @@ class CompletionService:
         self._ended_observers.append(observer)
 
     def on_refused(self, observer: Callable[[OpenedRequest], None]) -> None:
-        """Call `observer` with every request that its limits have refused."""
+        """Call `observer` with every request that was refused by its limits."""
         self._refused_observers.append(observer)
 
     def record_with(self, choose: ChooseRecorder) -> None:
-        """Ask `choose` of every admitted request whether its answer is wanted, and by which function at its end."""
+        """Call `choose` for every admitted request. It returns the function that gets the kept answer at the end, or
+        None.
+        """
         self._choose_recorder = choose
 
     def ensure_accepting(self) -> None:
-        """Raise Draining when the server is being stopped."""
+        """Raise Draining if the server is being stopped."""
         if self.draining:
             raise Draining
 
     def _ensure_serving(self, base: ServedBase) -> None:
-        """Raise Draining or EngineDown unless a request to `base` would be taken now."""
+        """Raise Draining or EngineDown unless a request to `base` would be accepted now."""
         self.ensure_accepting()
         if base.engines.has_ended:
             raise EngineDown
@@ -486,7 +501,9 @@ class CompletionService:
         await self._until_idle()
 
     async def drain_base(self, base: ServedBase, seconds: float) -> None:
-        """Let the running requests of a base end that takes no new ones; abort those that still run after `seconds`."""
+        """Let the running requests of a base end, and abort those that still run after `seconds`. The base takes no new
+        requests.
+        """
         running = [one.task for one in self._running if one.base_model == base.name]
         if running:
             await asyncio.wait(running, timeout=seconds)
@@ -502,7 +519,7 @@ class CompletionService:
             await self._idle.wait()
 
     async def settle_late(self) -> None:
-        """Settle the requests whose end the database did not take. Raises RecordsUnavailable if it still does not."""
+        """Settle the requests whose end the database did not accept. Raises RecordsUnavailable if it still does not."""
         while self._unsettled:
             settlement = self._unsettled.popleft()
             try:
@@ -532,7 +549,7 @@ def service_class_of(principal: Principal, service_tier: ServiceTier) -> Service
 
 
 def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass) -> Request:
-    """Return the engine's request as all choices have it."""
+    """Return the engine's request without the fields that differ between choices."""
     asked, revision, format = read.asked, read.model.revision, read.format
     return Request(
         id="",
@@ -553,7 +570,7 @@ def _template(principal: Principal, read: ReadRequest, id: str, service_class: S
 
 
 def _choices(read: ReadRequest, template: Request) -> list[Choice]:
-    """Build `n` choices a prompt, numbered through."""
+    """Build `n` choices per prompt, numbered continuously."""
     asked, format = read.asked, read.format
     min_tokens = asked.sampling.min_tokens
     choices = []
@@ -576,7 +593,7 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
 
 
 def _seeded(sampling: SamplingParams, i: int) -> SamplingParams:
-    """Give choice i of a seeded request a seed of its own."""
+    """Give choice `i` of a request with a seed its own seed."""
     if sampling.seed is None:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + i) % _SEEDS)

@@ -1,15 +1,17 @@
-"""Text to token ids and back: the base model's own tokenizer and chat template, and the text of tokens as they come.
+"""Convert text to token ids and back, with the base model's own tokenizer and chat template, and decode tokens as they
+come.
 
 `Tokenizer` wraps what transformers loads. `Detokenizer` gives out the text of a generation token by token, and
 `StopMatcher` passes it on up to a stop string: text that is given out never has to be taken back.
 
 A template may refuse a conversation that clients cannot write in another way: system and developer turns that come
 later, two turns of one role, an empty answer. `render_accepted` tries the conversation as it came first, and then with
-ever more of it rewritten; no word of a turn's text is lost.
+more and more of it rewritten; no word of a turn's text is lost.
 
 `StopAutomaton` is Aho and Corasick's (Efficient string matching, CACM 18(6), 1975): a trie of the stop strings in which
-every state knows its longest proper suffix that is a state too. A text is read once, in constant time a character
-(amortised), however many and however long the stop strings are; the state's depth says how much must be held back.
+every state knows its longest proper suffix that is also a state. A text is read once, in constant time per character
+(amortised), independent of the number and length of the stop strings. The state's depth is the number of characters
+that must be held back.
 """
 
 from __future__ import annotations
@@ -31,31 +33,33 @@ from loramux.serving.messages import ChatOptions, Conversation, Message, PromptT
 
 T = TypeVar("T")
 TAIL_CHARACTERS = 64
-"""The end of a prompt that says whether the answer begins within a thought."""
+"""Length of the prompt's end that shows whether the answer begins within a thought, in characters."""
 _LONG = 1024
-"""Characters from which a text is tokenised on a thread: about a millisecond's work."""
+"""Length from which a text is tokenized on a thread, in characters: about 1 ms of work."""
 _MESSAGE_CHARACTERS = 64
-"""A message's share of a template's work, in characters."""
+"""Work of a template per message, expressed in characters."""
 _CHARACTERS_PER_TOKEN = 4
-"""Characters per token of the first part of a long text that is tokenized."""
+"""Characters per token, assumed for the first part of a long text that is tokenized."""
 _CUT_TOKENS = 64
-"""The cut at the end of a beginning changes fewer tokens than this."""
+"""A cut at the end of a text's beginning changes fewer tokens than this."""
 _THREADS = 4
 Decode = Callable[[list[int]], str]
 REPLACEMENT = "\ufffd"
 _CUTS = range(4, 9)
-"""Window lengths tried when cutting: a character is at most four byte tokens, so one of five cuts falls on an edge."""
+"""Window lengths that are tried when cutting: a character has at most four byte tokens, so one of five cuts is at an
+edge.
+"""
 _WINDOW = 24
 """Tokens of context before a cut is tried."""
 _LONGEST_WINDOW = 96
-"""Tokens before a text that ends in no whole character is given out all the same: it is no UTF-8, and never will be."""
+"""Number of tokens after which a text without a complete last character is given out anyway: it is not UTF-8."""
 _UNFINISHED = 3
-"""The characters of such a text that may still become one: a lead byte and two more."""
+"""Number of characters of such a text that may still become one character: a lead byte and two more."""
 _CHARACTERS = 0x110000
 """Unicode's code points: an edge of a StopAutomaton is the integer `state * _CHARACTERS + code point`."""
 
 _BETWEEN_TURNS = "\n\n"
-"""Between texts of turns that become one."""
+"""Text between the texts of turns that are joined."""
 
 _byte_piece = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -65,14 +69,14 @@ class RenderedChat(NamedTuple):
 
     token_ids: list[int]
     tail: str
-    """The end of its text: TAIL_CHARACTERS."""
+    """End of its text, TAIL_CHARACTERS long."""
 
 
 class Tokenizer:
-    """Converts texts and conversations to token ids, and back. Safe to use from threads."""
+    """Converts texts and conversations to token ids, and back. Thread-safe."""
 
     def __init__(self, tokenizer: Any, base: Tokenizer | None = None) -> None:
-        """`tokenizer` is a transformers PreTrainedTokenizerBase; one that extends `base` shares its threads."""
+        """`tokenizer` is a transformers PreTrainedTokenizerBase. A tokenizer that extends `base` shares its threads."""
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._bytes_of = _byte_alphabet() if "ByteLevel" in repr(getattr(backend, "decoder", None)) else None
@@ -80,7 +84,7 @@ class Tokenizer:
         self.decode = _fast_decode(tokenizer)
         """Returns the text of tokens, without special ones."""
         self.longest_token: int = base.longest_token if base else max(map(len, tokenizer.get_vocab()))
-        """Characters that a token stands for, at most."""
+        """Maximum number of characters that one token stands for."""
         self.serialized: str | None = base.serialized if base else _serialized(tokenizer)
         """The vocabulary as the `tokenizers` library writes it; None where the tokenizer is not one of its."""
         self._threads: ThreadPool = base._threads if base else ThreadPool("tokenizer", _THREADS, per_tenant=1)
@@ -90,7 +94,7 @@ class Tokenizer:
     def load(cls, model_dir: Path) -> Tokenizer:
         """Load the tokenizer next to the model's weights.
 
-        Raises SettingsError if there is none, or if its token ids are not those of its tokenizer.json.
+        Raises SettingsError if there is none, or if its token ids differ from those of its tokenizer.json.
         """
         try:
             return cls(load_tokenizer(model_dir).tokenizer)
@@ -125,8 +129,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text to continue, with the special tokens that the model expects around it.
 
-        Of a text of more than `limit` tokens it may be those of a beginning with more than `limit`. One text of
-        `tenant` at a time is worked on beside the event loop.
+        For a text of more than `limit` tokens, it may return only a beginning that has more than `limit`. Each tenant
+        has one text at a time on a thread outside of the event loop.
         """
         work = partial(self._encode, text, limit, add_special_tokens=add_special_tokens)
         return await self.run(work, len(text), tenant)
@@ -136,7 +140,7 @@ class Tokenizer:
     ) -> RenderedChat:
         """Return the conversation's token ids in the model's chat template, up to the assistant's answer.
 
-        `limit` and `tenant` as above. Raises InvalidRequest where the model has no template, or where the template
+        For `limit` and `tenant` see `encode`. Raises InvalidRequest if the model has no template, or if the template
         refuses the conversation.
         """
         if not self._tokenizer.chat_template:
@@ -152,12 +156,12 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The chat template, or several of them joined; empty where there is none."""
+        """The chat template, or several of them joined; empty if there is none."""
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     def token_id(self, text: str) -> int | None:
-        """Return the one token that stands for `text`; None where there is none."""
+        """Return the single token that stands for `text`; None if there is none."""
         found = self._tokenizer.get_added_vocab().get(text)
         return found if found is None else int(found)
 
@@ -167,10 +171,10 @@ class Tokenizer:
         return {text: token for text, token in found.items() if token is not None and token in self._special_ids}
 
     def grammar_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return those of `texts` that a grammar names by their token, because the token has no text there.
+        """Return those of `texts` that a grammar must name by their token, because the token has no text there.
 
-        For llguidance these are special tokens, and added ones in angle brackets whether special or not: Qwen's
-        `<tool_call>` is none for `decode`.
+        For llguidance these are special tokens, and all added tokens in angle brackets. For `decode`, some of them are
+        not special: for example, Qwen's `<tool_call>`.
         """
         found = {text: self.token_id(text) for text in texts}
         return {
@@ -180,7 +184,7 @@ class Tokenizer:
         }
 
     async def spell(self, token_ids: list[int], tenant: str = "") -> PromptText:
-        """Return the text of tokens, without special ones, and where each begins. `tenant` as above."""
+        """Return the text of tokens, without special ones, and the beginning of each. For `tenant` see `encode`."""
         return await self.run(partial(self._spell_all, token_ids), len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
 
     def pieces(self, token_ids: list[int]) -> list[str]:
@@ -188,7 +192,7 @@ class Tokenizer:
         return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(token_ids)]
 
     async def decode_all(self, token_ids: list[int], tenant: str = "") -> str:
-        """Return the text of tokens, special ones too. `tenant` as above."""
+        """Return the text of tokens, including special ones. For `tenant` see `encode`."""
         decode = partial(self._tokenizer.decode, token_ids, clean_up_tokenization_spaces=False)
         return await self.run(decode, len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
 
@@ -197,9 +201,9 @@ class Tokenizer:
         self._threads.close()
 
     async def run(self, work: Callable[[], T], size: int, tenant: str) -> T:
-        """Run short work at once and long work on a thread; a tenant has one thread, so that others find theirs.
+        """Run short work at once and long work on a thread. A tenant has one thread, so that others find a free one.
 
-        `size`: of the work, in characters to tokenize.
+        `size` is the size of the work, in characters to tokenize.
         """
         if size <= _LONG:
             return work()
@@ -211,7 +215,9 @@ class Tokenizer:
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
     def _encode(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize ever longer beginnings, so that a text that cannot fit costs what the longest that fits does."""
+        """Tokenize longer and longer beginnings, so that a text that cannot fit costs no more than the longest one that
+        fits.
+        """
         if isinstance(text, TextPair):
             pair: list[int] = self._tokenizer.encode(text.first, text.second, add_special_tokens=add_special_tokens)
             return pair
@@ -286,9 +292,9 @@ def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
 
 
 def render_accepted(conversation: Conversation, render: Callable[[Conversation], str]) -> tuple[str, Conversation]:
-    """Return the text of the first form that `render` takes and that shows all instructions, and the form.
+    """Return the text of the first form that `render` accepts and that shows all instructions, and the form.
 
-    Raises the refusal of the conversation as it came if all its forms are refused.
+    If all forms are refused, raises the refusal of the conversation as it came.
     """
     later = [turn.content.strip() for turn in _later_instructions(conversation)]
     refusal: TemplateRefusal | None = None
@@ -309,7 +315,9 @@ def render_accepted(conversation: Conversation, render: Callable[[Conversation],
 
 
 def _forms(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield the conversation as it came; with its later instructions in its first turn; with turns joined, too."""
+    """Yield the conversation as it came, then with its later instructions in its first turn, then also with turns
+    joined.
+    """
     yield conversation
     folded = _fold_instructions(conversation)
     if folded != conversation:
@@ -333,7 +341,7 @@ def _fold_instructions(conversation: Conversation) -> Conversation:
 
 
 def _join_turns(conversation: Conversation) -> Conversation:
-    """Join neighbouring turns of the user's, and of the assistant's without calls; leave out empty answers."""
+    """Join neighbouring turns of the user, and of the assistant without calls; leave out empty answers."""
     turns: list[Message] = []
     for number, turn in enumerate(conversation, start=1):
         is_empty = turn.role == "assistant" and not turn.content and "tool_calls" not in turn.fields
@@ -350,7 +358,7 @@ def _join_turns(conversation: Conversation) -> Conversation:
 def open_last_message(text: str, conversation: Conversation) -> str:
     """Return a rendered conversation up to the end of its last message's content, as transformers does it.
 
-    Raises InvalidRequest where the template does not show that content.
+    Raises InvalidRequest if the template does not show that content.
     """
     content = conversation[-1].content
     begin = text.rfind(content.strip())
@@ -368,7 +376,7 @@ def open_last_message(text: str, conversation: Conversation) -> str:
 def _special_ids(tokenizer: Any) -> frozenset[int]:
     """Return the tokens that decoding leaves out: those with a role, and added ones that are marked as special.
 
-    transformers lists the former only; markers such as Mistral's `[TOOL_CALLS]` have no role.
+    transformers lists only those with a role; markers such as Mistral's `[TOOL_CALLS]` have no role.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
@@ -399,8 +407,8 @@ class Detokenizer:
     The window begins with the end of the prompt, so that a continuation keeps its leading space. `decode` is the
     tokenizer's own and skips special tokens.
 
-    A text that ends in U+FFFD waits for more: with byte fallback one unfinished character turns every character
-    of its run of byte tokens into U+FFFD, so nothing about that moment's text can be trusted.
+    A text that ends in U+FFFD waits for more. With byte fallback, one unfinished character turns every character of its
+    run of byte tokens into U+FFFD, so none of the text at that moment can be trusted.
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -439,7 +447,7 @@ class Detokenizer:
         return delta
 
     def _cut(self) -> None:
-        """Forget old tokens, where the rest decodes to exactly the end of the same text."""
+        """Forget old tokens, if the rest decodes to exactly the end of the same text."""
         num_left = len(self._text) - self._num_given
         for keep in _CUTS:
             text = self._decode(self._ids[-keep:])
@@ -449,23 +457,25 @@ class Detokenizer:
 
 
 def _end_of_prompt(decode: Decode, ids: list[int]) -> list[int]:
-    """The shortest end that reads as text; all of it where none does."""
+    """Return the shortest end of the prompt that reads as text; the whole prompt if none does."""
     ends = (ids[-keep:] for keep in _CUTS)
     return next((end for end in ends if (text := decode(end)) and REPLACEMENT not in text), ids)
 
 
 class StopAutomaton:
-    """The stop strings of a request; its choices share it, each with a StopMatcher of its own."""
+    """Automaton of the stop strings of a request. Its choices share it, and each has its own StopMatcher."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.next: dict[int, int] = {}
-        """The next state by state and character. One flat dict: thousands of small ones would wake the collector."""
+        """Next state by state and character. It is one flat dict, because thousands of small ones would trigger the
+        garbage collector.
+        """
         self.fallback: list[int] = [0]
-        """Every state's longest proper suffix that is a state; state 0 is the empty text."""
+        """The longest proper suffix of every state that is also a state; state 0 is the empty text."""
         self.depth: list[int] = [0]
-        """Characters of every state."""
+        """Number of characters of every state."""
         self.stop: list[str | None] = [None]
-        """The longest stop string that every state ends with."""
+        """The longest stop string with which every state ends."""
         edges: list[tuple[int, int, str]] = []
         for stop in stops:
             self._add(stop, edges)
@@ -504,25 +514,27 @@ class StopAutomaton:
 class StopMatcher:
     """Passes text on until a stop string is complete, and never any part of one.
 
-    The text ends at the first moment at which it ends with a stop string; where two end there, the longer one counts.
-    That moment depends on the text alone, never on how it was cut into pieces.
+    The text ends as soon as it ends with a stop string; if two end at the same character, the longer one counts. This
+    depends only on the text, not on how it was cut into pieces.
     """
 
     def __init__(self, stops: StopAutomaton) -> None:
         self._stops = stops
         self._state = 0
         self._held = ""
-        """The end of the text that may be the beginning of a stop string: as long as the state is deep."""
+        """End of the text that may be the beginning of a stop string; its length is the depth of the state."""
         self.matched: str | None = None
-        """The stop string that ended the text."""
+        """Stop string that ended the text."""
 
     @property
     def num_held(self) -> int:
-        """Characters that are held back."""
+        """Number of characters that are held back."""
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """Return the part of the text that can be shown and was not yet; call no more once `matched` is set."""
+        """Return the part of the text that can be shown and has not been shown; do not call it after `matched` is
+        set.
+        """
         if not self._stops.next:
             return text
         for end, character in enumerate(text, start=len(self._held) + 1):
@@ -538,6 +550,6 @@ class StopMatcher:
         return text[:shown_until]
 
     def flush(self) -> str:
-        """Return the text held back when no more comes: it only looked like the beginning of a stop string."""
+        """Return the held text when no more comes: it only looked like the beginning of a stop string."""
         held, self._held = self._held, ""
         return held
