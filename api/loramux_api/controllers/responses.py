@@ -14,7 +14,7 @@ import msgspec
 from litestar import MediaType, Response, delete, get, post
 from litestar.di import NamedDependency
 from litestar.openapi import ResponseSpec
-from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+from litestar.params import FromQuery, JSONBody, QueryParameter
 from msgspec import UNSET
 
 from loramux.common.errors import LoramuxError
@@ -28,8 +28,9 @@ from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest, inference_body_bytes
 from loramux_api.openapi import ApiController
-from loramux_api.parameters import ShortPageLimit
+from loramux_api.parameters import PathName, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
+from loramux_api.schemas.bounds import MAX_NAME
 from loramux_api.schemas.chat import ChatLogprob
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.response_objects import (
@@ -113,7 +114,7 @@ class ResponseController(ApiController):
     )
     async def get_response(
         self,
-        response_id: FromPath[str],
+        response_id: PathName,
         principal: NamedDependency[Principal],
         responses: NamedDependency[ResponseStore],
         stream: FromQuery[bool] = False,
@@ -127,7 +128,7 @@ class ResponseController(ApiController):
     @delete("/{response_id:str}", status_code=200, summary="Delete a stored response")
     async def delete_response(
         self,
-        response_id: FromPath[str],
+        response_id: PathName,
         principal: NamedDependency[Principal],
         responses: NamedDependency[ResponseStore],
     ) -> ResponseDeleted:
@@ -138,12 +139,14 @@ class ResponseController(ApiController):
     @get("/{response_id:str}/input_items", summary="List the input of a stored response")
     async def list_input_items(
         self,
-        response_id: FromPath[str],
+        response_id: PathName,
         principal: NamedDependency[Principal],
         responses: NamedDependency[ResponseStore],
         limit: ShortPageLimit = 20,
         order: FromQuery[Literal["asc", "desc"]] = "desc",
-        after: Annotated[str | None, QueryParameter(description="The last id of the previous page.")] = None,
+        after: Annotated[
+            str | None, QueryParameter(max_length=MAX_NAME, description="The last id of the previous page.")
+        ] = None,
     ) -> Cursored[dict[str, Any]]:
         """List the items that the request sent itself; those of the responses that it continues are theirs."""
         items = listed_items((await responses.get(principal, response_id)).items)
