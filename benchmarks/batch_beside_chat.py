@@ -1,13 +1,13 @@
-"""What does a batch cost the interactive first token? One run on the real server, over HTTP, with the shipped model.
+"""Measure the effect of a batch on the interactive first token: one run on the real server, over HTTP, with the shipped
+model.
 
     python benchmarks/batch_beside_chat.py
-    python benchmarks/batch_beside_chat.py --beside shadow
     python benchmarks/batch_beside_chat.py --questions 200 --rounds 3 --rate 2
 
 Tenant `chat` asks questions as they come (Poisson, `--rate` a second), streamed; tenant `bulk` has a batch. Both are
-measured in turn, alone and beside the batch, `--rounds` times, so that a machine that drifts drifts for both. The batch
-has more lines than a round takes; it is cancelled at the round's end. The goal: p99 beside the batch at most 1.1 times
-that alone. The result is JSON on stdout, with the lines that the batch got done meanwhile.
+measured alternately, alone and with the batch, `--rounds` times, so drift of the machine affects both. The batch has
+more lines than a round takes; it is cancelled at the round's end. The goal: p99 with the batch at most 1.1 times p99
+alone. The result is JSON on stdout, with the lines that the batch completed during the run.
 
 With `--beside shadow` the questions go to an adapter, and a candidate revision of it repeats each of them unseen.
 """
@@ -48,7 +48,7 @@ def batch_input(site: Site, lines: int) -> bytes:
 
 @asynccontextmanager
 async def batch(site: Site) -> AsyncIterator[dict[str, Any]]:
-    """Run a batch while the block runs; the yielded object has its lines as `done` behind it."""
+    """Run a batch while the block runs; the yielded object has the completed lines as `done` afterwards."""
     found: dict[str, Any] = {}
     async with site.client(BULK) as client:
         file = {"file": ("lines.jsonl", batch_input(site, LINES)), "purpose": (None, "batch")}
@@ -121,7 +121,7 @@ async def first_tokens(site: Site, questions: int, rate: float, seed: int) -> li
 
 
 async def measure(site: Site, asked: argparse.Namespace) -> dict[str, Any]:
-    """The whole run: the same arrivals alone and beside the other work, in turn."""
+    """Run the whole benchmark: the same arrivals alone and with the other work, alternately."""
     questions, rate = asked.questions, asked.rate
     alone: list[float] = []
     beside: list[float] = []

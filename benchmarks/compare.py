@@ -1,4 +1,4 @@
-"""Measure loramux beside its peers: same machine, same run, same workload; ratios, tables and a plot.
+"""Measure loramux and its peers: same machine, same run, same workload; ratios, tables and a plot.
 
     python benchmarks/compare.py
     python benchmarks/compare.py --quick

@@ -4,9 +4,9 @@
     python benchmarks/fairness.py --weights 1,3 --units 20000
 
 Tenant `flood` keeps 64 requests in flight all the time. Tenant `chat` first asks alone, then one question at a time
-beside the flood (what the flood does to its first token), then keeps 32 in flight, so that both always have requests
-waiting: from there on the service that the engine has charged to each, over its weight, must grow alike. The result is
-JSON on stdout.
+during the flood, which shows the flood's effect on its first token. Then it keeps 32 in flight, so both tenants always
+have requests waiting. From there on the service that the engine charges to each tenant, over its weight, must grow
+equally. The result is JSON on stdout.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Site:
 
     url: str
     keys: Mapping[str, str]
-    """By name."""
+    """API keys by the tenant's name."""
     weights: Mapping[str, int]
-    """By opaque id."""
+    """Weights by the tenant's opaque id."""
     model: str
     prompt_tokens: int = 32
     max_tokens: int = 256
@@ -76,7 +76,7 @@ class Site:
         return asked | {"ignore_eos": True, "temperature": 0}
 
     async def metrics(self) -> Samples:
-        """Samples of /metrics by name, each by its tenant, or by "" where it has none."""
+        """Samples of /metrics by name, each by its tenant, or by "" if it has none."""
         async with httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT) as client:
             text = (await client.get("/metrics")).raise_for_status().text
         found: defaultdict[str, dict[str, float]] = defaultdict(dict)

@@ -18,7 +18,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float
     output_tokens: int = 0
     token_ids: list[int] = []
-    """The answer, where the server tells (`return_token_ids`)."""
+    """Token ids of the answer, if the server sends them (`return_token_ids`)."""
     error: str | None = None
 
 
@@ -28,7 +28,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     requests: int
     failed: int
     wrong_length: int
-    """Answers with another number of tokens than was asked for."""
+    """Answers without the requested number of tokens."""
     wall_s: float
     input_tokens: int
     output_tokens: int

@@ -1,14 +1,15 @@
-"""What does the fleet cost one engine? Three real servers with the shipped model, asked in turn, in one run.
+"""Measure the cost of the fleet's path for one engine: three real servers with the shipped model, alternately, in one
+run.
 
     python benchmarks/fleet_cost.py
     python benchmarks/fleet_cost.py --rounds 12 --requests 48
 
 `direct` gives requests to its engine's client, as a server without a fleet would: `EngineGroup`'s submit, cancel and
 forget are replaced in that process alone. `fleet` is the product: router, runs that can go on elsewhere, service that
-is heard. `channel` is the product with its engine behind the encrypted channel, on this machine over TCP. One is asked
-at a time, in an order that turns, so that a slow minute of the machine hurts all. The result is JSON on stdout: for
-`fleet` and `channel` the ratio of tokens per second to `direct` in each round, the median and the quartiles; for each
-server the CPU time of its own process for a token, without its engine's, which a busy machine hardly changes.
+is heard. `channel` is the product with its engine reached through the encrypted channel, on this machine over TCP. One
+is asked at a time, in an order that turns, so that a slow minute of the machine hurts all. The result is JSON on
+stdout: for `fleet` and `channel` the ratio of tokens per second to `direct` in each round, the median and the
+quartiles; also each server process's CPU time for a token, without its engine's, which a busy machine hardly changes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What do a tenant's hostile formats and templates cost its neighbours? One real server, over HTTP.
+"""Measure the effect of a tenant's hostile formats and templates on other tenants: one real server, over HTTP.
 
     python benchmarks/hostile_neighbours.py
     python benchmarks/hostile_neighbours.py --rounds 10 --seconds 8
 
 Tenant `steady` streams a few long answers at a time. Tenant `hostile` sends as many requests at a time in every window:
 
-- `harmless`: answers in small formats of its own, and an adapter with a plain chat template;
+- `harmless`: answers in its own small formats, and an adapter with a plain chat template;
 - `hostile`: the 200 schemas, expressions and grammars of `tests/support/hostile_grammars.py`, each made new so that no
   trial is remembered, and the same adapter on conversations on which its template loops, recurses or grows.
 
@@ -69,7 +69,7 @@ Body = dict[str, Any]
 
 
 def hostile_bodies() -> Iterator[Body]:
-    """Yield requests without end: formats of the corpus in turn with conversations that the template dies on."""
+    """Yield requests without end: formats of the corpus alternate with conversations on which the template fails."""
     formats, tricks = corpus(), itertools.cycle(TRICKS)
     for number in itertools.count():
         yield format_body(fresh(formats[number * 7 % len(formats)][1], number))
@@ -149,7 +149,7 @@ class Streams:
 
 @asynccontextmanager
 async def attacks(client: httpx.AsyncClient, bodies: Iterator[Body], seen: Counter[str]) -> AsyncIterator[None]:
-    """Have ATTACKS requests under way while the block runs; `seen` counts how they end."""
+    """Keep ATTACKS requests running while the block runs; `seen` counts how they end."""
 
     async def attack() -> None:
         for body in bodies:

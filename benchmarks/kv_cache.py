@@ -58,11 +58,11 @@ class Case:
 
     prompt: list[int]
     text: list[int]
-    """The prompt, and behind it what is expected; perplexity is that of the latter, or of all where it is empty."""
+    """A prompt and the expected text after it. Perplexity is that of the expected text, or of all if it is empty."""
     adapter: Path | None
     output: int
     ends: bool
-    """The answer ends where the model says."""
+    """The model decides where the answer ends."""
 
 
 def demo_cases() -> Iterator[Case]:

@@ -38,7 +38,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, tag="machine"):
     environment: dict[str, str]
     bandwidth_bytes_per_s: float
     operations_per_s: dict[str, float] = {}
-    """Of a product of matrices as large as a prompt's, by dtype."""
+    """Operations per second of a product of matrices as large as a prompt's, by dtype."""
 
 
 def describe(threads: int) -> Machine:
@@ -120,7 +120,8 @@ def _version(package: str) -> str:
 
 
 class Watch:
-    """Between entering and leaving: the peak memory of a process tree, and who used the processor.
+    """Measures, from entering to leaving, a process tree's peak memory and the use of the processor by it and by
+    others.
 
     `resources` is there after leaving. The load generator's own process counts as processor time, not as memory.
     """

@@ -1,10 +1,10 @@
-"""What do logs, metrics and traces cost? Two real servers with the shipped model, asked in turn, in one run.
+"""Measure the cost of logs, metrics and traces: two real servers with the shipped model, alternately, in one run.
 
     python benchmarks/observability.py
     python benchmarks/observability.py --pairs 12 --requests 48
 
 `quiet` logs errors only, has no traces and is not scraped. `watched` writes a JSON line a request, sends each one's
-spans to a collector in a process of its own, and is scraped every second. Only one of the two is asked at a time, first
+spans to a collector in a separate process, and is scraped every second. Only one of the two is asked at a time, first
 one then the other first, so that a slow minute of the machine hurts both. The result is JSON on stdout: the ratio of
 tokens per second in each pair, their median and spread.
 """

@@ -1,4 +1,4 @@
-"""The comparison as a picture: tokens/s, first token, and LoRA's overhead beside its floor."""
+"""The comparison as a picture: tokens/s, first token, and LoRA's overhead next to its floor."""
 
 from __future__ import annotations
 

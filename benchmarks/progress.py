@@ -20,7 +20,7 @@ def say(line: str) -> None:
 
 
 def bar(unit: str) -> Progress:
-    """A bar that counts `unit`; silent where stderr is no terminal."""
+    """A bar that counts `unit`; silent if stderr is not a terminal."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

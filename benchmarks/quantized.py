@@ -4,7 +4,7 @@
 
 Two tables. *Linears*: all linears of a decode step of the model's shape, by coding and number of rows; the codings take
 turns, so that other work on the machine falls on all of them, and each has its speed over bfloat16's. *Engine*: an
-engine in a process of its own for each of `model.quantization`, in turns, which decodes answers of one sequence and of
+engine in a separate process for each of `model.quantization`, alternately, which decodes answers of one sequence and of
 eight: tokens per second, bytes of weights that a step reads, and the process's own memory after loading.
 """
 
@@ -94,7 +94,7 @@ def linears(model: str, dtype: torch.dtype, rows: list[int], repeats: int) -> li
 
 
 def decode(path: Path, quantization: str, dtype: str, threads: int, tokens: int) -> dict[str, object]:
-    """Run in a process of its own: an engine's figures."""
+    """Measure an engine's figures; runs in a separate process."""
     settings = Settings(
         model=ModelSettings(path=str(path), served_model_name="base", dtype=dtype, quantization=quantization),
         engine=EngineSettings(device="cpu", num_threads=threads, pool_bytes=256 << 20, prefix_cache=False),

@@ -1,4 +1,4 @@
-"""Questions of a comparison: ratios within one run, beside the targets that they must reach."""
+"""Questions of a comparison: ratios within one run, with the targets that they must reach."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OVERHEAD_ALLOWANCE = 0.05
 
 @dataclass(frozen=True)
 class Answer:
-    """One question about one model, answered; `met` is None where there is no target."""
+    """One question about one model, answered; `met` is None if there is no target."""
 
     cell: Cell
     question: str
@@ -57,7 +57,7 @@ def peak_memory(measurement: Measurement) -> float:
 
 
 def omega(measurement: Measurement) -> float | None:
-    """LoRA's decode floor, where the engine told it."""
+    """LoRA's decode floor, if the engine reports it."""
     return measurement.floor.omega if measurement.floor else None
 
 

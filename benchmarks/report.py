@@ -46,7 +46,7 @@ class Results:
 
 
 def read(directory: Path) -> Results:
-    """The results in a folder; none where nothing has been measured yet."""
+    """The results in a folder; none if nothing has been measured yet."""
     results = Results()
     decoder = msgspec.json.Decoder(Line)
     lines = directory / LINES
@@ -56,7 +56,7 @@ def read(directory: Path) -> Results:
 
 
 def write(directory: Path) -> str:
-    """Write the report and the plot beside the lines; the report's text."""
+    """Write the report and the plot next to the lines; return the report's text."""
     results = read(directory)
     sections = [_head(results), _answers(results), _measurements(results), _agreements(results), _failures(results)]
     if results.measurements:

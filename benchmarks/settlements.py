@@ -32,7 +32,7 @@ from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import Settlement
 
 TOKENS = TokenCounts(prompt=400, cached=96, output=131)
-"""Of every request."""
+"""Tokens of every request."""
 DATABASES = ("sqlite", "postgresql")
 
 
@@ -63,7 +63,7 @@ class Bench:
         self._made = 0
 
     async def grouped(self, requests: int, concurrent: int) -> dict[str, float]:
-        """Requests a second with `concurrent` of them under way: only settled, and opened and settled."""
+        """Requests a second with `concurrent` of them running: only settled, and opened and settled."""
         ids = self._ids(requests)
         await _each(ids, concurrent, self._open)
         settled = await _rate(lambda: _each(ids, concurrent, self._settle), requests)

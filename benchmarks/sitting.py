@@ -107,7 +107,7 @@ def _in_turn(order: Sequence[_T], rep: int) -> Sequence[_T]:
 
 
 def agreements(drives: Sequence[tuple[Case, Drive]]) -> Iterator[Agreement]:
-    """Every drive's answers beside PEFT's to the same workload."""
+    """Compare every drive's answers with PEFT's to the same workload."""
     references = {case.workload: drive for case, drive in drives if case.system == PeftStatic().label}
     for case, drive in drives:
         if case.system != PeftStatic().label and case.workload in references:

@@ -3,10 +3,10 @@
     python benchmarks/soak.py --minutes 120 --rate 4 --out build/soak
     python benchmarks/soak.py --minutes 12          # a tenth of the time: pytest -m slow tests/benchmarks/test_soak.py
 
-64 clients ask six adapters, the base and adapters that come and go; some leave in the middle of a stream. Meanwhile
-adapters are uploaded, released as canaries, promoted, rolled back, pinned, deleted, restored, and uploads are
-cancelled. Every upload is a content of its own (its weights are those of one of the shipped adapters), so that every
-answer can be compared with the one that its model gave when it was asked alone.
+64 clients ask six adapters, the base and adapters that come and go; some leave in the middle of a stream. At the same
+time adapters are uploaded, released as canaries, promoted, rolled back, pinned, deleted, restored, and uploads are
+cancelled. Every upload has a new digest, with the weights of one of the shipped adapters. So every answer can be
+compared with the model's answer to the same prompt alone.
 
 `--out` gets samples.csv, soak.png and summary.json. The exit code is 0 if nothing grew, no answer was wrong and the
 ledger has every token.
@@ -148,7 +148,7 @@ class Soak:
     async def ask(
         self, http: httpx.AsyncClient, tenant: str, model: str, question: str, *, leaves: bool
     ) -> Told | None:
-        """Send one streamed completion; None where it was left, refused or failed, which is counted."""
+        """Send one streamed completion; None if it was left, refused or failed, which is counted."""
         body = {
             "model": model,
             "prompt": completion_prompt(question),
@@ -287,7 +287,7 @@ class Soak:
                 await self.delete(customer, life)
 
     def _write(self, style: str, folder: Path) -> None:
-        """Write an adapter with the weights of `style` and a digest of its own."""
+        """Write an adapter with the weights of `style` and a new digest."""
         source = adapter_folder(style)
         (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
         with safe_open(source / "adapter_model.safetensors", "pt") as file:

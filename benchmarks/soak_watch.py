@@ -1,4 +1,4 @@
-"""What a soak records of a server, and the verdict: which series grew."""
+"""Records of a server during a soak, and the verdict: the series that grew."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def metrics_of(url: str) -> dict[str, float]:
 
 
 def _bytes_below(folder: Path) -> int:
-    """Return the bytes of the files below a folder; one may leave meanwhile."""
+    """Return the bytes of the files below a folder; a file may be deleted at the same time."""
     total = 0
     for file in folder.rglob("*"):
         try:

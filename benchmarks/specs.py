@@ -77,6 +77,6 @@ class Setup:
     threads: int
     max_num_seqs: int = 16
     pool_bytes: int = 2 << 30
-    """Memory for KV: ours holds the adapters in it too, vLLM reserves theirs beside it."""
+    """Memory for KV: ours also holds the adapters, vLLM reserves other memory for them."""
     scratch: Path = WORK / "runs"
     """Return the folder for the servers' logs, databases and settings."""

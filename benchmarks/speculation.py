@@ -4,10 +4,10 @@
 
 The engine runs in this process, alternately with drafts and without. Its model has random weights, which cost what
 trained ones cost and say nothing; so the answers are scripted: before the sampler looks at a row of logits, the
-script's token is made the most likely one. An answer repeats a passage of its prompt, and each token is with the
-probability `--edits` another one, behind which the copy goes on: 0.05 is a rewriting or an extraction, 1 is a text in
-which nothing is found twice. Requests name the base and four adapters in turn. Forward, sampling, drafting and
-verification are the server's own.
+script's token is made the most likely one. An answer repeats a passage of its prompt, and with the probability
+`--edits` a token is replaced, after which the copy goes on: 0.05 is a rewriting or an extraction, 1 is a text in which
+nothing is found twice. Requests name the base and four adapters in turn. Forward, sampling, drafting and verification
+are the server's own.
 """
 
 from __future__ import annotations

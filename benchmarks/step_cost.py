@@ -82,7 +82,7 @@ class Bench:
                 self.scheduler.commit(step, sampled)
 
     def step(self) -> Cost | None:
-        """One step; None where not every row decodes."""
+        """Measure one step; None if not every row decodes."""
         self._store.settle()
         began = time.perf_counter()
         step = self.scheduler.plan()

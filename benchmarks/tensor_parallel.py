@@ -2,9 +2,9 @@
 
     python benchmarks/tensor_parallel.py
 
-A random Llama of 0.4 GB in float32 decodes for 16 sequences. The two ways take turns, and
-the ratio is that of their medians. Memory is what each process has of its own (RssAnon) after loading, and at its
-largest while it loads (VmHWM, with the pages of mapped files).
+A random Llama of 0.4 GB in float32 decodes for 16 sequences. The two ways take turns, and the ratio is that of their
+medians. Memory is each process's private memory (RssAnon) after loading, and at its largest while it loads (VmHWM, with
+the pages of mapped files).
 """
 
 from __future__ import annotations

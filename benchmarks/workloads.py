@@ -1,4 +1,4 @@
-"""Requests to send: who asks, how much, and when. The same seed gives the same workload on every machine.
+"""Requests to send: their models, sizes and times. The same seed gives the same workload on every machine.
 
 python benchmarks/workloads.py w64-mix > w64-mix.jsonl
 python benchmarks/workloads.py azure-conversation --requests 200 --popularity zipf:1.5 > trace.jsonl
@@ -61,7 +61,8 @@ OUTPUTS = LogNormal(np.log(56), 0.8, 8, 256)
 BASE_SHARE = 1 / 8
 SUITES = {"w64": Suite(64, 7), "w24": Suite(24, 8)}
 SHARES = {"base": "base", "one": "only:ad03", "mix": "uniform", "zipf": "zipf:1.1"}
-"""base: nobody. one: everybody the same adapter of the highest rank. mix, zipf: an eighth base, else 16 adapters."""
+"""Return the adapter of each request. base: none. one: the same adapter of the highest rank for all. mix, zipf: an
+eighth base, else 16 adapters."""
 
 
 def comparison(name: str) -> list[Item]:
@@ -75,7 +76,7 @@ def comparison(name: str) -> list[Item]:
     prompts = PROMPTS.draw(lengths, suite.requests)
     outputs = OUTPUTS.draw(lengths, suite.requests)
     arrivals = arrival_times(lengths, suite.requests, rate=1.0, cv=1.0)
-    # A generator of its own: the adapters' choice must not move the prompts.
+    # A separate generator: the adapters' choice must not change the prompts.
     adapters = choose_adapters(np.random.default_rng(suite.seed + 1000), suite.requests, SHARES[share], ADAPTERS)
     if share in {"mix", "zipf"}:
         adapters = _with_base(adapters, suite)

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Run everything for real on one machine, without containers, and check it: from Debian's packages and PyPI.
+# Run all services on one machine, without containers, from Debian's packages and PyPI, and check them.
 #
 #   sudo deploy/try.sh                  # an empty Debian 12 or later; 4 GB of disk, some minutes
 #   sudo deploy/try.sh --image          # then the image by buildah as well: 8 GB more

@@ -28,7 +28,7 @@ needs_kubectl = pytest.mark.skipif(shutil.which("kubectl") is None, reason="need
 
 
 def built(overlay: str) -> list[dict]:
-    """What `kubectl apply -k` would send."""
+    """Return the manifests that `kubectl apply -k` would send."""
     folder = DEPLOY / "kubernetes/overlays" / overlay
     done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=True)
     return list(yaml.safe_load_all(done.stdout))
@@ -99,7 +99,7 @@ def test_overlay_for_one_gpu_builds() -> None:
 
 @needs_kubectl
 def test_overlay_for_kuberay_builds_and_its_parts_agree() -> None:
-    """The operator's own schema is not in kubernetes-validate: its pod templates are, and the fields beside them."""
+    """The operator's own schema is not in kubernetes-validate: its pod templates are, and the other fields."""
     folder = DEPLOY / "kubernetes/overlays/kuberay"
     made = built("kuberay")
     for document in made:

@@ -98,7 +98,7 @@ def _check(line: str, words: list[str]) -> None:
 
 
 def test_failures_of_a_fleet_name_tests_that_exist() -> None:
-    """Each row of the table says where it was seen, or that it was not."""
+    """Each row of the table names the test that shows it, or says that there is none."""
     page = (ROOT / "docs/fleet.md").read_text()
     rows = page.split("| seen in |\n|---|---|---|---|\n")[1].split("\n\n")[0].splitlines()
     seen = [row.split("|")[-2].strip() for row in rows]

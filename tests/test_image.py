@@ -74,7 +74,8 @@ def test_image_runs_as_a_user_without_rights() -> None:
 
 @pytest.mark.slow
 def test_every_build_step_of_the_image_works_on_its_context(steps: ModuleType, tmp_path: Path) -> None:
-    """Two minutes: Node.js, npm's packages, both wheels, the native operators and the list of packages, for real."""
+    """Two minutes: Node.js, npm's packages, both wheels, the native operators and the list of packages, without
+    stubs."""
     made = steps.run_build_stage(tmp_path)
     look = (
         "import pathlib, loramux, loramux_api, loramux_kernels.native.prebuilt as prebuilt;"

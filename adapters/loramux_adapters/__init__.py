@@ -2,8 +2,8 @@
 
 The way of an adapter:
 
-1. Read. `config` parses adapter_config.json strictly (`strict_json`) and refuses by name what is not served, with the
-   way out; `weights_file` parses the safetensors header. Both are bounded before anything is built.
+1. Read. `config` parses adapter_config.json strictly (`strict_json`) and refuses unserved fields by name, with the way
+   out; `weights_file` parses the safetensors header. Both are bounded before anything is built.
 2. Plan. `base` describes the served model from its config.json. `targets` finds what the configuration means: modules,
    by PEFT's rules and in bounded time (`matching`), and rows of tokens. `plan` derives the exact `components` (pairs,
    vectors, rows), compares them with the file, and reads every value once. `convert` turns adapters of other kinds,
@@ -11,11 +11,11 @@ The way of an adapter:
 3. Load. `weights` reads the tensors in the serving dtype and cuts the matrices into blocks that fill pages;
    `base_weights` fits them to the base (DoRA's lengths). With tensor parallelism a rank holds a share of the base
    (`sharding`) and of each adapter (`ranks`).
-4. Place. `bank` copies the blocks into the pool and writes the tables from which the kernels find them. It describes
-   apart what does not fit these tables.
+4. Place. `bank` copies the blocks into the pool and writes the tables from which the kernels find them. Changes that do
+   not fit these tables are described separately (`ResidentAdapter`).
 5. Serve. `modules` replaces the model's linears, norms, embedding and head, and `experts` its mixtures, by modules
    that add the adapters of the running step.
 
-Importing the package imports no torch: files are checked without it. `weights` and what is built on it hold tensors.
-The package imports nothing of loramux; see `errors`.
+Importing the package imports no torch: files are checked without it. `weights` and the modules built on it hold
+tensors. The package imports nothing of loramux; see `errors`.
 """

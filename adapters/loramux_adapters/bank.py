@@ -1,6 +1,6 @@
 """Resident adapters: their blocks in the pool, the tables from which the kernels find them, and their extras.
 
-Extras are everything that an adapter brings beside pairs on linears: vectors, rows of the embedding and the head,
+Extras are everything that an adapter has in addition to pairs on linears: vectors, rows of the embedding and the head,
 norms, added tokens, a classifier. `ResidentAdapter` describes them for one adapter, `StepExtras` for the rows of one
 step. Most steps have none and pay nothing.
 """
@@ -37,13 +37,13 @@ from loramux_kernels.device import SideStream, host_memory, kept_for_steps, stag
 from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 
 TABLE_SHARE = 0.02
-"""Share of a GPU's pool that the tables may take beside it."""
+"""Most memory that the tables may take, as a share of the GPU's pool; it is not part of the pool."""
 
 Ints = NDArray[np.signedinteger[Any]]
 
 
 class PagedRows:
-    """A matrix `[rows, width]` whose i-th row stands in `pages[i // rows_per_page]`."""
+    """A matrix `[rows, width]` whose i-th row is in `pages[i // rows_per_page]`."""
 
     def __init__(self, pool: torch.Tensor, page_elements: int, pages: Sequence[int], matrix: Matrix) -> None:
         self.rows, self.width = matrix.rows, matrix.width
@@ -93,7 +93,7 @@ class VocabularyExtras:
     def change_embeddings(self, y: torch.Tensor, token_ids: torch.Tensor, factor: torch.Tensor | float) -> None:
         """Change the base's embeddings `y` `[n, hidden_size]` of `token_ids` `[n]` in place.
 
-        `factor` is what the base's embedding multiplies its rows by.
+        `factor` is the factor by which the base's embedding multiplies its rows.
         """
         if self.pair is not None:
             a, b, scale = self.pair
@@ -140,13 +140,13 @@ class ResidentAdapter:
     max_rank: int = 0
     """The largest rank of its pairs on linears."""
     columns: bool = False
-    """It scales or shifts a linear's outputs."""
+    """True if it scales or shifts a linear's outputs."""
     inputs: bool = False
-    """It scales a linear's inputs."""
+    """True if it scales a linear's inputs."""
     num_tokens: int | None = None
-    """Tokens that it knows, where that is another number than the base's."""
+    """Number of tokens that it knows, if this is not the base's number."""
     norms: bool = False
-    """It replaces weights of norms."""
+    """True if it replaces weights of norms."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
     classifier: PagedRows | None = None
@@ -154,7 +154,7 @@ class ResidentAdapter:
 
     @property
     def is_more_than_pairs(self) -> bool:
-        """True if the adapter brings anything beside pairs on linears."""
+        """True if the adapter has anything other than pairs on linears."""
         parts = (self.num_tokens, self.embedding, self.head)
         return self.columns or self.inputs or self.norms or any(part is not None for part in parts)
 
@@ -166,19 +166,19 @@ class StepExtras:
     columns: Segments | None
     """The step's segments, if any of them scales or shifts outputs."""
     inputs: Segments | None
-    """Likewise, inputs."""
+    """The step's segments, if any of them scales inputs."""
     norms: Segments | None
-    """Likewise, replaces weights of norms."""
+    """The step's segments, if any of them replaces weights of norms."""
     embedding: tuple[ExtrasSpan, ...]
-    """Spans of the step's rows."""
+    """Changes to the embedding, by spans of the step's rows."""
     head: tuple[ExtrasSpan, ...]
-    """Spans of the sampled rows."""
+    """Changes to the head, by spans of the sampled rows."""
     tokens: tuple[tuple[int, int, int], ...] = ()
-    """Numbers of tokens that are not the base's, and the sampled rows `[first, last)` that have them."""
+    """Vocabulary sizes that differ from the base's, each with the sampled rows `[first, last)` that have it."""
 
     @property
     def most_tokens(self) -> int:
-        """The largest of these numbers; 0 where all rows have the base's tokens."""
+        """The largest vocabulary size in `tokens`; 0 if all rows have the base's."""
         return max((number for number, _, _ in self.tokens), default=0)
 
     def forbid_unknown(self, logits: torch.Tensor, num_tokens: int) -> None:
@@ -211,7 +211,7 @@ class StepExtras:
 
 
 def _among(sampled_rows: Ints, first: int, last: int) -> tuple[int, int]:
-    """Return the range of `sampled_rows` that lies in the rows `[first, last)`."""
+    """Return the range of `sampled_rows` that is within the rows `[first, last)`."""
     start, stop = np.searchsorted(sampled_rows, (first, last)).tolist()
     return start, stop
 
@@ -236,17 +236,17 @@ class VectorTable:
     """Offsets in the pool of the resident adapters' vectors, or NO_VECTORS."""
 
     columns: torch.Tensor
-    """Of factors and shifts of outputs: `rescale`'s int64[num_slots, num_sites]."""
+    """Offsets of factors and shifts of outputs: `rescale`'s int64[num_slots, num_sites]."""
     inputs: torch.Tensor
-    """Likewise, of inputs."""
+    """Offsets of factors and shifts of inputs: int64[num_slots, num_sites]."""
     norms: torch.Tensor
-    """Of the weights that replace norms': `OwnWeights`' int64[num_slots, norms]."""
+    """Offsets of the weights that replace those of norms: `OwnWeights`' int64[num_slots, norms]."""
 
 
 def pages_per_slot(page_bytes: int, slot_bytes: int) -> int:
-    """Return the pages for which one slot is made, so that the tables take `TABLE_SHARE` of the pool at most.
+    """Return the number of pages per slot with which the tables take at most `TABLE_SHARE` of the pool.
 
-    An adapter takes at least as many: so slots never run out before pages do, which are all that is budgeted.
+    Every adapter takes at least this many pages, so slots never run out before pages do. Only pages are budgeted.
     """
     return max(1, math.ceil(slot_bytes / (TABLE_SHARE * page_bytes)))
 
@@ -285,13 +285,14 @@ class AdapterBank:
     def use_pool(self, pool: torch.Tensor, max_slots: int) -> None:
         """Serve from `pool` with `max_slots` slots, before any adapter is installed.
 
-        A GPU's pool is made after the base's linears were replaced by modules that know this bank: what they leave free
-        is the pool's.
+        A GPU's pool takes the memory that the base leaves free. So it is made after the base's linears were replaced,
+        by modules that already hold this bank.
         """
         self.pool = pool
         shape, device = (max_slots, len(self.sites)), pool.device
         tiles = (*shape, -(-self.max_rank // RANK_TILE))
-        # Uninitialised on purpose: a row is written whole when its slot is taken; untouched memory is never committed.
+        # Uninitialised on purpose: a row is written whole when its slot is taken, and the system commits no untouched
+        # memory.
         self.table = LoraTable(
             a_offsets=torch.empty(tiles, dtype=torch.int64, device=device),
             b_offsets=torch.empty(tiles, dtype=torch.int64, device=device),
@@ -304,55 +305,56 @@ class AdapterBank:
         )
         self._free_slots = list(range(max_slots - 1, -1, -1))
         self._last_readers: dict[int, torch.cuda.Event] = {}
-        """Ends of the last steps that read a slot's rows, for slots that were dropped. An adapter may be dropped while
-        the step of its last token runs, after the fence of a load that then takes its slot."""
+        """End of the last step that read a slot's rows, by dropped slot. An adapter may be dropped while the step of
+        its last token runs. A load that then takes its slot may have taken its fence before that step."""
         self.least_pages = max(1, -(-len(pool) // self.page_elements // max(max_slots, 1)))
-        """Pages that an adapter takes at least."""
+        """Least number of pages that an adapter takes."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.side_stream = SideStream(device)
-        """For the half of the adapters' products that does not wait for the base's."""
+        """Stream for the half of the adapters' products that does not wait for the base's."""
 
     @property
     def page_bytes(self) -> int:
-        """Size of a page."""
+        """Bytes of a page."""
         return self.page_elements * self.pool.element_size()
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot in the tables: per site two offsets a tile, a rank, a scale and two offsets; one a norm."""
+        """Bytes of one slot in the tables: for each site two offsets a tile, a rank, a scale and two offsets; one
+        offset a norm."""
         return len(self.sites) * (-(-self.max_rank // RANK_TILE) * 16 + 24) + len(self.norms) * 8
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the base, whose embedding and head adapters may change; 0 where they may not."""
+        """Tokens of the base; 0 if adapters may not change its embedding and head."""
         return 0 if self._vocabulary is None else self._vocabulary.num_tokens
 
     @property
     def segments(self) -> Segments | None:
-        """Segments of the running forward; None outside of one, and in one without a row of an adapter."""
+        """Segments of the running forward; None outside a forward, and if no row of it has an adapter."""
         return self._segments
 
     @property
     def extras(self) -> StepExtras | None:
-        """Extras of the running forward: everything that its adapters bring beside pairs on linears."""
+        """Extras of the running forward: everything that its adapters have in addition to pairs on linears."""
         return self._extras
 
     def own_weights(self, norm: str, vectors: int = 1, added: float = 0.0) -> OwnWeights | None:
-        """Return what the running forward's adapters bring in the place of a norm's weight; see OwnWeights."""
+        """Return the weights with which the running forward's adapters replace a norm's; see OwnWeights."""
         if self._extras is None or self._extras.norms is None or norm not in self.norms:
             return None
         return OwnWeights(self.pool, self.vectors.norms, self.norms[norm], self._extras.norms, added, vectors)
 
     @property
     def kv_slots(self) -> torch.Tensor | None:
-        """int64[T]: where the KV of the running forward's rows goes; negative for rows that only pad it."""
+        """int64[T]: places in the KV cache of the running forward's rows; negative for rows that only pad it."""
         return self._kv_slots
 
     @contextmanager
     def serving(
         self, segments: Segments | None, extras: StepExtras | None = None, kv_slots: torch.Tensor | None = None
     ) -> Iterator[None]:
-        """Make a step's adapters, and which of its rows only pad it, visible to every module for one forward."""
+        """Make a step's adapters and its padding rows visible to every module for one forward."""
         outer = self._segments, self._extras, self._kv_slots
         self._segments, self._extras, self._kv_slots = segments, extras, kv_slots
         try:
@@ -391,7 +393,7 @@ class AdapterBank:
         return replace(layout, num_pages=max(layout.num_pages, self.least_pages))
 
     def fence(self) -> torch.cuda.Event | None:
-        """Return the end of all steps that were launched so far; None where a launched step has ended."""
+        """Return an event at the end of all steps launched so far; None if launched steps end at once, as on a CPU."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -417,8 +419,8 @@ class AdapterBank:
     ) -> int:
         """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it.
 
-        `fence`: taken after the steps that may still read what the pages held; None: the steps launched by now may.
-        `slot` is that of rank 0, where this bank is another rank's: slots are then taken there alone.
+        `fence`: taken after the steps that may still read the pages' old contents; None: all steps launched so far may.
+        `slot`: rank 0's slot, if this bank is another rank's, because only rank 0 takes slots.
         """
         assert not weights.magnitudes, "fit_to_base turns them into columns"
         assert not weights.biases, "fit_to_base turns them into columns"
@@ -446,7 +448,7 @@ class AdapterBank:
             target.copy_(weights.matrix(block.matrix)[block.start : block.start + block.rows])
 
     def _image(self, weights: AdapterWeights, layout: AdapterLayout) -> list[torch.Tensor]:
-        """Return what each page will hold, as far as it is filled, in memory that a GPU copies from by itself."""
+        """Return the contents of each page, as far as it is filled, in memory that a GPU copies from by itself."""
         used = [0] * (1 + max(block.page for block in layout.blocks)) if layout.blocks else []
         for block in layout.blocks:
             used[block.page] = max(used[block.page], block.offset + block.size)

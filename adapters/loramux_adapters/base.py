@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 MODEL_LOCK = threading.Lock()
-"""Held while transformers makes a model: it does so under a default dtype of torch, which is the whole process's. A
-model that is made at the same time on another thread would get buffers of that dtype, and leave a wrong default."""
+"""Lock held while transformers makes a model. During that time transformers changes torch's default dtype, which all
+threads share. A model that is made at the same time on another thread would get buffers of that dtype, and leave a
+wrong default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,10 @@ class VocabularyShape:
     head: str
     """The output head's name."""
     num_tokens: int
-    """Rows; more than the tokenizer's tokens where the base pads its vocabulary."""
+    """Rows; more than the tokenizer's tokens if the base pads its vocabulary."""
     hidden_size: int
     tied: bool
-    """Both are one matrix."""
+    """True if both are one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,21 +84,21 @@ class BaseDescription:
     others: Mapping[str, str]
     """Every other module: its name and its class."""
     vocabulary: VocabularyShape | None
-    """None where the head is not one plain linear without bias over the embedding's tokens."""
+    """None if the head is not one plain linear without bias over the embedding's tokens."""
     norms: Mapping[str, int]
     """The norms with a weight and no bias, and their widths, in the model's order."""
     parameters: Mapping[str, ParameterShape]
     """Parameters of mixtures that an adapter may touch (`target_parameters`), in the model's order. Most have none."""
     fingerprint: str
-    """sha256 over the names and shapes of everything adapters touch: equal if and only if the same adapters fit.
-    Norms follow from the rest."""
+    """sha256 of the names and shapes of everything adapters touch: equal if and only if the same adapters fit. Norms
+    are left out, because they follow from the rest."""
     joined: Mapping[str, JoinedLinear] = field(default_factory=dict)
     """The parts of joined linears, by the last part of the linears' names."""
     alternates_gate_and_up: bool = False
-    """Outputs of a mixture's `gate_up_proj` belong to the gate and to up in turn, and are not two halves."""
+    """True if outputs of a mixture's `gate_up_proj` belong to gate and up alternately, and are not two halves."""
 
     def without_head(self) -> BaseDescription:
-        """Return the base as adapters see it that are trained without the output head, for vectors or classes."""
+        """Return the base as seen by adapters that were trained without the output head (for vectors or classes)."""
         head = None if self.vocabulary is None else self.vocabulary.head
         return replace(self, others={name: kind for name, kind in self.others.items() if name != head})
 
@@ -119,8 +120,8 @@ def siblings(module: str, modules: Iterable[str]) -> list[str]:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return transformers' class that makes the model of `config`: the text model where there is one by itself, else
-    that of text and images, whose text is served."""
+    """Return transformers' class for the model of `config`: the text model's if there is one, else that of text and
+    images, of which only the text is served."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -172,7 +173,7 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         parameters=parameters,
         fingerprint=_fingerprint(modules, vocabulary, parameters),
         joined=joined_linears(text),
-        # transformers' own mark, False where the outputs take turns
+        # transformers' own mark: False if the outputs of gate and up alternate
         alternates_gate_and_up=any(not getattr(m.module.experts, "is_concatenated", True) for m in mixtures(model)),
     )
 
@@ -206,7 +207,7 @@ def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
     if head.weight.shape != embedding.weight.shape:
         return None
     names = {module: name for name, module in model.named_modules()}
-    # transformers ties by the whole model's config; that of the text inside may say otherwise, or nothing.
+    # transformers ties by the whole model's config; the config of the text in it may differ, or not have the field.
     tied = head.weight is embedding.weight or bool(getattr(model.config, "tie_word_embeddings", False))
     return VocabularyShape(names[embedding], names[head], *embedding.weight.shape, tied)
 
@@ -217,9 +218,9 @@ class Mixture:
 
     name: str
     module: Any
-    """It has `experts`, and a router under one of ROUTERS."""
+    """Module with `experts`, and a router under one of ROUTERS."""
     router: str | None
-    """The router's attribute; None where its weight is a linear's, which is served as every other linear."""
+    """The router's attribute; None if its weight is a linear's, which is served like every other linear."""
 
     @property
     def router_parameter(self) -> str:

@@ -1,8 +1,8 @@
 """The base's linears and matrices as adapters need them at load.
 
-`QuantizedLinear` holds a linear's weight as codes between the checkpoint and its packing. `BaseWeights` describes the
-packed base: row lengths for DoRA, biases, and matrices to compare an adapter's copies with. `fit_to_base` fits an
-adapter to them.
+`QuantizedLinear` holds a linear's weight as codes after it was read from the checkpoint and until it is packed.
+`BaseWeights` describes the packed base: row lengths for DoRA, biases, and matrices to compare an adapter's copies with.
+`fit_to_base` fits an adapter to them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from loramux_kernels.packed_linear import Weight
 from loramux_kernels.quantized_weight import QuantizedWeight
 
 COMPARED_ROWS = 4096
-"""Rows of a copy that are compared at a time, so that no memory holds a second whole matrix."""
+"""Rows of a copy that are compared at a time: memory never holds a second whole matrix."""
 
 
 class QuantizedLinear(nn.Module):
@@ -56,7 +56,7 @@ class QuantizedLinear(nn.Module):
         return self._quantized.with_tensors(dict(self.named_buffers()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map `[..., in_features]` to `[..., out_features]`; a model is probed by it before it is packed."""
+        """Map `[..., in_features]` to `[..., out_features]`; used to probe a model before it is packed."""
         return functional.linear(x, self.quantized.dequantize().to(x.dtype), self.bias)
 
 
@@ -66,24 +66,24 @@ def weight_of(linear: nn.Linear | QuantizedLinear) -> Weight:
 
 
 class FittedLinear(Protocol):
-    """A linear of the base as adapters are fitted to it; its weights may lie on several ranks."""
+    """A linear of the base as adapters are fitted to it; its weights may be spread over several ranks."""
 
     @property
     def bias(self) -> torch.Tensor | None:
         """`[out_features]`"""
 
     def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
-        """Return float64`[out_features]` on the linear's device: the squared lengths of the rows of W + scale * B @ A,
-        by the weights W that are multiplied by."""
+        """Return float64`[out_features]` on the linear's device: the squared lengths of the rows of W + scale * B @ A.
+        W are the weights as they are multiplied, after quantization."""
 
 
 class BaseMatrix(Protocol):
-    """A matrix of the base with a row for each token; its rows may lie on several ranks."""
+    """A matrix of the base with a row for each token; its rows may be spread over several ranks."""
 
     def __len__(self) -> int: ...
 
     def holds(self, start: int, rows: torch.Tensor) -> bool:
-        """Are these its rows from `start` on? They are on the CPU."""
+        """Are `rows`, which are on the CPU, its rows from `start` on?"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +91,18 @@ class BaseLinear:
     """A linear of the base, whose weights W may be packed."""
 
     multiply: Callable[[torch.Tensor], torch.Tensor]
-    """x `[n, in_features]` to `x @ W.T + bias`"""
+    """Map x `[n, in_features]` to `x @ W.T + bias`."""
     bias: torch.Tensor | None
     """`[out_features]`"""
     lengths: torch.Tensor
     """float32`[out_features]`: lengths of the rows of W."""
 
     def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
-        """Compute them; see FittedLinear.
+        """Compute the squared lengths; see FittedLinear.
 
         For each row w of W and b of B, `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b`: the base itself
-        multiplies W with A, so neither W nor a matrix of its size is needed. Every term is a sum over the inputs, so
-        that of ranks which have a share of the inputs each, the results add up to those of the whole.
+        multiplies W with A, so neither W nor a matrix of its size is needed. Every term is a sum over the inputs. If
+        each rank has a share of the inputs, the ranks' results add up to the whole's.
         """
         device = self.lengths.device
         with _aside(device):
@@ -124,7 +124,7 @@ class LocalMatrix:
         return len(self.rows)
 
     def holds(self, start: int, rows: torch.Tensor) -> bool:
-        """Compare the values."""
+        """Compare `rows` with the matrix's values."""
         return torch.equal(rows, self.rows[start : start + len(rows)].to("cpu"))
 
 
@@ -146,7 +146,7 @@ def base_linear(
 ) -> BaseLinear:
     """Describe `linear`, whose outputs are `columns` of the result of `multiply`.
 
-    `weight` is the matrix that is multiplied by, where a quantized format has changed it.
+    `weight` is the matrix as it is multiplied, if a quantized format has changed it.
     """
     if weight is None:
         assert isinstance(linear, nn.Linear), "a quantized weight is given"
@@ -160,7 +160,7 @@ def base_linear(
 def fit_to_base(weights: AdapterWeights, base: BaseWeights) -> AdapterWeights:
     """Fit `weights` to `base`: magnitudes and biases become columns, copies of the base are compared and dropped.
 
-    Raises AdapterRejected: `base_differs` for a copy that is not this base's or a bias that it has not,
+    Raises AdapterRejected: `base_differs` for a copy that is not this base's or a bias that the base does not have,
     `weights_overflow`.
     """
     for part in weights.plan.copies:
@@ -177,7 +177,7 @@ def fit_to_base(weights: AdapterWeights, base: BaseWeights) -> AdapterWeights:
 def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: FittedLinear, module: str) -> torch.Tensor:
     """Return DoRA's columns `[2, out_features]`: factors, and shifts that leave the bias unscaled.
 
-    As in PEFT (peft/tuners/lora/dora.py) a factor is `magnitude / |row of W + scale * B @ A|`.
+    A factor is `magnitude / |row of W + scale * B @ A|`, as in PEFT (peft/tuners/lora/dora.py).
     """
     squares = linear.merged_squares(pair)
     with _aside(squares.device):
@@ -196,9 +196,10 @@ def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: FittedLinea
 
 @contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """Run on a separate stream on a GPU, so that no step waits, until its work has ended: any stream may read it then.
+    """Run on a separate stream on a GPU, so no step waits for it, and wait for its end: then any stream may read the
+    result.
 
-    Safe, because the base's weights never change.
+    This is safe because the base's weights never change.
     """
     if device.type != "cuda":
         yield

@@ -1,4 +1,4 @@
-"""Components of an adapter's file: for which module, under which names, and in which shapes."""
+"""Components of an adapter's file: the module that each is for, its tensors' names and their shapes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Repeat(NamedTuple):
     original: str
     """Name of the tensor that it must equal."""
     transposed: bool = False
-    """It equals the other transposed."""
+    """True if it equals the original transposed."""
 
 
 class PairNames(NamedTuple):
@@ -38,7 +38,7 @@ EMBEDDING_PAIR = PairNames("lora_embedding_A", "lora_embedding_B")
 class LoraPair:
     """One adapted module: `y += scale * (x @ A.T) @ B.T`, A `[rank, in_features]` and B `[out_features, rank]`.
 
-    Of an embedding, x is one-hot: in_features are the tokens.
+    For an embedding x is one-hot: in_features are the tokens.
     """
 
     module: str
@@ -64,7 +64,7 @@ class LoraPair:
         return {self.a_key: (self.rank, self.in_features), self.b_key: (self.out_features, self.rank)}
 
     def share(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this pair's share of the file's two tensors: all of both."""
+        """Return both of the file's tensors whole: they are this pair's alone."""
         return a, b
 
 
@@ -101,8 +101,8 @@ class ExpertPair(LoraPair):
 
 @dataclass(frozen=True, slots=True)
 class TiedPair(LoraPair):
-    """The output head's pair where `ensure_weight_tying` makes it the embedding's: A is the embedding's B transposed,
-    and B its A transposed."""
+    """The output head's pair if `ensure_weight_tying` makes it the embedding's: A is the embedding's B transposed, and
+    B its A transposed."""
 
     embedding: str = ""
     """The embedding's name."""
@@ -124,7 +124,7 @@ class TiedPair(LoraPair):
 
     @property
     def repeats(self) -> tuple[Repeat, Repeat]:
-        """The pair once more, as PEFT saves it under the head's own name."""
+        """Second copies of the pair's tensors, which PEFT saves under the head's own name."""
         own = LoraPair(self.module, self.rank, self.scale, self.in_features, self.out_features)
         return Repeat(own.a_key, self.a_key, transposed=True), Repeat(own.b_key, self.b_key, transposed=True)
 
@@ -151,7 +151,7 @@ class LinearVector:
     module: str
     kind: VectorKind
     size: int
-    """out_features; of an INPUT, in_features; of a NORM, its width."""
+    """out_features; in_features of an INPUT; the width of a NORM."""
     scale: float = 1.0
     """Factor of a LORA_BIAS."""
     wrapped: bool = False
@@ -177,7 +177,7 @@ class LinearVector:
 
 @dataclass(frozen=True, slots=True)
 class CopiedRows:
-    """Rows of a base's matrix as PEFT saves it, which this base lacks: tokens that were added before training."""
+    """Rows of tokens that were added before training: PEFT's copy of the matrix has them, and this base lacks them."""
 
     key: str
     """The copy's name in the file."""
@@ -192,8 +192,8 @@ class TokenRows:
 
     module: str
     key: str
-    """The tensor's name in the file; if base and adapter are tied, one name for embedding and head. Empty: `copied`
-    alone."""
+    """The tensor's name in the file; if base and adapter are tied, one name for embedding and head. Empty: all rows are
+    in `copied`."""
     num_rows: int
     width: int
     token_ids: tuple[int, ...] | None
@@ -226,13 +226,13 @@ class TokenRows:
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """The base's own matrix, which PEFT may save beside an adapter."""
+    """The base's own matrix, which PEFT may save with an adapter."""
 
     module: str
     num_rows: int
     width: int
     name: str = "weight"
-    """PEFT's name after the module's; it tells how PEFT wrapped the module."""
+    """PEFT's name after the module's; it shows how PEFT wrapped the module."""
 
     @property
     def key(self) -> str:
@@ -252,7 +252,7 @@ class ClassifierHead:
     num_labels: int
     width: int
     module: str = "score"
-    """transformers' name of it in every decoder family."""
+    """The head's name in every decoder family of transformers."""
 
     @property
     def key(self) -> str:
@@ -272,7 +272,7 @@ class AdapterPlan:
     pairs: tuple[LoraPair, ...]
     file_bytes: int
     invocation: tuple[int, ...] | None = None
-    """Token ids from whose last occurrence in a prompt on an activated LoRA is active."""
+    """Token ids of an activated LoRA, which is active from their last occurrence in a prompt on."""
     vectors: tuple[LinearVector, ...] = ()
     rows: tuple[TokenRows, ...] = ()
     copies: tuple[BaseCopy, ...] = ()
@@ -280,19 +280,19 @@ class AdapterPlan:
     repeats: tuple[Repeat, ...] = ()
     """Tensors that the file may hold once more."""
     num_tokens: int | None = None
-    """Rows of the embedding and the head, where the adapter was trained with another number than the base's."""
+    """Rows of the embedding and the head, if the adapter was not trained with the base's number of rows."""
     classifier: ClassifierHead | None = None
     absent: tuple[str, ...] = ()
-    """Targeted modules of which the file has no tensor. They keep the base's result, as in PEFT (B starts at 0)."""
+    """Targeted modules without any tensor in the file. They keep the base's result, as in PEFT (B starts at 0)."""
 
     @property
     def max_rank(self) -> int:
-        """The largest rank of any pair; 0 where there is none."""
+        """The largest rank of any pair; 0 if there is none."""
         return max((pair.rank for pair in self.pairs), default=0)
 
     @property
     def components(self) -> tuple[LoraPair | LinearVector | TokenRows | ClassifierHead, ...]:
-        """Everything that is served."""
+        """All components that are served."""
         heads = () if self.classifier is None else (self.classifier,)
         return (*self.pairs, *self.vectors, *self.rows, *heads)
 

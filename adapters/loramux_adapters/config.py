@@ -1,10 +1,10 @@
 """Strict reader of adapter_config.json: every field that PEFT writes is read, known as harmless, or refused by name.
 
 `LoraConfig` and `Ia3Config` are the fields that decide the computation. `HARMLESS` and `OTHER_TOOLS` are the fields
-that do not change what a trained adapter computes. `UNSUPPORTED_FIELDS` and `UNSUPPORTED_KINDS` are what PEFT 0.21.2
-knows and this server does not serve: each entry has the reason and the way out. A field listed there is refused only
-when it is on, because PEFT writes null, false or an empty value for "off". Any other field is refused unless its value
-is neutral.
+that do not change what a trained adapter computes. `UNSUPPORTED_FIELDS` and `UNSUPPORTED_KINDS` are the fields and
+kinds that PEFT 0.21.2 knows and this server does not serve: each entry has the reason and the way out. A field listed
+there is refused only when it is on, because PEFT writes null, false or an empty value for "off". Any other field is
+refused unless its value is neutral.
 """
 
 from __future__ import annotations
@@ -88,18 +88,19 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
     rank_pattern: Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)] = {}
     alpha_pattern: Annotated[dict[Name, Alpha], Meta(max_length=MAX_PATTERNS)] = {}
     alora_invocation_tokens: Invocation | None = None
-    """The adapter is active from their last occurrence in a prompt on, and inactive where they do not occur."""
+    """Token ids: the adapter is active from their last occurrence in a prompt on, and inactive in a prompt without
+    them."""
     use_dora: bool = False
     lora_bias: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
-    """The base's biases that were trained too. The file holds them, where the base has any."""
+    """The base's biases that were trained too. The file holds them if the base has any."""
     modules_to_save: Names | None = None
     """Ends of names."""
     trainable_token_indices: TokenIds | Annotated[dict[Name, TokenIds], Meta(max_length=2)] | None = None
     """Token ids of the embedding, or token ids by the ends of modules' names."""
     ensure_weight_tying: bool = False
     target_modules: Regex | Names = ()
-    """Optional beside target_parameters."""
+    """Targets; optional if there are target_parameters."""
     target_parameters: Names | None = None
     """Names of parameters or their ends."""
 
@@ -315,7 +316,8 @@ CONVERTED = frozenset(
 """The kinds that become a LoRA at upload (convert/conversion.py)."""
 
 _WITHOUT_ALORA = ("use_dora", "bias", "modules_to_save", "trainable_token_indices", "target_parameters")
-"""Fields that PEFT, beside alora_invocation_tokens, applies to the tokens before the invocation too, or ignores."""
+"""Fields that PEFT, if there are alora_invocation_tokens, applies to the tokens before the invocation too, or
+ignores."""
 
 _OTHER_TASKS = ("SEQ_CLS", "FEATURE_EXTRACTION")
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -348,7 +350,7 @@ def check_activation(document: Mapping[str, Any]) -> None:
 def check_known(document: Mapping[str, Any], known: frozenset[str]) -> None:
     """Raise ConfigRejected (`field_unknown`) for a field that no PEFT known here has, unless its value is neutral.
 
-    PEFT itself ignores fields that it does not know. Here a field is ignored only where its value says nothing: what
+    PEFT itself ignores fields that it does not know. Here a field is ignored only if its value is neutral: a field that
     a later PEFT added and switched on would change the answers.
     """
     for field, value in document.items():
@@ -370,7 +372,7 @@ def check_kind(document: Mapping[str, Any]) -> None:
 
 
 def converted_kind(document: Mapping[str, Any]) -> str | None:
-    """Return the kind, or the initialisation, of an adapter that becomes a LoRA first; None of any other."""
+    """Return the kind, or the initialisation, of an adapter that becomes a LoRA first; None for any other."""
     kind, first = document.get("peft_type"), document.get("init_lora_weights")
     if kind == "LORA" and isinstance(first, str) and (first == "pissa" or first.lower() == "olora"):
         return first.upper()
@@ -378,12 +380,13 @@ def converted_kind(document: Mapping[str, Any]) -> str | None:
 
 
 def is_on(value: Any) -> bool:
-    """True if `value` switches its field on. 0 does: the meaning of an unknown number is unknown."""
+    """True if `value` switches its field on. 0 counts as on, because the meaning of an unknown field's number is
+    unknown."""
     return value is not None and value is not False and value not in ("", [], {})
 
 
 def _is_neutral(value: Any) -> bool:
-    """True if a value of an unknown field says nothing: off, zero, "none", or an object of such values.
+    """True if a value of an unknown field is neutral: off, zero, "none", or an object of such values.
 
     A 0 in a list is not neutral: it may be the index of a layer or a token.
     """
@@ -407,7 +410,7 @@ def _check_peft_type(value: Any) -> None:
 
 
 def check_task_type(value: Any, *, is_lora: bool) -> None:
-    """Raise ConfigRejected (`field_unsupported`) for a task that is not served, or not for adapters of this kind."""
+    """Raise ConfigRejected (`field_unsupported`) for a task that is not served, or is not served for this kind."""
     if value in (None, "CAUSAL_LM"):
         return
     if value not in _OTHER_TASKS:

@@ -7,7 +7,7 @@ AdapterRejected          an adapter that will not be served
 BaseUnusable             the base model itself cannot be described
 
 This tree is apart from `loramux.common.errors` on purpose: the package is below loramux and imports nothing of it, so
-that it also serves as a library. An AdapterRejected carries the same three facts (code, field, message); the registry
+that it also serves as a library. An AdapterRejected carries the same three facts (code, field, message); the catalog
 turns it into its own error at the boundary.
 """
 
@@ -32,7 +32,7 @@ class AdapterRejected(Exception):
 
 
 class ConfigRejected(AdapterRejected):
-    """adapter_config.json cannot be served as it stands; the message says how to convert it."""
+    """adapter_config.json cannot be served as it is; the message says how to convert it."""
 
 
 class WeightsFileRejected(AdapterRejected):

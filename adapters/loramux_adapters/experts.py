@@ -1,7 +1,8 @@
 """A mixture's experts, with the step's adapters added to each expert's rows.
 
-On a CPU, and where their weights are quantized, experts are computed one after the other (`Experts`): the host knows
-which have rows. On a GPU, where it should not ask, all are computed by one launch (`GroupedExperts`).
+On a CPU, and if their weights are quantized, experts are computed one after the other (`Experts`), because the host
+knows which experts have rows. On a GPU this knowledge would make the host wait, so one launch computes all
+(`GroupedExperts`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ExpertRuns:
 
     @classmethod
     def of(cls, routes: Routes, segments: Segments) -> ExpertRuns:
-        """Find the runs: tokens are ordered by adapter, and an expert's rows by token, hence by adapter too."""
+        """Find the runs. Tokens are ordered by adapter and an expert's rows by token, so an expert's rows are ordered
+        by adapter."""
         tokens = routes.tokens.cpu()
         rows = (tokens < segments.rows).nonzero().flatten()
         ends = torch.tensor(segments.cu_seqlens[1:])
@@ -55,7 +57,7 @@ class ExpertRuns:
 class ExpertLinear:
     """One linear of every expert: its weights `[experts, out_features, in_features]`, and the sites of its adapters.
 
-    An adapter's pair for an expert is found in a view of the bank's table with a row for each (slot, site), where the
+    An adapter's pair for an expert is found in a view of the bank's table with a row for each (slot, site). There the
     kernels take the rows of all experts at once.
     """
 
@@ -139,7 +141,7 @@ class _GatedExperts(nn.Module, Generic[LinearT]):
     def __init__(
         self, gate_up: LinearT, down: LinearT, gate: Callable[[torch.Tensor], torch.Tensor], bank: AdapterBank
     ) -> None:
-        """`gate`: the family's own, from the rows of `gate_up` to those that `down` takes."""
+        """`gate`: the family's own function from the rows of `gate_up` to those that `down` takes."""
         super().__init__()
         self._gate_up: LinearT = gate_up
         self._down: LinearT = down
@@ -169,13 +171,13 @@ class Experts(_GatedExperts[ExpertLinear]):
 
 
 class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
-    """Replaces a mixture's experts on a GPU: routed, multiplied and added up there, without a word from the host."""
+    """Replaces a mixture's experts on a GPU, which routes, multiplies and adds up without waiting for the host."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
-        # Only where it runs: it needs triton.
+        # Imported only if it runs, because it needs triton.
         from loramux_kernels.cuda.mixture import expert_segments
 
         bank = self._bank
@@ -192,8 +194,8 @@ class ExpertRouter(nn.Module):
     """Replaces a mixture's router: its linear with the adapters added, and then the family's own choice of experts.
 
     Each family scores and normalises in its own way, in a module that owns the linear's weight. That module is called
-    with the logits as tokens and the identity as weight, so that it multiplies to the unchanged logits. Where the
-    family computes logits in float32 from half-precision tokens, so does this: a rounded logit chooses other experts.
+    with the logits as tokens and the identity as weight, so its product is the unchanged logits. If the family computes
+    logits in float32 from half-precision tokens, this module does too: a rounded logit chooses other experts.
     """
 
     def __init__(self, router: Any, site: Site, bank: AdapterBank) -> None:
@@ -202,7 +204,7 @@ class ExpertRouter(nn.Module):
         weight: torch.Tensor = router.weight.data
         with torch.inference_mode():
             told = router(weight.new_zeros(1, weight.shape[1]))
-        # Logits stand first or last, as the family and transformers' version have it.
+        # Logits are first or last, depending on the family and on transformers' version.
         logits = next(part for part in told if part.is_floating_point() and part.shape[-1] == len(weight))
         self._dtype = logits.dtype
         self.packed_linear = PackedLinear([weight.to(self._dtype)], [None])
@@ -245,8 +247,8 @@ def install_mixtures(
 ) -> tuple[str, ...]:
     """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held.
 
-    `ranks` hold a share of every expert each. What a mixture returns, shared experts included, is then one sum over
-    them. Returns the prefixes of the names of modules in mixtures.
+    `ranks` hold a share of every expert each. A mixture's result, shared experts included, is then one sum over the
+    ranks. Returns the prefixes of the names of modules in mixtures.
     """
     found = []
     for mixture in track(list(mixtures(model))):
@@ -271,7 +273,7 @@ def install_mixtures(
 
 
 def _sum_up(ranks: Ranks, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """Add up a mixture's result over the ranks; some families return a router's logits beside it."""
+    """Add up a mixture's result over the ranks; some families also return a router's logits."""
     if isinstance(output, tuple):
         return ranks.all_reduce(output[0].contiguous()), *output[1:]
     return ranks.all_reduce(output.contiguous())
@@ -289,8 +291,8 @@ def _take(
 
 
 def _by_slot_and_site(table: LoraTable, first_site: int) -> LoraTable:
-    """View the table with a row for each (slot, site) and one column, from a site of slot 0 on: row
-    `slot * num_sites + n` is the slot's for the n-th site behind that."""
+    """View the table with a row for each (slot, site) and one column, from a site of slot 0 on: row `slot * num_sites +
+    n` belongs to the slot and to the n-th site after that one."""
     tiles = table.a_offsets.shape[2]
     return LoraTable(
         a_offsets=table.a_offsets.view(-1, 1, tiles)[first_site:],

@@ -2,7 +2,7 @@
 
 A family that joins its layers as Llama does needs one row here, such as `Family("new", fuses_layers=True)`, and one
 small model in `tests/support/adapter_zoo.py`; the tests then compare its tokens with PEFT's and the row with
-transformers' modules. No other module names a family. This one loads neither torch nor transformers.
+transformers' modules. No other module names a family. This module loads neither torch nor transformers.
 
 A model of text and images has its own row. Its text takes the facts of the row of `text_type`, if there is one.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 Cut = Literal["heads", "latent heads", "heads and norms over all heads", "heads and their norms", "key heads"]
 """Rules by which attention is divided among ranks (`sharding.py`):
 
-    heads                           queries, keys and values by their heads
-    latent heads                    multi-head latent attention: latents are whole, and what is made of them is a head's
-    heads and norms over all heads  the norms of queries and keys are over all heads together: so are their weights
-    heads and their norms           the norms' weights have a row for each head
-    key heads                       queries come with a gate of the same width; linear attention is cut by key heads
+    heads                           queries, keys and values by their heads latent heads                    multi-head
+    latent attention: latents are whole, and the tensors made of them are cut by heads heads and norms over all heads
+    the norms of queries and keys are over all heads together: so their weights are too heads and their norms
+    the norms' weights have a row for each head key heads                       queries come with a gate of the same
+    width; linear attention is cut by key heads
 """
 
 GATES: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -38,7 +38,7 @@ FIXED_ROPES = frozenset(("default", "linear", "llama3", "yarn"))
 """Rotary embeddings whose factors depend on the position alone."""
 
 SWITCHING_ROPES = frozenset(("longrope", "dynamic"))
-"""Rotary embeddings whose factors depend on the sequence's length too, from some length on; served up to there.
+"""Rotary embeddings whose factors depend on the sequence's length too, from some length on; served up to that length.
 
 transformers takes the longest position of the batch for that length. LongRoPE (Ding et al., 2024) switches from its
 short to its long factors beyond `original_max_position_embeddings`; dynamic NTK rescales beyond
@@ -55,9 +55,9 @@ class NormForm:
     """The RMSNorm of a family."""
 
     rounds_last: bool = False
-    """The product with the weight is taken in float32, before the result is rounded to the model's dtype."""
+    """True if the product with the weight is taken in float32, before the result is rounded to the model's dtype."""
     stores_distance_from_one: bool = False
-    """The saved weight is the factor minus one."""
+    """True if the saved weight is the factor minus one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class ExpertForm:
     router: str = "gate"
     """Name of the module that chooses the experts. If it has no weight itself, a linear in it is a site."""
     is_transposed: bool = False
-    """The weights are stored as `[experts, in_features, out_features]`."""
+    """True if the weights are stored as `[experts, in_features, out_features]`."""
     alternates_gate_and_up: bool = False
-    """Outputs of `gate_up_proj` belong to the gate and to up in turn, and are not two halves."""
+    """True if outputs of `gate_up_proj` belong to gate and up alternately, and are not two halves."""
     is_published_in_mxfp4: bool = False
-    """Published checkpoints hold the weights as four-bit floats (MXFP4)."""
+    """True if published checkpoints hold the weights as four-bit floats (MXFP4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +81,14 @@ class Family:
     model_type: str
     """transformers' name of the family, as in config.json."""
     text_type: str = ""
-    """The `model_type` of the text, if the family reads images too; empty: it is text alone."""
+    """The `model_type` of the text, if the family reads images too; empty: it reads text alone."""
     fuses_layers: bool = False
-    """The layer is two sublayers on one residual stream, as `fused_layers.py` describes them, with queries and keys
-    rotated by halves. Other layers may have the same parts and yet join them differently."""
+    """True if the layer is two sublayers on one residual stream, as `fused_layers.py` describes them, with queries and
+    keys rotated by halves. Other layers may have the same parts and join them differently."""
     norm: NormForm = NormForm()
     """The form of all norms; read if `fuses_layers`, or if ranks share a norm."""
     angles_by_layer: bool = False
-    """Layers rotate queries and keys by different angles."""
+    """True if layers rotate queries and keys by different angles."""
     activations: frozenset[str] = frozenset(GATES)
     """Activations, of GATES, with which a gated network is computed in fewer operators. With another one it runs as
     transformers' own module."""
@@ -97,15 +97,16 @@ class Family:
     experts: ExpertForm | None = None
     cut: Cut = "heads"
     derives_head_width: bool = False
-    """transformers' classes derive a head's width from the number of heads, which a narrower config would change: a
-    rank's model is made from the whole config, without memory, and its parameters are cut."""
+    """True if transformers' classes derive a head's width from the number of heads, which a narrower config would
+    change. Then a rank's model is made from the whole config, without memory, and its parameters are cut."""
     states: Literal["gated delta"] | None = None
-    """The recurrence of layers with linear attention, which keep states in the place of KV; None: there are none."""
+    """The recurrence of layers with linear attention, which keep states instead of KV; None: the family has no such
+    layers."""
     ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
     """The rope types that are served."""
     recomputes_rope: bool = False
-    """The rotary module computes its factors in every forward, on the host, and asks the whole batch for their scale;
-    it is given those that it was built with."""
+    """True if the rotary module computes its factors in every forward, on the host, with a scale that depends on the
+    whole batch. It gets the factors that it was built with instead."""
 
     @property
     def kind(self) -> str:
@@ -185,8 +186,8 @@ ROWS = (
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in ROWS}
-"""Families that are served, by `model_type`: tests hold their tokens to PEFT's. Others may call the attention function
-and still go wrong, and are refused at start."""
+"""Families that are served, by `model_type`: tests compare their tokens with PEFT's. Other families may call the
+attention function and still be computed wrongly, so they are refused at start."""
 
 SAME_INPUT = tuple(dict.fromkeys(group for family in ROWS for group in family.same_input))
 """Names of sibling linears to which transformers feeds the same tensor, of all families."""

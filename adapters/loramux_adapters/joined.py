@@ -1,7 +1,7 @@
-"""Linears of a base that join what others keep apart: which rows of the joined one each of the parts is.
+"""Linears of a base that join several linears of other models, and the rows of the joined linear that each part has.
 
-An adapter on `q_proj`, `k_proj` and `v_proj` means blocks of rows of a base's `qkv_proj`. Sizes are shares of the
-linear's outputs, so that one entry serves feed-forward networks of any width.
+An adapter on `q_proj`, `k_proj` and `v_proj` changes blocks of rows of a base's `qkv_proj`. Sizes are shares of the
+linear's outputs, so one entry is valid for feed-forward networks of any width.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ class JoinedLinear:
     """The outputs of a joined linear: `units` blocks, each of which has a share of every part, in their order."""
 
     parts: tuple[str, ...]
-    """Names of the linears by themselves."""
+    """Names of the linears before they were joined."""
     shares: tuple[int, ...]
     """Sizes of the parts, as multiples of a common size."""
     units: int = 1
 
     def rows(self, part: int, out_features: int) -> tuple[range, ...] | None:
-        """Return the rows of one part, in its own order; None if `out_features` cannot be divided so."""
+        """Return the rows of one part, in its own order; None if `out_features` cannot be divided into these shares."""
         size, rest = divmod(out_features, self.units * sum(self.shares))
         if rest:
             return None
@@ -34,7 +34,7 @@ HALVES = JoinedLinear(("gate_proj", "up_proj"), (1, 1))
 
 
 def joined_linears(text: Any) -> dict[str, JoinedLinear]:
-    """Return the joined linears of a text model's config by the last part of their names, whether it has them or not.
+    """Return the joined linears that a text model of this config may have, by the last part of their names.
 
     Source: the `forward` of transformers' Phi3Attention, Phi3MLP, Qwen3_5GatedDeltaNet and Qwen3NextGatedDeltaNet.
     """

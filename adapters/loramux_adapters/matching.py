@@ -1,8 +1,8 @@
 """PEFT's rules: the modules that a LoRA configuration targets, and the rank and alpha of each.
 
 Source: `check_target_module_exists` (peft/tuners/tuners_utils.py) and `get_pattern_key` (peft/utils/other.py) of PEFT
-0.21.2; a test compares every rule with them. Standard library only: a child process runs this same file where an
-adapter brings regular expressions that could take for ever (targets.py).
+0.21.2; a test compares every rule with them. Standard library only: a child process runs this same file if an adapter
+has regular expressions that could take for ever (targets.py).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _compile(field: str, written: str, used: str) -> re.Pattern[str]:
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
-    """Answer one question from standard input within the limits; beyond them the kernel ends this process."""
+    """Match one request from standard input within the limits; beyond them the kernel ends this process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # RLIMIT_CPU knows whole seconds only
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -1,7 +1,7 @@
 """Modules that replace the base's linears, norms, embedding and output head and add the step's adapters.
 
-`install` puts them, and those of mixtures (`experts`), into a transformers model. Each replaces the base's own module
-and frees the weights that it held, one group at a time, so that two copies of the model are never in memory.
+`install` puts these modules, and those of mixtures (`experts`), into a transformers model. Each replaces the base's own
+module and frees its weights, one group at a time, so two copies of the model are never in memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from loramux_kernels.tables import LoraGroup, OwnWeights
 class GroupedLinear:
     """Linears that read the same input, computed together: one base GEMM, one shrink and one expand.
 
-    The first member called with a tensor computes all of them; the others take their slices of that result. Members
-    are matched by the identity of the input, so a model that feeds them different tensors is slower, but still right.
+    The first member called with a tensor computes all of them; the others take their slices of that result. Members are
+    matched by the identity of the input, so a model that gives them different tensors is slower, but still correct.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class GroupedLinear:
         quantization: Quantization = "none",
         ranks: Ranks | None = None,
     ) -> None:
-        """`ranks`: those whose results are parts of a sum, which is the output. LoRA reads the rank's own inputs and
-        adds to its part, so that the pairs' results take part in the same sum and nothing more is sent."""
+        """`ranks`: the ranks whose results add up to the output, if any. LoRA reads the rank's own inputs and adds to
+        its part. The pairs' results are then in the same sum, and nothing more is sent."""
         self.linear = PackedLinear([weight_of(m) for m in linears], [_bias(m) for m in linears], quantization)
         self.group = LoraGroup(tuple(s.index for s in sites), tuple(s.out_features for s in sites))
         self.bank = bank
@@ -66,12 +66,12 @@ class GroupedLinear:
 
     @property
     def layer_linear(self) -> LayerLinear:
-        """The base's part of it, for a call that serves a whole layer."""
+        """Base weights of this group, in the form that a call for a whole layer takes."""
         return LayerLinear(self.linear, self.group)
 
     @property
     def is_shared_by_ranks(self) -> bool:
-        """True where the output is a sum over ranks."""
+        """True if the output is a sum over ranks."""
         return self._ranks is not None
 
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ class GroupedLinear:
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def _scaled(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the members' input: `rows`, or a scaled copy where an adapter of the step scales inputs."""
+        """Return the members' input: `rows`, or a scaled copy if an adapter of the step scales inputs."""
         bank = self.bank
         if bank.extras is None or bank.extras.inputs is None or len(self.group.sites) > 1:
             return rows  # a vector for an input that several sites read is refused at upload
@@ -111,7 +111,7 @@ class LoraLinear(nn.Module):
         self.out_features = linear.out_features
         self.group = group
         self.columns = slice(start, start + linear.out_features)
-        """Its outputs among its group's."""
+        """Its columns in the group's outputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`, with the adapters of the bank's segments added."""
@@ -119,11 +119,11 @@ class LoraLinear(nn.Module):
 
 
 class SummedNorm(nn.Module):
-    """Replaces a norm over all heads together, of which each rank has some: RMSNorm whose squares are added up over
-    the ranks."""
+    """Replaces a norm over all heads together if each rank has only some of the heads: an RMSNorm whose squares are
+    added up over the ranks."""
 
     def __init__(self, base: Any, form: NormForm, ranks: Ranks) -> None:
-        """`base`: the family's own norm, of this form."""
+        """`base`: the family's own norm, which has this form."""
         super().__init__()
         self.weight: torch.Tensor = base.weight
         self._eps = float(base.variance_epsilon)
@@ -131,8 +131,8 @@ class SummedNorm(nn.Module):
         self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise `[..., width]`, the rank's share of each row. A key head that several ranks repeat counts for each,
-        in the sum as in the width."""
+        """Normalise `[..., width]`, the rank's share of each row. A key head that several ranks repeat is counted once
+        for each rank, in the sum and in the width."""
         values = x.float()
         squares = self._ranks.all_reduce(values.square().sum(-1, keepdim=True).contiguous())
         values = values * torch.rsqrt(squares / (x.shape[-1] * self._ranks.size) + self._eps)
@@ -149,19 +149,19 @@ class AdaptedNorm(nn.Module):
         self._bank = bank
 
     def own_weights(self, vectors: int = 1, added: float = 0.0) -> OwnWeights | None:
-        """Return what the step's adapters bring in the place of this norm's weight; see OwnWeights."""
+        """Return the weights with which the step's adapters replace this norm's; see OwnWeights."""
         return self._bank.own_weights(self._name, vectors, added)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `[1, T, width]`, or heads as `[1, T, heads, width]` or `[1, heads, T, width]`.
 
-        Rows of an adapter that has a weight of its own get that one.
+        Rows of an adapter with its own weight get that weight.
         """
         own = self.own_weights()
         if own is None:
             y: torch.Tensor = self.base(x)
             return y
-        # A linear wrote the heads of a row one after the other, so the rows lie furthest apart.
+        # A linear wrote the heads of a row one after the other, so the row dimension has the largest stride.
         rows = 1 if x.ndim == 3 or x.stride(1) >= x.stride(2) else 2
         weights = own.of_rows(self.base.get_parameter("weight"), x.shape[rows])
         if x.ndim == 4 and rows == 1:
@@ -174,7 +174,7 @@ class AdaptedEmbedding(nn.Module):
     """Replaces the base's embedding."""
 
     def __init__(self, base: nn.Embedding, bank: AdapterBank, ranks: Ranks | None = None) -> None:
-        """`ranks`: those that share the vocabulary's rows, as many each."""
+        """`ranks`: the ranks that share the vocabulary's rows, an equal number each."""
         super().__init__()
         self.base = base
         self._bank = bank
@@ -198,7 +198,8 @@ class AdaptedEmbedding(nn.Module):
         return y
 
     def _look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the base's embeddings: each rank brings those of its own tokens, and zeros for the others."""
+        """Return the base's embeddings, summed over ranks: a rank has the rows of the tokens in its share, and zeros
+        for the others."""
         if self._ranks is None:
             found: torch.Tensor = self.base(input_ids)
             return found
@@ -217,8 +218,8 @@ class AdaptedEmbedding(nn.Module):
 class AdaptedHead(nn.Module):
     """Replaces the base's output head.
 
-    Of ranks that share the vocabulary's rows, the first gets the logits of all and adds the adapters' changes to them;
-    the others return their own logits, which nothing reads.
+    If ranks share the vocabulary's rows, rank 0 gets the logits of all and adds the adapters' changes. The other ranks
+    return their own logits, which are not read.
     """
 
     def __init__(self, base: nn.Linear, bank: AdapterBank, ranks: Ranks | None = None) -> None:
@@ -278,11 +279,11 @@ def install(
     shard: Shard | None = None,
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> BaseWeights:
-    """Replace every module of `model` that adapters may touch, and return what they need of the base's weights.
+    """Replace every module of `model` that adapters may touch, and return the base's weights as adapters need them.
 
-    `quantization` is the format of linears and experts; embedding, head and routers stay as they are. `shard` is this
-    rank's place where `model` is its share of the base; the weights that are returned are then the rank's own.
-    `track` goes through what there is to pack, and may report how far it is.
+    `quantization` is the packed format of linears and experts; embedding, head and routers stay as they are. `shard` is
+    this rank's place if `model` is its share of the base; the returned weights are then the rank's own. `track`
+    iterates over the linears to pack, and may report progress.
     """
     ranks = None if shard is None else shard.ranks
     summed = install_mixtures(model, bank, quantization, ranks, track)
@@ -326,10 +327,11 @@ def install_linears(
 ) -> dict[str, BaseLinear]:
     """Replace every linear that is a site of `bank`, free its weights, and return a description of each.
 
-    `summed`: names of modules whose whole result is added up over the ranks of `shard`, so that no linear in them is.
+    `summed`: names of modules whose whole result is added up over the ranks of `shard`. The results of linears in them
+    are then not added up.
 
-    The replaced modules' own parameters are released one group at a time, so that at no moment two copies of the
-    whole model are in memory.
+    The replaced modules' own parameters are released one group at a time, so two copies of the model are never in
+    memory.
     """
     known = {}
     sites = {name: site for name, site in bank.sites.items() if not is_expert(name)}
@@ -349,20 +351,20 @@ def install_linears(
 
 
 def _summing(names: list[str], shard: Shard, summed: tuple[str, ...]) -> Ranks | None:
-    """Return the ranks over which a group's results are added up; None where they are not."""
+    """Return the ranks over which a group's results are added up; None if they are not."""
     if not shard.sharding.is_row_parallel(names[0]) or names[0].startswith(summed):
         return None
     return shard.ranks
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put `module` where `name` stands in `model`."""
+    """Replace the module of this `name` in `model`."""
     parent, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(parent), attribute, module)
 
 
 def release_weight(linear: nn.Linear | QuantizedLinear) -> None:
-    """Free what `linear` holds beside its bias."""
+    """Free everything that `linear` holds except its bias."""
     if isinstance(linear, QuantizedLinear):
         linear.release()
     else:

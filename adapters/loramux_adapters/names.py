@@ -1,11 +1,11 @@
-"""Names of a LoRA's tensors in other spellings than PEFT 0.21 writes for the served base, and where they belong.
+"""Names of a LoRA's tensors in other spellings than PEFT 0.21's for the served base, and the places that they mean.
 
-- `lora_A.default.weight`: the adapter's name in the tensor's, as state dicts of a wrapped model have it.
+- `lora_A.default.weight`: the adapter's name is in the tensor's name, as in state dicts of a wrapped model.
 - `model.language_model.layers...` or `language_model.model.layers...`: trained on a multimodal checkpoint whose text
-  model is served here, or the other way round. Parts for other inputs than text (`vision_tower`, ...) never run here.
+  model is served here, or the reverse. Parts for other inputs than text (`vision_tower`, ...) never run here.
 - `layers...` without `model.`: trained on the model without its head, as adapters of task type FEATURE_EXTRACTION are.
-- `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`, `mlp.experts.gate_up_projs.3`: experts as linears of
-  their own, as transformers 4 had them and unsloth has them; transformers 5 stacks them in parameters.
+- `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`, `mlp.experts.gate_up_projs.3`: experts as separate
+  linears, as in transformers 4 and unsloth; transformers 5 stacks them in parameters.
 - `self_attn.q_proj` of a base with `qkv_proj`, `linear_attn.in_proj_q` of one with `in_proj_qkv`: parts of a linear
   that the base joins.
 - `_orig_mod`, `_fsdp_wrapped_module`, `module`, ... within or before the name: modules that torch puts around others.
@@ -35,7 +35,7 @@ _EXPERT = re.compile(
     r"|(?P<list>(?:gate|up|down|gate_up)_proj)s\.(?P<item>\d{1,5}))"
 )
 ALL = -1
-"""The part of a TensorPlace that is all outputs."""
+"""The `part` of a TensorPlace that has all outputs."""
 _PARTS = {
     **{"w1": (GATE_UP, 0), "gate_proj": (GATE_UP, 0), "w3": (GATE_UP, 1), "up_proj": (GATE_UP, 1)},
     GATE_UP: (GATE_UP, ALL),
@@ -62,9 +62,9 @@ class TensorPlace:
     """The place of one tensor of an adapter file in the base model."""
 
     module: str
-    """The module's name in the file without wrappers, by which patterns of the configuration mean it."""
+    """The module's name in the file without wrappers; patterns of the configuration use this name."""
     place: str
-    """The base's module; of an expert's linear, the base's parameter; empty for parts that never run here."""
+    """The base's module, or the base's parameter for an expert's linear; empty for parts that never run here."""
     tail: str
     """PEFT's name of the tensor after the module's, such as `lora_A.weight`."""
     expert: int | None = None
@@ -86,7 +86,7 @@ class TensorPlace:
 
     @property
     def key(self) -> str:
-        """The name that PEFT 0.21 writes; of a share there is none of its own."""
+        """The name that PEFT 0.21 writes; for a share, the name of the whole tensor."""
         return f"{PREFIX}{self.place}.{self.tail}"
 
 
@@ -105,7 +105,7 @@ class TensorNames:
         return any((place := self.read(key)) is not None and place.key != key for key in keys)
 
     def read(self, key: str) -> TensorPlace | None:
-        """Say where a tensor belongs; None where its name says nothing that is known here."""
+        """Return the place of a tensor; None if its name is not known here."""
         if (parts := _split(unwrapped(key))) is None:
             return None
         place = self._place(*parts)
@@ -173,12 +173,12 @@ def _split(name: str) -> tuple[str, str] | None:
 
 
 def _canonical_tail(tensor: str, rest: list[str]) -> str | None:
-    """Return the tensor's name without the adapter's; None where it has another form."""
+    """Return the tensor's name without the adapter's; None if it has another form."""
     leaf = rest.pop() if rest and rest[-1] in ("weight", "bias") else ""
     if len(rest) > 1:
         return None
     if tensor == "modules_to_save":
-        return leaf if rest and leaf else None  # without the adapter's name it is a copy of its own
+        return leaf if rest and leaf else None  # without the adapter's name it is a separate copy
     if tensor in ("lora_A", "lora_B"):
         return f"{tensor}.{leaf}" if leaf else None
     return None if leaf == "bias" else tensor

@@ -54,7 +54,7 @@ CHECKS = ("config", "header", "tensors", "values")
 """Names of the checks, in their order."""
 
 MAX_LABELS = 4096
-"""Of a classifier."""
+"""Most labels of a classifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def inspect_adapter(directory: Path, base: BaseDescription, limits: PlanLimits) 
 def validate_adapter(directory: Path, base: BaseDescription, limits: PlanLimits) -> AdapterPlan:
     """Run every check and return the plan of the adapter in `directory`. Raises AdapterRejected.
 
-    Memory: the two headers and a few MiB, whatever the files' sizes.
+    Memory: the two headers and a few MiB; it does not depend on the files' sizes.
     """
     return examine_adapter(directory, base, limits, "F32", lambda _: None).plan
 
@@ -211,7 +211,7 @@ def _num_tokens(base: BaseDescription) -> int | None:
 
 
 def _check_resized(matches: Iterable[Match], base: BaseDescription) -> None:
-    """Refuse factors of the embedding or the head that was resized: they are of another shape than the base's."""
+    """Refuse factors of a resized embedding or head: their shape is not the base's."""
     vocabulary = base.vocabulary
     for match in matches:
         if vocabulary is not None and match.module in (vocabulary.embedding, vocabulary.head):
@@ -238,7 +238,7 @@ def _saved(config: AdapterConfig, base: BaseDescription) -> tuple[tuple[TokenRow
 
 
 def _without_absent(plan: AdapterPlan, header: SafetensorsHeader) -> AdapterPlan:
-    """Drop the targeted modules of which the file has nothing at all, unless it has nothing of any."""
+    """Drop the targeted modules without any tensor in the file, unless no module has a tensor."""
     keys: dict[str, set[str]] = {}
     parts: tuple[LoraPair | LinearVector, ...] = (*plan.pairs, *plan.vectors)
     for part in parts:
@@ -253,7 +253,8 @@ def _without_absent(plan: AdapterPlan, header: SafetensorsHeader) -> AdapterPlan
 def _biases(
     targeted: Collection[str], config: LoraConfig, header: SafetensorsHeader, base: BaseDescription
 ) -> Iterator[LinearVector]:
-    """Yield the trained biases of linears that the file holds. Which linears have one, only the base's weights tell."""
+    """Yield the trained biases of linears that the file holds. Only the base's weights show which linears have a
+    bias."""
     if config.bias == "none":
         return
     for module, shape in base.modules.items():
@@ -333,7 +334,7 @@ def _check_beside(module: str, vocabulary: VocabularyShape | None, config: LoraC
 
 
 def _matches(config: LoraConfig, base: BaseDescription) -> list[Match]:
-    if not config.target_modules:  # target_parameters stands alone
+    if not config.target_modules:  # target_parameters alone
         return []
     return match_targets(config, base, tuple(config.rank_pattern), tuple(config.alpha_pattern))
 
@@ -392,12 +393,12 @@ def _vectors(pairs: tuple[LoraPair, ...], config: LoraConfig) -> Iterator[Linear
 
 
 def _check_vocabulary(plan: AdapterPlan, header: SafetensorsHeader, base: BaseDescription, limits: PlanLimits) -> None:
-    """Bound the tensors for the embedding and the head by a quota of their own."""
+    """Bound the tensors for the embedding and the head by a separate quota."""
     if (vocabulary := base.vocabulary) is None:
         return
     modules = (vocabulary.embedding, vocabulary.head)
     parts = [part for part in plan.components if part.module in modules]
-    # Of a copy those rows count that are served.
+    # Only the served rows of a copy count.
     copied = {part.copied.key: part.copied for part in parts if isinstance(part, TokenRows) and part.copied}
     keys = [key for part in parts for key in part.shapes if key not in copied]  # twice, if both are served from it
     num_bytes = sum(header.tensors[key].end - header.tensors[key].start for key in keys)
@@ -470,7 +471,7 @@ def match_parameters(config: LoraConfig, base: BaseDescription) -> list[Match]:
     found = tuple(name for name in base.parameters if any(_means(target, name) for target in wanted))
     if not found:
         return []
-    # PEFT asks nothing else of a parameter: exclude_modules and layers_to_transform are of modules.
+    # PEFT checks nothing else for a parameter: exclude_modules and layers_to_transform apply to modules.
     rules = TargetRules(found, None, None, None, tuple(config.rank_pattern), tuple(config.alpha_pattern))
     return match_guarded(rules, found)
 

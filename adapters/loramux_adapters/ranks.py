@@ -1,13 +1,13 @@
 """One rank of tensor parallelism: its collectives, its place in the divided base, and its share of an adapter.
 
-Every rank gets the same bits from a sum, so that what is computed from it on all ranks (a router's choice, say) is the
-same on all. And a row's sum depends on nothing but that row: with more than two ranks a ring adds each piece in
-another order, by its place in the batch, so the pieces are exchanged and added up in the order of the ranks instead.
+Every rank gets the same bits from a sum, so results computed from it (a router's choice, for example) are the same on
+all ranks. A row's sum also depends on that row alone. With more than two ranks a ring would add each piece in another
+order, which depends on its place in the batch. So the pieces are exchanged, and added up in the order of the ranks.
 
-A pair on a column-parallel linear is A, and the rows of B of the rank's outputs: `x @ A.T` is computed on every rank,
-and nothing is sent. A pair on a row-parallel linear is the columns of A of the rank's inputs, and B: the ranks'
-results are parts of the sum that is reduced anyway. S-LoRA (Sheng et al., 2023, section 6) divides B there too, which
-saves memory and sends `rank` elements a row more; here no adapter adds a byte to what a step sends. Parts for the
+For a pair on a column-parallel linear, a rank holds A and the rows of B of its outputs. `x @ A.T` is computed on every
+rank, and nothing is sent. For a pair on a row-parallel linear, a rank holds the columns of A of its inputs, and B. The
+ranks' results are parts of the sum that is reduced anyway. S-LoRA (Sheng et al., 2023, section 6) divides B there too,
+which saves memory and sends `rank` elements a row more; here no adapter adds a byte to what a step sends. Parts for the
 embedding and the head are whole on every rank.
 """
 
@@ -34,7 +34,7 @@ class Ranks:
         self.rank = rank
         self.size = size
         self.bytes_sent = 0
-        """Bytes that this rank has sent in collectives, by the number of elements that each must move at least."""
+        """Bytes that this rank has sent in collectives, computed as the least that each collective must move."""
         self.num_reductions = 0
 
     @classmethod
@@ -46,7 +46,7 @@ class Ranks:
         gloo: Any = distributed.ProcessGroupGloo
         store = torch._C._distributed_c10d.FileStore(str(meeting), size)
         options = gloo._Options()
-        # The loopback alone: nothing of it can be reached from another machine.
+        # The loopback alone: another machine cannot reach this group.
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
@@ -76,7 +76,7 @@ class Ranks:
         return x
 
     def gather_columns(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' `y` `[n, columns]` side by side on rank 0; on the others `y` itself."""
+        """Return the ranks' `y` `[n, columns]`, joined along the columns, on rank 0; on the others `y` itself."""
         if y.numel() == 0:
             return y.new_empty(*y.shape[:-1], y.shape[-1] * self.size) if self.rank == 0 else y
         parts = [torch.empty_like(y) for _ in range(self.size)] if self.rank == 0 else []
@@ -98,7 +98,7 @@ class Shard:
 
 
 def shard_plan(plan: AdapterPlan, sharding: Sharding) -> AdapterPlan:
-    """Return the plan of a rank's share: all ranks' are alike."""
+    """Return the plan of a rank's share; the plan is the same for all ranks."""
     return replace(
         plan,
         pairs=tuple(_narrow_pair(pair, sharding) for pair in plan.pairs),
@@ -145,7 +145,8 @@ def take(tensor: torch.Tensor, shares: Shares | None, dim: int) -> torch.Tensor:
 
 
 def _columns(name: str, columns: torch.Tensor, sharding: Sharding, rank: int) -> torch.Tensor:
-    """Return factors and shifts `[2, n]` of the rank's outputs; of a sum's shifts one rank alone adds them."""
+    """Return factors and shifts `[2, n]` of the rank's outputs. If the outputs are parts of a sum, only one rank adds
+    the shifts."""
     if sharding.is_vocabulary(name):
         return columns
     if rank and sharding.is_row_parallel(name):

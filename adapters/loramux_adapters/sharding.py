@@ -1,17 +1,17 @@
 """Tensor parallelism: the share of every weight that each rank holds, by family.
 
 A rank runs transformers' own model of a *narrower config*: fewer heads, smaller feed-forward networks, a share of the
-vocabulary. So its modules have the right shapes by themselves, and the table below only says how a checkpoint's tensors
-are cut for it (Shoeybi et al., Megatron-LM, 2019):
+vocabulary. So its modules already have the right shapes, and the table below only says how a checkpoint's tensors are
+cut for it (Shoeybi et al., Megatron-LM, 2019):
 
-    column-parallel   q, k, v, gate, up        rows of W; each rank has its own outputs, and needs no other's
+    column-parallel   q, k, v, gate, up        rows of W; each rank has its own outputs, and needs no others
     row-parallel      o, down                  columns of W; the ranks' results are parts of a sum, which is reduced
-    vocabulary        embedding, head          rows; looked-up rows are summed, logits are gathered on rank 0
-    whole             norms, routers, latents  on every rank
+    vocabulary        embedding, head          rows; looked-up rows are summed, logits are gathered on rank 0 whole
+    norms, routers, latents  on every rank
 
 A dimension is cut between *units* that belong together, such as the outputs of one head. Key-value heads are repeated
-where there are fewer than ranks. transformers' own `tp_plan` names the same linears for the families that it covers;
-a test compares both, and holds every family's tokens to those of one rank.
+if there are fewer heads than ranks. transformers' own `tp_plan` names the same linears for the families that it covers;
+a test compares both, and compares every family's tokens with those of one rank.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 IMAGES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
-"""Names of what reads images: not served, and not cut."""
+"""Names of modules that read images: not served, and not cut."""
 
 NARROWED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "shared_intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
-"""Fields of a config that say how wide something is that is cut."""
+"""Fields of a config with the size of a dimension that is cut."""
 
 
 class CannotShard(BaseUnusable):
-    """The base cannot be divided among so many ranks; the message says what stands against it."""
+    """The base cannot be divided among so many ranks; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class ShardPart:
     units: int
     width: int = 1
     repeats: bool = False
-    """Ranks may share a unit where there are fewer units than ranks: key-value heads."""
+    """True if ranks share a unit when there are fewer units than ranks: key-value heads."""
     pads: bool = False
-    """The last rank's share may be shorter, and is filled up with zeros: the vocabulary."""
+    """True if the last rank's share may be shorter and is filled up with zeros: the vocabulary."""
 
     def share(self, rank: int, size: int, name: str) -> range:
         """Return the indices that `rank` of `size` holds. Raises CannotShard."""
@@ -85,19 +85,19 @@ Dimension = Callable[[int], Parts]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How one kind of linear is cut: one of both, or neither."""
+    """Rule by which one kind of linear is cut: along outputs, inputs or neither."""
 
     outputs: Dimension | None = None
-    """Column-parallel."""
+    """Cut of the outputs: column-parallel."""
     inputs: Dimension | None = None
-    """Row-parallel: the results of the ranks are added up."""
+    """Cut of the inputs: row-parallel, the results of the ranks are added up."""
 
 
 WHOLE = Rule()
 
 
 class Sharding:
-    """How the base of `config` is divided among `size` ranks."""
+    """Division of the base of `config` among `size` ranks."""
 
     def __init__(self, config: PretrainedConfig, size: int) -> None:
         """`config` is the whole model's."""
@@ -143,7 +143,7 @@ class Sharding:
         )
 
     def check(self, base: BaseDescription) -> None:
-        """Raise CannotShard where a linear of `base` cannot be divided, or its head is none that can."""
+        """Raise CannotShard if a linear of `base`, or its head, cannot be divided."""
         if base.vocabulary is None:
             raise CannotShard(
                 "its output head is not one linear over the embedding's tokens, so that the vocabulary cannot be "
@@ -154,8 +154,8 @@ class Sharding:
             self.width(name, shape.out_features, shape.in_features)
 
     def tensor_cuts(self, key: str, shape: list[int], rank: int) -> list[Shares | None] | None:
-        """Return what `rank` reads of each dimension of a checkpoint's tensor (None: all); None for a tensor that is
-        zero on this rank, the bias of a sum."""
+        """Return the indices that `rank` reads of each dimension of a checkpoint's tensor (None: all). Return None for
+        a tensor that is zero on this rank: the bias of a sum."""
         rule = self._rule(key)
         cuts: list[Shares | None] = [None] * len(shape)
         if rule is WHOLE:
@@ -175,7 +175,7 @@ class Sharding:
         return cuts
 
     def length_of(self, key: str, length: int) -> int:
-        """Return the rows of the vocabulary's share, of `length` rows."""
+        """Return the number of rows of a rank's share of a vocabulary of `length` rows."""
         return ShardPart(length, pads=True).share_length(self.size, key)
 
     def is_vocabulary(self, key: str) -> bool:
@@ -226,17 +226,17 @@ def _plain(length: int) -> Parts:
 
 
 def _halves(length: int) -> Parts:
-    """Gate and up, one behind the other."""
+    """Parts of a linear with the gate's outputs first and then up's."""
     return (ShardPart(length // 2), ShardPart(length // 2))
 
 
 def _pairs(length: int) -> Parts:
-    """Gate and up in turn."""
+    """Parts of a linear whose outputs belong to gate and up alternately."""
     return (ShardPart(length // 2, 2),)
 
 
 def VOCABULARY(length: int) -> Parts:  # noqa: N802 - a constant of the table
-    """A row for each token."""
+    """Parts of the vocabulary: a row for each token."""
     return (ShardPart(length, pads=True),)
 
 
@@ -288,7 +288,7 @@ def rules_of(text: Any) -> dict[str, Rule]:
 
 
 def _latent(text: Any) -> dict[str, Rule]:
-    """Multi-head latent attention: the latents are whole, what is made of them is a head's."""
+    """Multi-head latent attention: the latents are whole, the tensors made of them are cut by heads."""
     query = text.qk_nope_head_dim + text.qk_rope_head_dim
     return {
         "q_proj": Rule(outputs=_units(query)),

@@ -7,7 +7,8 @@ from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 32
-"""Containers in each other. Python's parser takes hundreds, on which recursive code that reads the value would fail."""
+"""Most levels of nested containers. Python's parser takes hundreds, on which recursive code that reads the value would
+fail."""
 
 
 def parse(data: bytes) -> Any:

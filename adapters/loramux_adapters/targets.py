@@ -1,4 +1,4 @@
-"""What a configuration means on a base: the modules that it targets, and the matrices, norms and token rows it
+"""Targets of a configuration on a base: the modules that it changes, and the matrices, norms and token rows it
 replaces.
 
 Patterns of adapter_config.json are regular expressions of a customer. Python's `re` backtracks, holds the
@@ -33,7 +33,7 @@ from loramux_adapters.weights_file import SafetensorsHeader
 
 CPU_SECONDS = 0.5
 CPU_SECONDS_PER_NAME = 1e-4
-"""The child's limit is the larger of both. A mixture's experts may be eighteen thousand names."""
+"""Processor time of the child, of which the larger limit counts. A mixture's experts may be eighteen thousand names."""
 MEMORY_BYTES = 256 << 20
 WALL_SECONDS = 60
 """A safety net for a child that a starved machine never runs; processor time is the real limit."""
@@ -66,7 +66,8 @@ def match_guarded(rules: TargetRules, names: Sequence[str]) -> list[Match]:
 
 
 def is_demanding(expression: str) -> bool:
-    """True if compiling or matching may cost more than reading: it repeats, alternates, groups or has classes."""
+    """True if compiling or matching may cost more than reading: the expression repeats, alternates, groups or has
+    classes."""
     return _DEMANDING.search(_ESCAPED.sub("", expression)) is not None
 
 
@@ -102,7 +103,7 @@ def _ask_child(question: dict[str, Any], cpu_seconds: float) -> dict[str, Any] |
 def match_targets(
     config: Targets, base: BaseDescription, rank_keys: Sequence[str], alpha_keys: Sequence[str]
 ) -> list[Match]:
-    """Return the modules that `config` means, in the base's order; at least one.
+    """Return the modules that `config` targets, in the base's order; at least one.
 
     Raises ConfigRejected (`pattern_invalid`, `pattern_too_slow`) or BaseMismatch (`no_module_matched`).
     """
@@ -139,7 +140,7 @@ def describe_context(base: BaseDescription, trained_on: str | None) -> str:
 
 
 def unsupported_target(module: str, kind: str) -> ConfigRejected:
-    """Make the refusal of a target of class `kind`."""
+    """Return the refusal of a target of class `kind`."""
     return ConfigRejected(
         "target_unsupported",
         "target_modules",
@@ -221,16 +222,16 @@ def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[
     last = max((token + 1 for token in trained), default=0)
     num_tokens = sizes.pop() if sizes else max(vocabulary.num_tokens, last)
     if num_tokens > vocabulary.num_tokens + MAX_ADDED_TOKENS:
-        return base  # no adapter adds so many: the checks name the token or the matrix
+        return base  # no adapter adds so many tokens: the checks name the token or the matrix
     return replace(base, vocabulary=replace(vocabulary, num_tokens=num_tokens))
 
 
 def with_added_rows(
     rows: Sequence[TokenRows], base: BaseDescription, wide: BaseDescription, copies: Iterable[BaseCopy]
 ) -> tuple[TokenRows, ...]:
-    """Return `rows` with those of the tokens that `wide` has and `base` lacks, for the embedding and for the head.
+    """Return `rows` with the rows of tokens that `wide` has and `base` lacks, in the embedding and in the head.
 
-    Trained rows are there already; others are in the copies that PEFT saves of a resized embedding.
+    Trained rows are in `rows` already; others are in the copies that PEFT saves of a resized embedding.
     """
     if base.vocabulary is None or wide.vocabulary is None or wide == base:
         return tuple(rows)
@@ -320,7 +321,7 @@ def _check_ids(ids: Sequence[int], vocabulary: VocabularyShape) -> None:
 
 
 def base_copies(targeted: Collection[str], rows: Iterable[TokenRows], base: BaseDescription) -> tuple[BaseCopy, ...]:
-    """Return the base's own matrices that PEFT saves beside an adapter with `save_embedding_layers`."""
+    """Return the base's own matrices that PEFT saves with an adapter if `save_embedding_layers` is on."""
     if (vocabulary := base.vocabulary) is None:
         return ()
     names = dict.fromkeys((vocabulary.embedding, vocabulary.head), "weight")
@@ -342,7 +343,7 @@ def repeated_rows(rows: Iterable[TokenRows]) -> tuple[Repeat, ...]:
 
 
 def check_once(targeted: Iterable[str], rows: Sequence[TokenRows]) -> None:
-    """Raise ConfigRejected (`config_invalid`) if two fields mean one module: PEFT does not define their order."""
+    """Raise ConfigRejected (`config_invalid`) if two fields change one module: PEFT does not define their order."""
     taken = set(targeted)
     for part in rows:
         if part.module in taken:

@@ -1,9 +1,9 @@
-"""Weight tying: what `ensure_weight_tying` makes of a configuration on a base whose head is its embedding.
+"""Weight tying: the effect of `ensure_weight_tying` on a configuration if the base's head is its embedding.
 
 PEFT then trains one matrix, or one pair, in both places: it adds the embedding to the field that names either, and
 makes the head's part from the embedding's. Source: `_check_tied_modules` (peft/tuners/tuners_utils.py),
 `_add_modules_to_save_to_tie` and `_add_targets_to_tie` (peft/tuners/lora/model.py) of PEFT 0.21.2. Trained rows of
-single tokens are tied with the field or without it: `targets.token_rows`.
+single tokens are always tied: `targets.token_rows`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def tie_config(config: LoraConfig, base: BaseDescription) -> tuple[LoraConfig, T
     if isinstance(targets, str):
         if not match_guarded(TargetRules(targets, None, None, None, (), ()), _NAMES):
             return config, None
-        # PEFT skips the head, whatever the expression says of it.
+        # PEFT skips the head, even if the expression matches it.
         targets = rf"(?!{re.escape(vocabulary.head)}$)(?:{targets}|{re.escape(vocabulary.embedding)})"
         return msgspec.structs.replace(config, target_modules=targets), Tying.PAIR
     if not any(_is_vocabulary(name) for name in targets):

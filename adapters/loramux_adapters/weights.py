@@ -1,7 +1,7 @@
 """An adapter's tensors in memory, in the serving dtype, and their layout in pages.
 
-`lay_out` cuts matrices into blocks of rows and packs them into pages, at true ranks and without padding, so that no
-block straddles a page. `load_adapter` reads the tensors that the blocks are copied from.
+`lay_out` cuts matrices into blocks of rows and packs them into pages, at true ranks and without padding; no block
+straddles a page. `load_adapter` reads the tensors that the blocks are copied from.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Matrix:
     rows: int
     width: int
     transposed: bool = False
-    """Stored transposed, compared with AdapterWeights' tensor."""
+    """True if it is stored as the transposed tensor of AdapterWeights."""
     fills_pages: bool = False
-    """Each block fills a page, so that a row is found by a division: for the embedding and the head, which are read by
-    token. Other matrices are cut into rank tiles, which may lie anywhere."""
+    """True if each block fills a page, so that a division finds a row: for the embedding and the head, which are read
+    by token. Other matrices are cut into rank tiles, which may be anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class AdapterLayout:
     blocks: tuple[Block, ...]
     num_pages: int
     num_bytes: int
-    """Bytes of weights, without the bytes that alignment and page ends leave unused."""
+    """Bytes of weights, without the bytes lost to alignment and at page ends."""
 
 
 @dataclass(slots=True)

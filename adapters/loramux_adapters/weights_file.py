@@ -24,9 +24,11 @@ from loramux_adapters.errors import WeightsFileRejected
 
 MAX_HEADER_BYTES = 8 << 20
 MAX_TENSORS = 50_000
-"""Room for a pair on every expert of a large mixture: 48 layers of 128 experts make 36,864 tensors, in 5 MiB."""
+"""Most tensors in a file, enough for a pair on every expert of a large mixture: 48 layers of 128 experts make 36,864
+tensors, in 5 MiB."""
 MAX_VALUES = 10 * MAX_TENSORS
-"""Commas and opening brackets; a tensor has eight. Each makes a value of some seventy bytes in memory."""
+"""Most commas and opening brackets in a header; a tensor has eight. Each makes a value of some seventy bytes in
+memory."""
 MAX_DIMENSIONS = 8
 MAX_NAME_LENGTH = 512
 MAX_SIZE = 1 << 48
@@ -212,7 +214,7 @@ def _tensor(name: str, entry: Any, first_byte: int) -> TensorInfo:
 
 
 def _are_sizes(value: Any) -> bool:
-    # bool is a subclass of int, and true is no size.
+    # bool is a subclass of int, but true is not a size.
     return isinstance(value, list) and all(type(item) is int and 0 <= item <= MAX_SIZE for item in value)
 
 

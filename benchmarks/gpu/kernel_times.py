@@ -21,7 +21,7 @@ from loramux_kernels.tables import AttentionBatch, KvLayer, SamplingBatch
 
 BLOCK_SIZE = 16
 TOLERANCE = 1e-2
-"""Of bfloat16 results against float32 ones, as |difference| / |result|."""
+"""Largest error of bfloat16 results compared with float32 ones, as |difference| / |result|."""
 
 
 class WrongResult(RuntimeError):

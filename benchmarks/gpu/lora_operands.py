@@ -22,9 +22,9 @@ class LoraOperands:
     x: torch.Tensor
     y: torch.Tensor
     a: list[torch.Tensor]
-    """Of each adapter `[sites, rank, in_features]`."""
+    """A of each adapter, `[sites, rank, in_features]`."""
     b: list[torch.Tensor]
-    """Of each adapter and site, transposed `[rank, out_features]`, site after site in one flat tensor."""
+    """B of each adapter and site, transposed `[rank, out_features]`, site after site in one flat tensor."""
     pool: torch.Tensor
     table: LoraTable
     group: LoraGroup
@@ -34,12 +34,12 @@ class LoraOperands:
 
     @property
     def ranks(self) -> list[int]:
-        """Of each adapter."""
+        """Rank of each adapter."""
         return [int(rank) for rank in self.table.ranks[:, 0]]
 
 
 def make_operands(rows: int, mix: Mix, in_features: int, widths: tuple[int, ...], like: torch.Tensor) -> LoraOperands:
-    """Random operands of `like`'s dtype on its device, for a mix that asks for adapters."""
+    """Return random operands, with the dtype and device of `like`, as a mix with adapters needs them."""
     distinct, slots, sites = mix.distinct(rows), mix.slots(rows), len(widths)
     ranks = [mix.rank(adapter) for adapter in range(distinct)]
     a = [like.new_empty(sites, rank, in_features).normal_(0, in_features**-0.5) for rank in ranks]
@@ -94,5 +94,5 @@ def reference(operands: LoraOperands) -> torch.Tensor:
 
 
 def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
-    """|result - wanted| / |wanted|; NaN where either has one."""
+    """|result - wanted| / |wanted|; NaN if either has one."""
     return float((result.float() - wanted.float()).norm() / wanted.float().norm())

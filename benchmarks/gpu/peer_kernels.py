@@ -1,4 +1,4 @@
-"""Other systems' LoRA kernels behind one call, from their own installations; none of their code is here.
+"""Other systems' LoRA kernels, from their own installations, with one interface; none of their code is here.
 
 `--peer vllm=PATH` and `--peer sglang=PATH`: PATH goes on sys.path, so that `import vllm` or `import sglang` works.
 """
@@ -36,7 +36,7 @@ class VllmKernels:
         self._remembered = [caches[name] for name in ("_LORA_A_PTR_DICT", "_LORA_B_PTR_DICT")]
 
     def prepare(self, operands: LoraOperands) -> tuple[Callable[[], object], torch.Tensor]:
-        """As its punica wrapper calls them."""
+        """Prepare the kernels as vLLM's punica wrapper calls them."""
         # It remembers weights by their addresses, which a cell's share with those of the cells before.
         for remembered in self._remembered:
             remembered.clear()
@@ -67,7 +67,7 @@ class SglangKernels:
         self._expand = importlib.import_module(f"{package}.chunked_sgmv_expand").chunked_sgmv_lora_expand_forward
 
     def prepare(self, operands: LoraOperands) -> tuple[Callable[[], object], torch.Tensor]:
-        """As its chunked backend calls them."""
+        """Prepare the kernels as SGLang's chunked backend calls them."""
         sites, widths, ranks = len(operands.group.sites), operands.group.out_features, operands.ranks
         most, like = max(ranks), operands.x
         # Slices lie side by side at an adapter's own rank, padding at the end.
@@ -95,7 +95,7 @@ PEERS: dict[str, Callable[[], PeerKernels]] = {"vllm": VllmKernels, "sglang": Sg
 
 
 def load_peer(argument: str) -> tuple[str, PeerKernels]:
-    """`NAME=PATH` to the peer; raises ValueError for a name that is not known, ImportError where it is not in PATH."""
+    """`NAME=PATH` to the peer; raises ValueError for a name that is not known, ImportError if it is not in PATH."""
     name, _, path = argument.partition("=")
     if name not in PEERS or not path:
         raise ValueError(f"--peer {argument!r}: give NAME=PATH with NAME one of {', '.join(PEERS)}")
@@ -141,6 +141,6 @@ def chunked_batch(operands: LoraOperands) -> SimpleNamespace:
 
 
 def _accepted(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Those that this version of a peer's function takes."""
+    """Return the arguments that this version of a peer's function takes."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in arguments.items() if name in parameters}

@@ -41,7 +41,7 @@ def make_model(shape: ModelShape, device: torch.device, dtype: torch.dtype) -> t
 
 
 def settings_for(grid: Grid, device: torch.device) -> Settings:
-    """As a server's, large enough for every cell."""
+    """Return settings as a server has them, large enough for every cell."""
     longest = max(*grid.contexts, *(length for _, length in grid.prefills)) + 2 * BLOCK_SIZE
     engine = EngineSettings(
         device=str(device),
@@ -93,7 +93,7 @@ class ServingModel:
         return Step.ordered(chunks)
 
     def _resident(self, adapter: int, rank: int) -> int:
-        """The slot of one more copy of random weights of this rank, made when first asked for."""
+        """The slot of one more copy of random weights of this rank, made at its first use."""
         if adapter not in self._slots:
             bank = self.loaded.runner.bank
             weights = self._weights(rank)

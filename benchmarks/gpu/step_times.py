@@ -31,7 +31,7 @@ def measure_steps(bench: Bench, serving: ServingModel) -> None:
             base[batch, context] = taken
         read = step_bytes(bench.grid, serving, batch, context, mix)
         floor = read.floor_ms(bench.ceilings)
-        overhead = taken / base[batch, context] - 1  # where the base's step did not fit, no other does
+        overhead = taken / base[batch, context] - 1  # if the base's step did not fit, no other does
         figures = (taken, floor, taken / floor, overhead, read.omega, overhead - read.omega)
         bench.report.add("Decode step", **cell, **dict(zip(DECODE_COLUMNS, figures, strict=True)), note="")
     _prefill(bench, serving)

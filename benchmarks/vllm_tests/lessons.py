@@ -1,7 +1,7 @@
-"""What the stand-in model is taught: answers that vLLM's tests take for granted of the models that they name.
+"""Lessons of the stand-in model: answers that vLLM's tests expect of the models that they name.
 
-The tests ask Zephyr and Qwen for the sum of 1 and 1, for a call of a tool, or for some JSON. A lesson is a
-conversation, its tools, and what such a model says. No lesson says anything about the server.
+The tests ask Zephyr and Qwen for the sum of 1 and 1, a call of a tool, or some JSON. A lesson is a conversation, its
+tools, and such a model's answer. A lesson shows nothing about the server.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small models for vLLM's tests, over one tokenizer in which common words are tokens.
 
-The random one brings its texts to an end. The taught one knows a few lessons by heart, for tests that take for
-granted what a certain trained model says.
+The random one brings its texts to an end. The taught one knows a few lessons by heart. Tests that expect a certain
+trained model's answers need it.
 """
 
 from __future__ import annotations

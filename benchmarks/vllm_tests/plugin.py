@@ -1,4 +1,4 @@
-"""A pytest plugin that has vLLM's tests start this server: it stands in for `tests.utils` and for vLLM's modules."""
+"""A pytest plugin with which vLLM's tests start this server: it replaces `tests.utils` and vLLM's modules."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ files_with_lessons: set[str] = set()
 
 
 class RemoteOpenAIServer:
-    """This server in a process of its own, with vLLM's arguments as far as they mean something to it."""
+    """This server in a separate process, with those of vLLM's arguments that it has."""
 
     keys: ClassVar[dict[int, str]] = {}
-    """By port."""
+    """API keys by port."""
 
     def __init__(
         self, model: str, vllm_serve_args: list[str], *, env_dict: dict[str, str] | None = None, **_: Any
@@ -164,7 +164,7 @@ def current_file() -> str:
 
 
 def value_of(arguments: list[str], option: str, default: str) -> str:
-    """Return the value of an option; where it is given twice, the last one."""
+    """Return the value of an option; if it is given twice, the last one."""
     places = [place for place, argument in enumerate(arguments) if argument == option]
     return arguments[places[-1] + 1] if places else default
 
@@ -255,7 +255,7 @@ sys.meta_path.insert(0, Finder())
 
 
 GIVEN_KEYS: dict[int, str] = {}
-"""By port: the key that a test told its server to have."""
+"""API key that a test gave to its server, by port."""
 
 
 def authorization(url: str, given: str | None) -> str:

@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Receiver(http.server.BaseHTTPRequestHandler):
-    """POST /v1/traces, as the protocol has it."""
+    """Handler of POST /v1/traces of the OTLP protocol."""
 
     file: Path
 

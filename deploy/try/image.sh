@@ -3,7 +3,7 @@
 #
 #   sudo deploy/try/image.sh [FOLDER]        # FOLDER keeps the base and the storage (6 GB); default build/try-image
 #
-# The base stands in for python:3.11-slim: Debian bookworm by debootstrap, with its Python 3.11. Everything else is the
+# The base replaces python:3.11-slim: Debian bookworm by debootstrap, with its Python 3.11. Everything else is the
 # Dockerfile as it is. Build steps run in a chroot (--isolation chroot), so that no OCI runtime, cgroup or network bridge is
 # needed. pip uses this machine's settings, mirrors included.
 set -euo pipefail

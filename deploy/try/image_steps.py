@@ -23,7 +23,7 @@ DOCKERFILE = ROOT / "deploy/Dockerfile"
 
 
 def main() -> None:
-    """Build the context, run the steps, and look at what they made."""
+    """Build the context, run the steps, and check the result."""
     folder = Path(sys.argv[1]).absolute()
     made = run_build_stage(folder)
     print(f"the image's environment: {made}")
@@ -53,7 +53,7 @@ def run_build_stage(folder: Path) -> Path:
 
 
 def copied_into_image(stage: str | None) -> list[str]:
-    """Return the sources of the COPY instructions that take files of the context; None: of the last stage."""
+    """Return the sources of the COPY instructions that take files of the context; None: those of the last stage."""
     found = [text for instruction, text in instructions(DOCKERFILE, stage) if instruction == "COPY"]
     return [source for text in found if not text.startswith("--from") for source in text.split()[:-1]]
 
@@ -74,7 +74,7 @@ def instructions(dockerfile: Path, stage: str | None) -> Iterator[tuple[str, str
     yield from stages[stage]
 
 
-# What `docker build` sends: https://docs.docker.com/build/concepts/context/#dockerignore-files
+# Files that `docker build` sends: https://docs.docker.com/build/concepts/context/#dockerignore-files
 
 
 def copy_context(root: Path, target: Path) -> Path:
@@ -87,13 +87,13 @@ def copy_context(root: Path, target: Path) -> Path:
 
 
 def ignore_patterns(text: str) -> list[tuple[re.Pattern[str], bool]]:
-    """Return each pattern of a .dockerignore, and whether it leaves out (True) or lets through (False)."""
+    """Return each pattern of a .dockerignore; True if it leaves files out, False if it lets them through."""
     lines = [line.strip() for line in text.splitlines()]
     return [(_compiled(line.removeprefix("!")), not line.startswith("!")) for line in lines if line and line[0] != "#"]
 
 
 def is_left_out(path: str, patterns: Sequence[tuple[re.Pattern[str], bool]]) -> bool:
-    """Say if the last pattern that matches the path, or a folder above it, leaves it out."""
+    """Return True if the last pattern that matches the path, or a folder above it, leaves it out."""
     parts = path.split("/")
     above = ["/".join(parts[: end + 1]) for end in range(len(parts))]
     left_out = False

@@ -1,4 +1,4 @@
-"""The demo's traffic on the server of deploy/try.sh, and what its traces, metrics and logs must then show.
+"""The demo's traffic on the server of deploy/try.sh, and checks of its traces, metrics and logs.
 
 python traffic.py FOLDER API_URL INTERNAL_URL PROMETHEUS_URL
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Check one thing after the other; the first that does not hold ends the run."""
+    """Run one check after the other; the first that fails ends the run."""
     folder, api, internal, prometheus = Path(sys.argv[1]), *sys.argv[2:]
     verify = ssl.create_default_context(cafile=str(folder / "tls/ca.pem"))
     keys = json.loads((folder / "keys.json").read_text())
@@ -37,12 +37,12 @@ def main() -> None:
 
 
 def say(line: str) -> None:
-    """Print one thing that holds."""
+    """Print one check that has passed."""
     print(f"    ok  {line}", flush=True)
 
 
 def eventually(what: str, look: Callable[[], T | None]) -> T:
-    """Return what `look` finds, asked again until it finds it."""
+    """Call `look` again and again until it finds a result, and return it."""
     until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until:
         if (found := look()) is not None:
@@ -83,7 +83,7 @@ def traced(api: str, key: str, verify: ssl.SSLContext, file: Path) -> None:
 
 
 def scraped(prometheus: str, requests: int) -> None:
-    """Read from Prometheus what it has scraped and what its rules say."""
+    """Read the scraped metrics and the state of the rules from Prometheus."""
 
     def value(query: str) -> float | None:
         answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}).json()

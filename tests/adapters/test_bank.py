@@ -132,7 +132,7 @@ def test_bank_failed_install_gives_its_slot_back(monkeypatch) -> None:
 
 
 def test_bank_pages_composed_on_the_host_hold_what_blocks_do() -> None:
-    """One copy a page, for a GPU. A page more than it fills may be given to an adapter; it stays as it was."""
+    """On a GPU there is one copy a page. An adapter may get one page more than it fills; this page is not changed."""
     bank, other = bank_for(Attention()), bank_for(Attention())
     weights = random_adapter(bank, {"q_proj": 20, "k_proj": 3, "o_proj": 17}, 1)
     layout = bank.plan_layout(weights.plan)

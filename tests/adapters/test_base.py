@@ -90,7 +90,7 @@ def test_base_remote_code_is_never_run(tmp_path: Path) -> None:
 def test_models_are_made_one_at_a_time_because_torchs_default_dtype_is_the_process_wide(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that is made beside one in half precision would get its dtype."""
+    """A model that is made at the same time as one in half precision would get its dtype."""
     folder = make_base(tmp_path / "base")
     made, seen = transformers.AutoModelForCausalLM.from_config, []
     both = threading.Barrier(2)

@@ -53,7 +53,7 @@ def peft_matches(rules: TargetRules, modules: list[str]) -> list[Match]:
 
 
 def only_targets(rules: TargetRules) -> TargetRules:
-    """Fields that PEFT allows beside a regular expression for targets."""
+    """Fields that PEFT allows together with a regular expression for targets."""
     if isinstance(rules.target_modules, str):
         return rules._replace(layers_to_transform=None, layers_pattern=None)
     return rules

@@ -1,4 +1,4 @@
-"""Plans of formats beside plain LoRA against PEFT itself, and refusals of formats by field."""
+"""Plans of formats other than plain LoRA, compared with PEFT itself, and refusals of formats by field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders as customers and attackers upload them: accepted, or refused with a code of their own."""
+"""Folders as customers and attackers upload them: accepted, or refused with a specific code."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ON_THE_WIRE = {
     "test_uploads",
 }
 WHAT_DIFFERS = {"test_http", "test_openai_client", "test_streams"}
-"""Those of them that run on the other server in every run: how bodies and streams begin and end."""
+"""Modules that run on the other server in every run: they test how bodies and streams begin and end."""
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +39,7 @@ def issuer() -> Iterator[Issuer]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """On the server that is shipped; what lies between HTTP and the application, on another one too."""
+    """Run the tests on the shipped server; tests of the layer between HTTP and the application also on another one."""
     if "site" in metafunc.fixturenames:
         module = metafunc.module.__name__.rpartition(".")[2]
         other = pytest.param("uvicorn", marks=[] if module in WHAT_DIFFERS else [pytest.mark.slow])

@@ -1,4 +1,5 @@
-"""Who may do what: a matrix over the application's own routes. A new route without a guard fails here."""
+"""Rights of every kind of credential: a matrix over the application's own routes. A new route without a guard fails
+here."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from loramux.accounts.tenants.authority import ROLE_SCOPES, SCOPES, Role
 PUBLIC = {"/", "/health", "/health/live", "/health/ready", "/metrics"}
 DESCRIPTION = "/schema"
 CONSOLE = "/console"
-"""Its pages are public, and its sessions have guards of their own (`test_console`)."""
+"""Its pages are public, and its sessions have separate guards (`test_console`)."""
 WRONG = {
     "no key": {},
     "empty": {"Authorization": ""},
@@ -45,7 +46,7 @@ BODIES = {
     "/v1/limits/{subject:str}/{name:str}": {"value": 1},
     "/v1/budgets/{subject:str}/{period:str}": {"amount_nano": 1},
 }
-"""What gets past the body's own checks, where something is named in the path."""
+"""Bodies that pass their own checks on routes with a name in the path."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Route:
     method: str
     path: str
     scopes: tuple[str, ...]
-    """Of its guards."""
+    """Scopes of the route's guards."""
 
     def ask(self, site: Site, headers: dict[str, str], owner: str = "acme") -> httpx.Response:
         """About a thing of that owner, which need not exist."""

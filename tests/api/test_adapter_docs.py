@@ -29,7 +29,7 @@ def trained(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def harness(site: Site, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
-    """Where the page's lines run: in the folder with the adapters, with the server in the environment."""
+    """Environment in which the page's lines run: the folder with the adapters, and the server's address."""
     monkeypatch.chdir(trained)
     monkeypatch.setenv("LORAMUX_URL", site.url)
     monkeypatch.setenv("LORAMUX_API_KEY", site.keys["globex"])

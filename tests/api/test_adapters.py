@@ -1,4 +1,4 @@
-"""Adapters over HTTP: what is taken, what is refused and why, and who sees what."""
+"""Adapters over HTTP: accepted and refused uploads, and the data that each tenant sees."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def upload(site: Site, content: dict[str, Any], status: int = 201, tenant: str =
 
 
 def digest_of(folder: Path) -> str:
-    """As `sha256sum adapter_config.json adapter_model.safetensors | sha256sum` has it."""
+    """Return the output of `sha256sum adapter_config.json adapter_model.safetensors | sha256sum`."""
     lines = [f"{hashlib.sha256((folder / f).read_bytes()).hexdigest()}  {f}\n" for f in (CONFIG, WEIGHTS)]
     return "sha256:" + hashlib.sha256("".join(lines).encode()).hexdigest()
 

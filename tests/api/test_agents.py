@@ -1,7 +1,7 @@
 """Coding agents that people have, from npm, against a server whose engine says what an agent needs to go on.
 
-Each agent does a plain turn, a round trip of its own tool, and a second turn with its history. Its prompts have tens of
-thousands of characters, so the base is a tiny one with a long context.
+Each agent makes a plain turn, a round trip with one of its tools, and a second turn with its history. Its prompts have
+tens of thousands of characters, so the base is a tiny one with a long context.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @dataclass
 class Agent:
-    """An installed agent in a folder of its own with one file."""
+    """An installed agent in a separate folder with one file."""
 
     program: Path
     home: Path

@@ -72,7 +72,7 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, 
 
 @pytest.fixture
 def client(site: Site) -> Iterator[openai.OpenAI]:
-    """The client of a tenant of its own, so that no other test's files and usage are in the way."""
+    """The client of a new tenant, which has no other test's files and usage."""
     name = f"batcher{time.monotonic_ns()}"
 
     async def make() -> str:

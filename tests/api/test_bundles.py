@@ -34,7 +34,7 @@ def plain(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(plain: Path, tmp_path: Path) -> Path:
-    """A folder with what TRL saves beside an adapter, and a loramux.toml."""
+    """A folder with the files that TRL saves next to an adapter, and a loramux.toml."""
     folder = tmp_path / "trained"
     shutil.copytree(plain, folder)
     tokenizer = byte_tokenizer(TEMPLATE)

@@ -37,7 +37,7 @@ def loramux(*arguments: str, code: int = 0, **environment: str) -> Result:
 
 
 def read(*arguments: str) -> Any:
-    """What the command prints with --json, which is one document and nothing else."""
+    """Return the command's output with --json, which is one document and nothing else."""
     result = loramux(*arguments, "--json")
     assert result.stderr == ""
     return json.loads(result.stdout)

@@ -1,4 +1,4 @@
-"""Clients that people have, each in an environment of its own, against a running server with trained adapters.
+"""Published clients, each in a separate environment, against a running server with trained adapters.
 
 Every check installs its client from the registry (`uv` makes that seconds; without it, pip), runs a script of
 `real_clients` that ends with "ok", and keeps nothing.

@@ -107,7 +107,7 @@ def test_request_of_another_sites_page_is_refused_even_to_read(site: Site, site_
         assert (answer.status_code, error_of(answer)) == (403, "cross_site_request")
 
 
-def test_another_sites_page_signs_nobody_in(site: Site) -> None:
+def test_another_sites_page_opens_no_session(site: Site) -> None:
     for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "https://evil.example"}):
         answer = httpx.post(f"{site.url}/console/session", json={"key": site.keys["acme"]}, headers=headers)
         assert (answer.status_code, error_of(answer)) == (403, "cross_site_request")

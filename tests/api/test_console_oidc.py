@@ -85,7 +85,7 @@ def signed_in(client: httpx.Client, provider: Provider, **body: str) -> httpx.Re
 
 
 def refused_for(answer: httpx.Response) -> str:
-    """Return the reason of a refusal, after which nobody is signed in."""
+    """Return the reason of a refusal, after which there is no session."""
     assert answer.status_code == 303
     assert "loramux_session" not in answer.headers.get("set-cookie", "")
     where, _, reason = answer.headers["location"].partition("#refused=")
@@ -191,7 +191,7 @@ def test_callback_that_is_not_the_answer_to_this_sign_in_is_refused(
     assert provider.tokens_given == given, "its code was not even redeemed"
 
 
-def test_callback_in_another_browser_signs_nobody_in(place: Site, provider: Provider) -> None:
+def test_callback_in_another_browser_opens_no_session(place: Site, provider: Provider) -> None:
     with browser(place) as attacker, browser(place) as victim:
         callback = callback_of(provider, begin(attacker, provider))
         assert refused_for(victim.get(callback)) == "sign_in_expired"

@@ -1,4 +1,4 @@
-"""What a credential may pass on and see, over HTTP."""
+"""Rights that a credential may pass on, and data that it may see, over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients written for OpenAI and for vLLM send, and what they read: each line by the way it was found."""
+"""Requests of clients written for OpenAI and for vLLM, and the answers that they read; each line names its source."""
 
 from __future__ import annotations
 

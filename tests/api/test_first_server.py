@@ -125,7 +125,7 @@ def test_refusal_of_the_hub_is_a_sentence_with_the_way_out(hub: Hub, status: int
 
 
 def test_model_of_the_hub_is_downloaded_once(hub: Hub, base_dir: Path, home: Path) -> None:
-    """Other forms of the weights stay where they are."""
+    """Other forms of the weights are not downloaded."""
     files = [file for file in base_dir.iterdir() if file.is_file()]
     other = ["onnx/model.onnx", "consolidated.safetensors", "pytorch_model.bin"]
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -171,7 +171,7 @@ def test_model_in_a_folder_with_odd_letters_is_written_as_it_is(base_dir: Path, 
 
 
 def test_serve_model_to_the_first_answer_of_an_adapter(base_dir: Path, home: Path) -> None:
-    """What a new user types, each command without --config, against a real server."""
+    """Commands of a new user, each without --config, against a real server."""
     shutil.copytree(base_dir, home / "model")
     adapter = make_adapter(base_dir, home / "adapter")
     port = free_port()

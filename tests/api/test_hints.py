@@ -1,4 +1,4 @@
-"""Fields that are hints, or ask for nothing: taken, without effect, and named where no field of that name is known."""
+"""Fields that are hints, or have a neutral value: accepted without effect, and named if the field is unknown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""For people who come from LoRAX: its routes, with the adapter in the body, as its clients send and read them."""
+"""Routes of LoRAX, with the adapter in the body, as its clients send and read them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLIENT = {
     "return_k_alternatives": None,
     "response_format": None,
 }
-"""What LoRAX's Python client 0.6 sends beside what it is given."""
+"""Fields that LoRAX's Python client 0.6 sends in addition to its arguments."""
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +64,7 @@ def ask(site: Site, path: str, inputs: str = "hello", tenant: str = "acme", **pa
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """As LoRAX's client reads them: every line that begins with `data:` is JSON."""
+    """Read the events as LoRAX's client does: every line that begins with `data:` is JSON."""
     assert response.status_code == 200
     return [json.loads(line.removeprefix("data:")) for line in response.text.splitlines() if line.startswith("data:")]
 
@@ -112,7 +112,7 @@ def test_an_answer_without_a_token_has_an_end_too(site: Site) -> None:
 
 
 def deltas(token_ids: list[int], stop: tuple[str, ...]) -> list[Delta]:
-    """What the gateway gives out of an answer of these tokens."""
+    """Return the text that the server sends for an answer of these tokens."""
     output = OutputProcessor(0, Tokenizer(byte_tokenizer()), [65], StopAutomaton(stop), 0)
     made = []
     for place, id in enumerate(token_ids):

@@ -100,7 +100,7 @@ def test_families_with_vllms_names_have_our_values(site: Site) -> None:
 
 
 def test_router_reads_load_and_adapters_under_vllms_names(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the endpoint picker of the Gateway API inference extension does."""
+    """Read the metrics as the endpoint picker of the Gateway API inference extension does."""
     keys = [f"sha256:{digit * 64}/tenant_{digit * 32}" for digit in "ab"]
     stats = EngineStats(
         waiting=3, pages_total=100, pages_kv=20, pages_kv_cached=30, pages_adapters=5, pages_adapters_idle=10,

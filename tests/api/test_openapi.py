@@ -44,7 +44,7 @@ def test_schemas_have_names_of_their_own(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate", "/"])
-def test_streams_are_described_beside_whole_answers(document: dict[str, Any], path: str) -> None:
+def test_streams_are_described_next_to_whole_answers(document: dict[str, Any], path: str) -> None:
     content = document["paths"][path]["post"]["responses"]["200"]["content"]
     assert set(content) == {"application/json", "text/event-stream"}
 
@@ -56,7 +56,7 @@ def test_refusals_in_another_servers_shape_are_described(document: dict[str, Any
 
 
 def test_refusals_are_described_in_our_own_shape(document: dict[str, Any]) -> None:
-    """The framework describes its own refusal, which no route answers with, where a route names none."""
+    """The framework describes its own refusal, with which no route answers, if a route names none."""
     answers = [(name, answer) for name, of in operations(document) for answer in of["responses"].values()]
     assert [name for name, answer in answers if "status_code" in json.dumps(answer)] == []
 
@@ -84,7 +84,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_generator_makes_a_client_without_warnings(document: dict[str, Any], programs: Path, tmp_path: Path) -> None:
     (tmp_path / "openapi.json").write_text(json.dumps(document))
     generate = [str(programs / "openapi-python-client"), "generate", "--path", "openapi.json", "--meta", "none"]
-    # Its last steps format what it has made, with a program that lies beside it.
+    # Its last steps format the generated code, with a program that is next to it.
     paths = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     made = subprocess.run(generate, cwd=tmp_path, env=paths, capture_output=True, text=True, check=True)
     said = made.stdout + made.stderr

@@ -34,7 +34,7 @@ class Walk:
                 yield from self.unbounded(self._components[name], name, seen | {name})
             return
         for one in (*schema.get("oneOf", ()), *schema.get("anyOf", ()), *schema.get("allOf", ())):
-            # a bound beside the alternatives holds for each of them
+            # a bound next to the alternatives applies to each of them
             bounds = {limit: schema[limit] for limit in LIMITS.values() if limit in schema}
             yield from self.unbounded(bounds | one, place, seen)
         kinds = schema.get("type", [])

@@ -83,7 +83,7 @@ def test_plan_refuses_what_it_cannot_simulate(site: Site, change: dict[str, obje
     assert field in answer.text
 
 
-def test_plan_is_searched_one_at_a_time_in_a_process_of_its_own(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_are_searched_one_at_a_time_in_a_separate_process(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plans, "MAX_REQUESTS", 20)
     with site.http("all-scopes") as http:
         choices = http.get("/admin/plan").json()

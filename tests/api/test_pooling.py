@@ -1,4 +1,4 @@
-"""/v1/embeddings, /v1/classify, /v1/score and /v1/rerank: shapes, refusals and bounds, beside an engine with a script.
+"""/v1/embeddings, /v1/classify, /v1/score and /v1/rerank: shapes, refusals and bounds, with a scripted engine.
 
 Its vector for a text is (mean of the token ids, 1, 2, ..., 7). What a model computes: tests/e2e/test_pooling.py.
 """

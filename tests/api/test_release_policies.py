@@ -1,4 +1,4 @@
-"""Release policies over HTTP: a revision takes most of an alias's requests only where it passes."""
+"""Release policies over HTTP: a revision takes most of an alias's requests only if it passes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Gated:
 
 @pytest.fixture
 def gated(site: Site, base_dir: Path, tmp_path: Path) -> Iterator[Gated]:
-    """An adapter of its own for each test: what a revision has shown stays with its name."""
+    """A new adapter for each test, because a revision's counts stay with its name."""
     script = site.engine.script
     with site.http() as http:
         gated = Gated(site, http, f"gated-{next(numbers)}")

@@ -43,7 +43,7 @@ def client(site: Site, base_dir: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def reports(site: Site, client: httpx.Client, **params: str) -> dict[str, dict[str, Any]]:
-    """What is reported once everything that was counted is written."""
+    """Return the report after all counts were written."""
     flushed = site.server.app.state.programs.revision_metrics.flush()
     asyncio.run_coroutine_threadsafe(flushed, site.server.loop).result(120)
     answer = client.get(f"{RATED}/metrics", params=params)
@@ -336,7 +336,7 @@ def watched(site: Site, client: httpx.Client) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def stage(client: httpx.Client) -> Iterator[str]:
-    """An alias of its own with a canary of half the users."""
+    """A new alias with a canary of half the users."""
     targets = [{"revision": 1, "weight": 50}, {"revision": 2, "weight": 50}]
     assert client.put(f"{RATED}/aliases/stage", json={"targets": targets}).status_code == 200
     yield f"{RATED}/aliases/stage"

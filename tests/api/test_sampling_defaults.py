@@ -1,4 +1,4 @@
-"""What the checkpoint's generation_config.json recommends applies where the caller left a parameter out."""
+"""Recommendations of the checkpoint's generation_config.json apply if the caller left a parameter out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`service_tier` of a request: what it may be, and where it shows."""
+"""`service_tier` of a request: its values, and the places that show it."""
 
 from __future__ import annotations
 

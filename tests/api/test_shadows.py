@@ -1,4 +1,4 @@
-"""Shadow traffic over HTTP: a candidate runs beside an adapter's requests, unseen, waived, and compared."""
+"""Shadow traffic over HTTP: a candidate repeats an adapter's requests, unseen, waived, and compared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCOPES = ["adapters", "inference", "read", "usage", "billing"]
 
 @dataclass
 class Shadowed:
-    """An adapter of a tenant of its own: revision 1 is released, revision 2 is the candidate."""
+    """An adapter of a new tenant: revision 1 is released, revision 2 is the candidate."""
 
     site: Site
     http: httpx.Client
@@ -203,7 +203,7 @@ def test_shadow_stops_at_its_tokens_of_the_day(shadowed: Shadowed) -> None:
     assert found["tokens_today"] == 24
 
 
-def test_shadow_of_a_failing_candidate_is_counted_and_hurts_nobody(shadowed: Shadowed) -> None:
+def test_shadow_of_a_failing_candidate_is_counted_and_fails_no_request(shadowed: Shadowed) -> None:
     digest = shadowed.digests[2]
 
     def broken(request: Request) -> list[int | EngineFault]:

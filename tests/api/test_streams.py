@@ -1,4 +1,4 @@
-"""What is on the wire of a stream, and what happens when its reader leaves."""
+"""Bytes of a stream on the wire, and the effect of a reader that leaves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def until(happened: Callable[[], bool]) -> None:
 
 
 def settled(site: Site, tenant: str) -> dict[str, int]:
-    """What the tenant has used so far."""
+    """Return the tenant's usage so far."""
     with site.http(tenant) as client:
         page = client.get("/v1/organization/usage/completions", params={"start_time": int(time.time()) - 3600}).json()
     results = [result for bucket in page["data"] for result in bucket["results"]]
@@ -145,7 +145,7 @@ def test_the_response_of_a_stream_survives_a_keep_alive_connection(site: Site) -
 
 
 def raw_post(site: Site, body: dict[str, Any]) -> bytes:
-    """A request as bytes, for a connection that will be dropped."""
+    """Return a request as bytes, which a test sends on a connection that it drops."""
     content = json.dumps(body).encode()
     head = (
         "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

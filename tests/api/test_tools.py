@@ -161,7 +161,7 @@ def test_constrained_answer_may_think_first_and_then_follows_the_format(tools_si
     assert answer.usage.completion_tokens_details.reasoning_tokens == num_thought
     spelled = {THINK: b"<think>", END_OF_THOUGHT: b""}
     thought = b"".join(spelled.get(t) or bytes([t]) for t in ids[1 : num_thought - 1]).decode(errors="replace")
-    for name in ("reasoning_content", "reasoning"):  # both are absent where nothing was thought
+    for name in ("reasoning_content", "reasoning"):  # both are absent if there was no thought
         assert getattr(choice.message, name, "").strip() == thought.strip()
     jsonschema.validate(json.loads(choice.message.content), WEATHER)
     with think(tools_site, **fields, stream=True) as stream:

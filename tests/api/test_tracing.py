@@ -134,7 +134,7 @@ def test_adapters_load_is_a_span_within_the_queues_time(
 
 
 @pytest.mark.parametrize("traced", [1.0], indirect=True)
-def test_background_job_is_a_trace_of_its_own(traced: Traced, collector: Collector, adapter: Path) -> None:
+def test_background_job_is_a_separate_trace(traced: Traced, collector: Collector, adapter: Path) -> None:
     sent = {"Authorization": f"Bearer {traced.key}"}
     httpx.post(f"{traced.url}/v1/adapters", headers=sent, timeout=60, **form(adapter, "traced")).raise_for_status()
     until = time.monotonic() + 30

@@ -1,4 +1,4 @@
-"""Uploads in pieces over HTTP: resumed, completed, refused, given up; and who sees them."""
+"""Uploads in pieces over HTTP: resumed, completed, refused, given up, and hidden from other tenants."""
 
 from __future__ import annotations
 

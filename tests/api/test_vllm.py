@@ -1,4 +1,4 @@
-"""For people who come from vLLM: its routes, its sentences, and bare names."""
+"""Routes, messages and bare names of vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What waits for a tenant takes no memory that grows with it: measured as the server's resident memory."""
+"""Work that waits for a tenant takes no memory that grows with it, measured as the server's resident memory."""
 
 from __future__ import annotations
 

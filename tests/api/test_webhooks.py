@@ -1,4 +1,4 @@
-"""Webhooks over HTTP: from an upload to a signed message, and who may do what."""
+"""Webhooks over HTTP: from an upload to a signed message, and the rights that each call needs."""
 
 from __future__ import annotations
 

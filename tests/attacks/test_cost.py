@@ -1,4 +1,4 @@
-"""What each attack costs: run by hand on a quiet machine, `pytest tests/attacks/test_cost.py -m slow -s`."""
+"""Cost of each attack: run by hand on a quiet machine, `pytest tests/attacks/test_cost.py -m slow -s`."""
 
 from __future__ import annotations
 

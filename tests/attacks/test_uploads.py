@@ -1,4 +1,4 @@
-"""Every attack is refused by its own code, and leaves nothing: no file, no row, nobody disturbed."""
+"""Every attack is refused by its own code, leaves no file and no row, and disturbs no other tenant."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_form_with_what_does_not_belong_is_refused(harness: Harness, untouched
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 
 
-def test_code_beside_an_adapter_is_not_stored(harness: Harness) -> None:
+def test_code_next_to_an_adapter_is_not_stored(harness: Harness) -> None:
     before, _ = harness.kept()
     code = ("modeling_llama.py", b"import os  # nothing may keep this")
     parts = [(file, (file, content)) for file, content in [*harness.sound.items(), code]]
@@ -67,7 +67,7 @@ def test_a_configuration_that_is_too_large_is_not_received(harness: Harness, unt
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "too_large")
 
 
-def test_somebody_who_leaves_in_the_middle_leaves_nothing(harness: Harness, untouched: None) -> None:
+def test_attacker_that_disconnects_leaves_nothing(harness: Harness, untouched: None) -> None:
     def content() -> Iterator[bytes]:
         head = f'--b\r\nContent-Disposition: form-data; name="{WEIGHTS}"; filename="{WEIGHTS}"\r\n\r\n'
         yield head.encode() + b"x" * 100_000
@@ -77,7 +77,7 @@ def test_somebody_who_leaves_in_the_middle_leaves_nothing(harness: Harness, unto
         http.post("/v1/adapters", content=content(), headers={"content-type": "multipart/form-data; boundary=b"})
 
 
-def test_nobody_else_is_disturbed(harness: Harness, untouched: None) -> None:
+def test_other_tenants_are_not_disturbed(harness: Harness, untouched: None) -> None:
     """Streams of an adapter and of the base say what they say when it is quiet, while attacks go on."""
     quiet = {model: stream(harness, model) for model in ("tiny", "acme/sound")}
     assert all(len(tokens) == TOKENS for tokens in quiet.values())

@@ -25,7 +25,7 @@ THINKING_SECONDS = 0.5
 
 @dataclass
 class Seen:
-    """What the server was asked, and in which order its answers began and ended."""
+    """Requests that the server got, and the order in which its answers began and ended."""
 
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)

@@ -1,4 +1,4 @@
-"""What a run takes from the machine is seen: memory of the whole tree, and whose processor time it was."""
+"""The use of a machine by a run is measured: memory of the whole process tree, and processor time by owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic behind every figure: percentiles, floors, pairs and spreads."""
+"""Arithmetic of every figure: percentiles, floors, pairs and spreads."""
 
 from __future__ import annotations
 

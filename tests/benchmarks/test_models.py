@@ -21,7 +21,7 @@ MICRO = MODELS["micro"]
 
 @pytest.fixture(scope="module")
 def micro(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelSpec]:
-    """The smallest model, in a folder of its own."""
+    """The smallest model, in a separate folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specs, "WORK", tmp_path_factory.mktemp("work"))
         models.ensure(MICRO)

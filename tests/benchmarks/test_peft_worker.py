@@ -22,7 +22,7 @@ MICRO = MODELS["micro"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The smallest model in a folder of its own, for this process and those it starts."""
+    """The smallest model in a separate folder, used by this process and by those that it starts."""
     work = tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specs, "WORK", work)
@@ -69,7 +69,7 @@ def test_times_are_those_of_the_batch_and_of_the_requests_own_last_token() -> No
     assert wall_s > second[-1].total_s
 
 
-def test_the_peer_runs_in_a_process_of_its_own_and_reports_it(tmp_path: Path) -> None:
+def test_peer_runs_in_a_separate_process_and_reports_it(tmp_path: Path) -> None:
     setup = Setup(MICRO, "float32", threads=1, max_num_seqs=4, scratch=tmp_path)
     items = short("w24-mix", 5)
     started = time.perf_counter()

@@ -58,7 +58,7 @@ def test_throughput_over_each_rival_with_its_target() -> None:
 
 
 @pytest.mark.parametrize(("mix", "met"), [(70.0, True), (65.0, False)])
-def test_lora_overhead_beside_omega(mix: float, met: bool) -> None:
+def test_lora_overhead_and_omega(mix: float, met: bool) -> None:
     """Base 100: a mix at 70 costs 43%, at 65 it costs 54%; omega 0.40 allows 45%."""
     found = asked([measured("loramux", "w24-base", 100, omega=0.0), measured("loramux", "w24-mix", mix, omega=0.4)])
     question = "mix: LoRA overhead of loramux (base tokens/s over these, - 1)"

@@ -1,4 +1,4 @@
-"""Server processes of a comparison: waited for, explained when they die, and never left behind."""
+"""Server processes of a comparison: waited for, explained when they die, and always ended."""
 
 from __future__ import annotations
 

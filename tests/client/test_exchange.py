@@ -1,4 +1,4 @@
-"""What is tried again, what is not, and what a refusal carries: the same for both clients."""
+"""Calls that are tried again, calls that are not, and the fields of a refusal: the same for both clients."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def long_fleet(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium, for one module: while it runs, Playwright keeps an event loop running in this thread."""
+    """Yield Chromium to one module only: while it runs, Playwright keeps an event loop running in this thread."""
     with sync_playwright() as playwright:
         started = launch(playwright)
         yield started

@@ -1,4 +1,5 @@
-"""What once needed a URL or the command line has a button: releases of any revision, sharing, keys, operators' work."""
+"""Buttons for actions that once needed a URL or the command line: releases of any revision, sharing, keys, operators'
+work."""
 
 from __future__ import annotations
 

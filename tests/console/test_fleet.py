@@ -52,7 +52,7 @@ def cell(visit: Visit, number: int, column: int) -> Locator:
     return row_of(visit, number).get_by_role("cell").nth(column)
 
 
-def test_engines_work_beside_each_other(long_fleet: ConsoleFleet, browser: Browser) -> None:
+def test_engines_work_at_the_same_time(long_fleet: ConsoleFleet, browser: Browser) -> None:
     with visiting(browser, long_fleet.url) as visit, load(long_fleet):
         visit.sign_in(long_fleet.key)
         page = visit.go("/operator", "System")

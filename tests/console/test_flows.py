@@ -1,4 +1,4 @@
-"""What customers and operators do in the console, in a real browser against the real server."""
+"""Actions of customers and operators in the console, in a real browser against the real server."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def accepted(answer: httpx.Response) -> bool:
 
 
 def plant(site: Site) -> dict[str, bool]:
-    """Put the text wherever it can be put; return where the server took it."""
+    """Put the text into every field; return the fields that the server accepted."""
     line = {"custom_id": SHORT, "method": "POST", "url": "/v1/chat/completions"}
     line["body"] = {"model": "tiny", "messages": [{"role": "user", "content": HOSTILE}], "max_tokens": 2}
     question = json.dumps({"prompt": HOSTILE, "expected": HOSTILE}).encode()

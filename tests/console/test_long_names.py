@@ -34,7 +34,7 @@ SHOWN = {
 
 
 def look(visit: Visit, screen: str, name: str) -> None:
-    """Wait until all is there, take a picture where one is wanted, and measure."""
+    """Wait until all is there, take a picture if one is requested, and measure."""
     page = visit.page
     expect(page.get_by_label("Loading")).to_have_count(0)
     expect(page.get_by_text("This could not be read")).to_have_count(0)

@@ -1,4 +1,4 @@
-"""The console's pages in a real browser: with data and without, for customers and operators."""
+"""The console's pages of customers and operators in a real browser, with data and without."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_pages_without_data_say_what_to_do_next(browser: Browser, site: Site) ->
 
 
 def test_first_load_is_small(browser: Browser, site: Site) -> None:
-    """Of the overview with its chart: scripts, styles, font; compressed as they go over the wire."""
+    """Measure the overview with its chart: scripts, styles, font, compressed as on the wire."""
     bodies: dict[str, int] = {}
     with visiting(browser, site.url) as visit:
         visit.page.on("response", lambda answer: bodies.setdefault(answer.url, 0))

@@ -39,9 +39,9 @@ PICTURES = {
     "release-light",
     "system-dark",
 }
-"""Those that the documentation shows."""
+"""Screenshots that the documentation shows."""
 READINGS = 20
-"""Of the operator's page, before its picture."""
+"""Samples of the operator's page before its picture."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,8 @@ PATIENCE_SECONDS = 300
 
 
 def test_demo_once_json_reports_success():
-    """The whole product, for real: two tenants, six adapters and the base in the same batches, and an exact bill."""
+    """The whole product without stubs: two tenants, six adapters and the base in the same batches, and an exact
+    bill."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [*DEMO, "--once", "--json", "--port", str(port)]
@@ -54,7 +55,7 @@ def test_demo_once_json_reports_success():
 
 @contextmanager
 def running_demo(folder) -> Iterator[subprocess.Popen[str]]:
-    # Where the tests run as a background job they ignore Ctrl-C, and the demo would inherit that.
+    # If the tests run as a background job they ignore Ctrl-C, and the demo would inherit that.
     heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = [*DEMO, "--dir", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=heed)  # noqa: PLW1509
@@ -95,7 +96,7 @@ def test_demo_stopped_early_stops_its_server(tmp_path):
 
 
 def assert_ended(family):
-    """Nobody of the family runs; one that nobody has buried yet (a zombie) has ended."""
+    """No process of the family runs; a zombie, whose parent has not waited for it, counts as ended."""
     deadline = time.monotonic() + 10
     while left := [member for member in family if runs(member)]:
         assert time.monotonic() < deadline, left

@@ -75,7 +75,7 @@ def upload_all(site: Site, server: Child, base: Path, folder: Path) -> list[str]
 
 @contextmanager
 def load(site: Site, server: Child, models: list[str]) -> Iterator[dict[str, set[tuple[int, ...]]]]:
-    """Four clients that ask all models in turn, and every answer that came; any failure fails the block."""
+    """Four clients that send requests to all models in turn, and every answer; any failure fails the block."""
     ended, answers = threading.Event(), {model: set[tuple[int, ...]]() for model in models}
 
     def client(number: int) -> None:

@@ -1,4 +1,5 @@
-"""A folder as TRL saves it, beside other adapters: the tokens are PEFT's, with that tokenizer and that template."""
+"""A folder as TRL saves it, served with other adapters: the tokens are PEFT's, with that tokenizer and that
+template."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ PROMPTS = ("hello", "a longer prompt, so that pages fill", "x" * 40, "why?")
 TOKENS = 16
 SECOND = 1_000_000
 SECONDS_A_CHANGE = 2
-"""By which the database's clock runs ahead with every change, so that contents go while requests run."""
+"""Seconds that every change adds to the database's clock, so contents are removed while requests run."""
 EXPECTED = (ChangeConflict, PartNotFound, TooManyAdapters)
-"""What a change may be answered that comes at the wrong moment."""
+"""Valid answers to a change at the wrong moment."""
 
 
 @dataclass
 class Answered:
-    """What a client got."""
+    """An answer that a client got."""
 
     id: str
     prompt: str
@@ -77,7 +77,7 @@ class Churn:
         return Answered(generation.id, prompt, tuple(tokens))
 
     async def client(self, number: int) -> None:
-        """Asks the default and the canary, as somebody and as nobody, until it is over."""
+        """Sends requests to the default and the canary, with and without a `user`, until the test is over."""
         chance = random.Random(number)
         while not self.over:
             model = chance.choice(("acme/bot", "acme/bot:canary"))
@@ -179,7 +179,7 @@ def churn(settings: Settings, folders: list[Path], incoming: Path, clients: int,
 
 
 async def learn(made: Churn) -> dict[tuple[str, str], tuple[int, ...]]:
-    """What each content answers to each prompt when nothing else goes on."""
+    """Answers of each content to each prompt without other traffic."""
     quiet = {}
     for folder in made.folders:
         await made.upload("quiet", folder)

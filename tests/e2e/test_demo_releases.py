@@ -66,7 +66,7 @@ RARE = "%"
 
 
 def with_a_broken_token(folder: Path) -> Path:
-    """An adapter whose weights are finite numbers and change nothing, but overflow where a prompt has `RARE`."""
+    """An adapter whose weights are finite numbers and change nothing, but overflow if a prompt has `RARE`."""
     base = base_folder()
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     token = transformers.AutoTokenizer.from_pretrained(base).encode(RARE, add_special_tokens=False)[-1]
@@ -139,7 +139,8 @@ def test_demo_canary_with_wrong_answers_is_taken_back_by_its_ratings(voice: Voic
 def test_canary_whose_weights_overflow_for_some_prompts_is_taken_back_by_its_errors(
     voice: Voice, tmp_path: Path
 ) -> None:
-    """The upload's comparison with PEFT passes, for its prompts are others: what users ask shows it."""
+    """The upload's comparison with PEFT passes because its prompts are others; only the users' requests show the
+    fault."""
     canary = voice.upload(with_a_broken_token(tmp_path / "broken"))
     voice.canary(canary, {"measures": ["errors"]})
     faults, answers = set(), 0

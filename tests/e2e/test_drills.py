@@ -1,4 +1,4 @@
-"""What breaks around a real server: full disks, absent stores, too few descriptors (docs/operations/drills.md).
+"""Faults around a real server: full disks, absent stores, too few descriptors (docs/operations/drills.md).
 
 pytest tests/e2e/test_drills.py -m slow -s
 """
@@ -34,7 +34,7 @@ NEEDS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file s
 
 @contextmanager
 def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
-    """A file system of its own, which can be filled."""
+    """A separate file system, which can be filled."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)], check=True)
     try:

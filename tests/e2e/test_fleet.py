@@ -1,4 +1,5 @@
-"""Two bases with two engines each, real processes under load: engines are killed or restarted, and nobody notices."""
+"""Two bases with two engines each, real processes under load: engines are killed or restarted, and no client
+notices."""
 
 from __future__ import annotations
 

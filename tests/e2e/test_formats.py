@@ -37,7 +37,7 @@ class Harness:
     made: dict[str, dict[str, Any]]
     """The server's answers to the uploads."""
     wanted: dict[tuple[str, int], list[int]]
-    """By the adapter's name, or the base's, and the prompt's number."""
+    """Expected tokens by the adapter's name, or the base's, and the prompt's number."""
 
     def ask(self, model: str, prompt: int) -> list[int]:
         body = {

@@ -113,7 +113,7 @@ def check(place: Place, told: dict[str, tuple[int, int]]) -> None:
 
 
 async def drift(url: str) -> int:
-    """What `loramux usage reconcile` says, chain and all, without a process of its own."""
+    """Return the result of `loramux usage reconcile`, chain included, without a separate process."""
     database = Database(url)
     try:
         return (await reconcile(database)).drift_tokens
@@ -122,7 +122,7 @@ async def drift(url: str) -> int:
 
 
 async def sweep(url: str) -> None:
-    """As the next server would at its start."""
+    """Sweep as the next server does at its start."""
     database = Database(url)
     usage = UsageService(database)
     try:

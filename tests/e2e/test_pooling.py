@@ -85,7 +85,7 @@ def check(running: Served, name: str, prompt: list[int]) -> None:
         assert one["label"] == f"LABEL_{wanted.argmax()}"
 
 
-def test_all_tasks_beside_generating_requests_are_pefts(running: Served) -> None:
+def test_all_tasks_with_generating_requests_are_pefts(running: Served) -> None:
     def generate(number: int) -> list[int]:
         prompt = PROMPTS[number % 5]
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}

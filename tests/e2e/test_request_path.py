@@ -7,12 +7,12 @@ What it counts between a request's arrival and its last event, which follows the
 
 - *Files.* Those of the product with a function that ran. An import is no such function.
 - *Queues and tasks.* Constructions of `asyncio.Queue` and calls of `BaseEventLoop.create_task` by product code: the
-  caller nearest to the call, asyncio's own functions left out, is a file of the product. A task lies between the
+  caller nearest to the call, asyncio's own functions left out, is a file of the product. A task counts as between the
   engine and the writer of the events if it has not ended when the engine reports the last token.
 - *Wake-ups.* Calls of `call_soon_threadsafe` by the engine's code.
 - *Stack.* The product's files on the Python stack, from `Engine.step()` down, at each call of a function of the
-  kernels' package in a step that decodes. The function that calls a native operator, or torch where there is no
-  compiler, is the last of them. A floor is a folder that the stack enters on its way down, each time that it does.
+  kernels' package in a step that decodes. The function that calls a native operator, or torch if there is no compiler,
+  is the last of them. A floor is a folder that the stack enters on its way down, each time that it does.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Record:
 
     codes: set[CodeType] = field(default_factory=set)
     queues: Counter[str] = field(default_factory=Counter)
-    """By the file that made them."""
+    """Queues by the file that made them."""
     tasks: list[tuple[str, asyncio.Task[Any]]] = field(default_factory=list)
     running: Counter[str] = field(default_factory=Counter)
     """Tasks that had not ended at the engine's latest report."""
@@ -203,8 +203,8 @@ def site(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 def records(site: Site) -> list[Record]:
     """Several requests of one kind: what did not run in all of them is not counted.
 
-    A file of the request's path runs in each. What the server does at other times (periodic jobs apart, which do not
-    run: see `run_once`), such as writing every ten seconds when keys were last used, runs beside one or another.
+    A file of the request's path runs in each. Other work of the server, such as writing every ten seconds when keys
+    were last used, runs during some of them. Periodic jobs do not run: see `run_once`.
     """
     made = []
     for _ in range(NUM_REQUESTS):

@@ -1,4 +1,4 @@
-"""Two servers on one PostgreSQL and one fleet: engines of their own process, over the encrypted channel."""
+"""Two servers on one PostgreSQL and one fleet: engines in separate processes, over the encrypted channel."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class SharedFleet:
     stack: ExitStack
 
     def answer(self, front: Child, number: int) -> list[int]:
-        """Stream an answer from one front; an error of any kind is the caller's."""
+        """Stream an answer from one server; errors of every kind are raised to the caller."""
         model = "acme/a" if number % 2 else "tiny"
         sampling = {"temperature": 0.0} if number % 3 else {"temperature": 1.1, "seed": number}
         body = {"model": model, "prompt": f"{number} is asked", "max_tokens": LENGTH, "ignore_eos": True} | sampling
@@ -151,7 +151,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SharedFleet]:
 
 
 def statuses_of(fleet: SharedFleet, tenant: str, requests: int) -> list[int]:
-    """Ask both fronts at once, for five tokens in all each time."""
+    """Send requests to both servers at once, five tokens in all each time."""
     key = fleet.place.loramux("key", "create", "--tenant", tenant)["key"]
     body = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 2, "ignore_eos": True}
 
@@ -163,19 +163,19 @@ def statuses_of(fleet: SharedFleet, tenant: str, requests: int) -> list[int]:
         return list(threads.map(ask, fleet.fronts * (requests // 2)))
 
 
-def test_two_fronts_share_engines_and_answers(fleet: SharedFleet) -> None:
+def test_two_servers_share_engines_and_answers(fleet: SharedFleet) -> None:
     first, second = fleet.fronts
     assert fleet.answers(first, range(6)) == fleet.answers(second, range(6))
 
 
-def test_rate_limit_of_one_request_lets_one_in_over_two_fronts(fleet: SharedFleet) -> None:
+def test_rate_limit_of_one_request_admits_one_over_two_servers(fleet: SharedFleet) -> None:
     fleet.place.loramux("tenant", "create", "beta")
     fleet.place.loramux("limit", "set", "requests_per_minute", "1", "--tenant", "beta")
     statuses = statuses_of(fleet, "beta", 20)
     assert (statuses.count(200), statuses.count(429)) == (1, 19), statuses
 
 
-def test_budget_for_seven_requests_lets_seven_in_over_two_fronts(fleet: SharedFleet) -> None:
+def test_budget_for_seven_requests_admits_seven_over_two_servers(fleet: SharedFleet) -> None:
     prices = fleet.place.folder / "prices.toml"
     of = "".join(
         f'[[plans.prices]]\nmeter = "{meter}"\nprice = "0.01"\nvalid_from = 2023-01-01\n'
@@ -195,7 +195,7 @@ def test_budget_for_seven_requests_lets_seven_in_over_two_fronts(fleet: SharedFl
 
 
 @pytest.mark.slow
-def test_engine_that_is_stopped_or_killed_costs_no_stream_of_either_front_and_comes_back(fleet: SharedFleet) -> None:
+def test_engine_that_is_stopped_or_killed_breaks_no_stream_of_either_server_and_comes_back(fleet: SharedFleet) -> None:
     first, second = fleet.fronts
     undisturbed = fleet.answers(first, range(8))
     for number, end in ((0, signal.SIGSTOP), (1, signal.SIGKILL), (0, signal.SIGTERM)):
@@ -214,7 +214,7 @@ def test_engine_that_is_stopped_or_killed_costs_no_stream_of_either_front_and_co
     assert fleet.place.loramux("usage", "reconcile")["drift_tokens"] == 0
 
 
-def test_front_that_is_killed_takes_its_own_requests_only(fleet: SharedFleet) -> None:
+def test_killed_server_loses_its_own_requests_only(fleet: SharedFleet) -> None:
     first, second = fleet.fronts
     undisturbed = fleet.answers(first, range(6))
     with served(fleet.place) as doomed, ThreadPoolExecutor(8) as threads:

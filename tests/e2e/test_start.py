@@ -40,7 +40,7 @@ def start(folder: Path, *arguments: str, config: str | None = None) -> subproces
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *said: str) -> None:
-    """One sentence on stderr, beside log lines of the start, and nothing on stdout but the first line."""
+    """One sentence on stderr, in addition to log lines of the start, and nothing on stdout but the first line."""
     assert done.returncode == 1, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     errors = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
@@ -188,7 +188,7 @@ def test_start_by_another_asgi_server_is_refused_in_one_sentence(base_dir: Path,
 def test_start_interrupted_ends_quietly_with_the_signals_code(
     base_dir: Path, tmp_path: Path, stage: str, number: signal.Signals
 ) -> None:
-    """As from a terminal: the whole process group gets the signal."""
+    """Send a signal as from a terminal: the whole process group gets it."""
     (tmp_path / "loramux.toml").write_text(settings(base_dir, tmp_path, server=f"port = {free_port()}"))
     command = [sys.executable, "-m", "loramux_api", "serve", "--config", str(tmp_path / "loramux.toml")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

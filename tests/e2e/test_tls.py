@@ -25,7 +25,7 @@ SECONDS = 30
 
 @dataclass(frozen=True)
 class Authority:
-    """An authority of its own, which makes certificates for 127.0.0.1."""
+    """A new authority, which makes certificates for 127.0.0.1."""
 
     folder: Path
     key: ec.EllipticCurvePrivateKey

@@ -1,6 +1,6 @@
 """Folders as trainers' own code saves them pass the checks of an upload, PEFT's tokens included.
 
-Each trainer is installed at its newest version into a folder of its own, next to this Python's packages, and run there.
+Each trainer is installed at its newest version into a separate folder, next to this Python's packages, and run there.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def upload(server: Child, key: str, base_dir: Path, folder: Path) -> None:
 def exchange_under_load(
     old: Place, new: Place, key: str, adapter: Callable[[Child], None], migrate: Callable[[], object]
 ) -> Counter[str]:
-    """Two servers of `old`, the migration beside them, then two of `new`; what the clients were answered."""
+    """Run two servers of `old`, migrate while they run, then run two of `new`; return the clients' answers."""
     with ExitStack() as stack:
         servers = two_servers(stack, old)
         adapter(servers[0][1])

@@ -1,4 +1,4 @@
-"""Operators run by their C++ twins here; the references that stand in for them are tested beside them."""
+"""Operators run by their C++ twins here; the references that replace them are tested too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loramux_kernels.native.loader import native_library
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    """Enough to show a mistake in sharing the work; the suite may run beside others."""
+    """Use two threads: enough to show a mistake in sharing the work, because the suite may run together with others."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -22,9 +22,9 @@ def _two_threads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def native() -> None:
-    """Skip where there is no C++ compiler: the test would compare the reference with itself.
+    """Skip if there is no C++ compiler: the test would compare the reference with itself.
 
-    Where there is one, operators that do not compile are a failure and not a reason to skip.
+    If there is a compiler, operators that do not compile are a failure and not a reason to skip.
     """
     try:
         compiler.find_compiler()

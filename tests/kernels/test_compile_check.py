@@ -1,4 +1,4 @@
-"""Every GPU kernel variant becomes machine code for sm_80 and sm_90 without a spill, in a process of its own."""
+"""Every GPU kernel variant becomes machine code for sm_80 and sm_90 without a spill, in a separate process."""
 
 from __future__ import annotations
 

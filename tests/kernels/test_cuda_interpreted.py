@@ -1,4 +1,4 @@
-"""What runs on a GPU, in Triton's interpreter: in a process of its own, since triton must be told before import."""
+"""GPU code in Triton's interpreter: in a separate process, because triton reads its setting when it is imported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_gpu_kernels_and_engine_pass_in_the_interpreter() -> None:
         "auto",
         *(str(root / f) for f in FOLDERS),
     ]
-    # No GPU even where there is one: there, `pytest tests/kernels/cuda` without the interpreter tests the real thing.
+    # Use no GPU even if there is one: `pytest tests/kernels/cuda` without the interpreter tests the kernels on it.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""The C++ operators as other processors compile them: in a process of its own, since one process loads one library."""
+"""The C++ operators as other processors compile them: in a separate process, because one process loads one library."""
 
 from __future__ import annotations
 

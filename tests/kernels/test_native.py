@@ -107,7 +107,7 @@ def test_native_library_built_with_gcc_as_cxx_loads(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("native")
 def test_native_operators_use_torchs_threads():
-    """A second OpenMP runtime in the process would have threads of its own."""
+    """A second OpenMP runtime in the process would have additional threads."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("needs /proc")

@@ -173,7 +173,7 @@ def test_coded_linear_equals_its_dequantized_weight(
     wanted = packed_linear_reference(x.double(), multiplied, [None if b is None else b.double() for b in biases])
     y = linear(x)
     assert y.dtype == dtype
-    # The activation has 16 bits of its largest element where codes are integers; offsets cancel in float32.
+    # The activation has 16 bits of its largest element if codes are integers; offsets cancel in float32.
     step = x.double().abs().amax(-1, keepdim=True) / 32767 if rows else 0.0
     sizes = torch.cat([multiplied_by_parts(weight) for weight in weights])
     off = 1.01 * step / 2 * sizes.sum(-1) + 1e-5 * (x.double().abs() @ sizes.T)
@@ -198,7 +198,7 @@ def multiplied_by_parts(weight: QuantizedWeight) -> torch.Tensor:
     data=st.data(),
 )
 def test_share_of_a_coded_weight_has_the_same_values(coding, in_features, group, unit, has_offsets, data):
-    """Of rows in any pieces; of columns in pieces of `unit`, by which groups are cut."""
+    """Shares of rows in any pieces, and of columns in pieces of `unit`, by which groups are cut."""
     weight = coded(coding, 21, in_features, group, has_offsets)
     units = data.draw(st.sets(st.integers(0, -(-in_features // unit) - 1), min_size=1))
     columns = [range(unit * u, min(unit * u + unit, in_features)) for u in sorted(units)]

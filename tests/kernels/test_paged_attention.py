@@ -53,7 +53,7 @@ def test_attention_of_ragged_batches_equals_the_reference(
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-def test_attention_of_decode_beside_prefill_equals_the_reference(dtype):
+def test_attention_of_decode_with_prefill_equals_the_reference(dtype):
     check(make_case([(1, 1), (1, 129), (37, 37), (20, 90), (1, 64), (300, 300)], dtype, Shape(20, 4, 64, 64)))
 
 

@@ -1,4 +1,4 @@
-"""The threads of one piece of work (`native/parallel.hpp`), in a program of its own."""
+"""The threads of one piece of work (`native/parallel.hpp`), in a separate program."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_draw_tokens_equals_the_reference(dtype: torch.dtype, vocab: int, spread
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [1, 5, 16, 97, 20_011])
 def test_most_likely_tokens_equal_the_reference(dtype: torch.dtype, vocab: int) -> None:
-    """The first of equals, in whatever lane it lies; no token where the highest logit is no finite number."""
+    """The first of equals, in every lane; no token if the highest logit is not finite."""
     rng = torch.Generator().manual_seed(vocab)
     logits = torch.randn(9, vocab + 3, generator=rng).to(dtype)[:, :vocab]
     logits[1] = -1.0

@@ -73,7 +73,7 @@ class PostgresServer:
 
 
 def memory_disk() -> str | None:
-    """Where there is one with room: a hundred databases come and go."""
+    """Return a disk in memory, if there is one with room, because the tests make a hundred databases."""
     shared = Path("/dev/shm")
     return str(shared) if shared.is_dir() and shutil.disk_usage(shared).free > 1 << 30 else None
 
@@ -134,7 +134,7 @@ def empty_url(backend: str, request: pytest.FixtureRequest, tmp_path: Path) -> I
 
 @pytest.fixture
 def clock() -> Clock:
-    """What the database's times come from; tests of longer spans have one of their own."""
+    """Return the clock of the database's times; tests of longer spans replace it."""
     return unix_microseconds
 
 
@@ -164,7 +164,7 @@ def enrol(tenants: Tenants) -> Enrol:
 
 @pytest.fixture
 def sql(url: str) -> Iterator[Callable[[str], None]]:
-    """Run a statement behind the product's back, committed at once, as an administrator could."""
+    """Run a statement outside the product, committed at once, as an administrator could."""
     engine = sa.create_engine(parse_url(url), poolclass=sa.NullPool)
 
     def run(statement: str) -> None:

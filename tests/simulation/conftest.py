@@ -1,4 +1,4 @@
-"""A migrated database to copy for every seed, in memory where there is room."""
+"""A migrated database to copy for every seed, in memory if there is room."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KILLS, STREAMS = 10, 64
 
 
 def quiet_plan(seed: int) -> Plan:
-    """Two engines of a server where nothing fails but what a test adds."""
+    """Two engines of a server in which only the faults fail that a test adds."""
     return replace(
         make_plan(seed),
         num_engines=2,

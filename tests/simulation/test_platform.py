@@ -1,4 +1,4 @@
-"""The whole platform, simulated: uploads, registry and background jobs beside the requests."""
+"""The whole platform, simulated: uploads, registry, background jobs and requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole server below HTTP, simulated: two thousand seeds, each a history of its own."""
+"""The whole server below HTTP, simulated: two thousand seeds, each with another history."""
 
 from __future__ import annotations
 

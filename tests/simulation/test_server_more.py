@@ -1,4 +1,4 @@
-"""More seeds of the simulation, in a file of their own so that another core runs them."""
+"""More seeds of the simulation, in a separate file so that another core runs them."""
 
 from __future__ import annotations
 

@@ -277,7 +277,8 @@ class Zoo:
         config_class, extra = FAMILIES[family]
         torch.manual_seed(0)
         config = config_class(**SMALL | extra | fields)
-        # The whole model, also where its text could be loaded by itself: that is what is published and trained.
+        # Return the whole model, even if its text could be loaded separately, because the whole model is published and
+        # trained.
         whole = family in WITH_IMAGES
         self.auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
         model = self.auto.from_config(config, dtype=torch.float32).eval()
@@ -314,7 +315,7 @@ class Zoo:
         self._reference.eval()
 
     def rename_adapter(self, name: str) -> None:
-        """Do what an upload does where the served text model has other names than the trained one."""
+        """Do the same as an upload if the served text model has other names than the trained one."""
         with tempfile.TemporaryDirectory() as into:
             if (
                 rename_adapter(self.adapters / name, Path(into), describe_base(self.base), PlanLimits(max_rank=64))
@@ -339,7 +340,7 @@ class Zoo:
 
     @torch.no_grad()
     def generate(self, asked: Asked, cache: transformers.Cache | None = None) -> tuple[list[int], torch.Tensor]:
-        """PEFT's greedy tokens and their logits `[tokens, vocab]`, where keys and values lie in `cache`."""
+        """PEFT's greedy tokens and their logits `[tokens, vocab]`, with keys and values in `cache`."""
         model = self._reference
         assert model is not None
         keywords = dict(max_new_tokens=asked.output, do_sample=False, eos_token_id=None, pad_token_id=0)

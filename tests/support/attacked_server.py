@@ -1,4 +1,4 @@
-"""A real server with a real engine, one sound adapter, and what somebody could leave behind in it."""
+"""A real server with a real engine and one valid adapter, and counts of what an attack could leave in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Harness:
     sound: Files
 
     def upload(self, files: Files, name: str = "evil") -> httpx.Response:
-        """As the multipart form has it."""
+        """Upload by the multipart form."""
         parts = [(file, (file, content)) for file, content in files.items()]
         return self.send({"data": {"name": name}, "files": parts})
 
@@ -36,13 +36,13 @@ class Harness:
             return http.post("/v1/adapters", **form)
 
     def kept(self) -> tuple[set[Path], list[int]]:
-        """Every file that an upload could leave behind, and how many rows."""
+        """Return every file that an upload could leave, and the number of rows."""
         files = {path for path in self.place.folder.rglob("*") if path.is_file() and "sqlite3" not in path.name}
         return files, self.rows(*TABLES)
 
     @contextmanager
     def nothing_added(self) -> Iterator[None]:
-        """No file beside those of before (an earlier upload's may be on their way out), and no row."""
+        """Assert that there is no new file and no new row (an earlier upload's files may still be removed)."""
         files, rows = self.kept()
         yield
         until = time.monotonic() + 20
@@ -56,7 +56,7 @@ class Harness:
             return [database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
 
     def resident_bytes(self) -> int:
-        """Of the process that takes the requests."""
+        """Return the resident bytes of the process that takes the requests."""
         return int(psutil.Process(self.server.process.pid).memory_info().rss)
 
 

@@ -26,7 +26,7 @@ Change = Callable[[Files], Files]
 
 @dataclass(frozen=True)
 class Attack:
-    """What is done to a sound adapter's files, and how that is refused."""
+    """A change of a valid adapter's files, and its refusal."""
 
     name: str
     change: Change
@@ -34,7 +34,7 @@ class Attack:
 
 
 class Boom:
-    """Would make a file where it is unpickled."""
+    """Would make a file if it were unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return open, ("/tmp/loramux-was-here", "w")
@@ -127,13 +127,13 @@ def transposed(loaded: dict[str, torch.Tensor]) -> None:
 
 
 def deeper(loaded: dict[str, torch.Tensor]) -> None:
-    """Of a base with other layers."""
+    """Change the tensors to those of a base with other layers."""
     name = next(name for name in loaded if "layers.1." in name)
     loaded[name.replace("layers.1.", "layers.31.")] = loaded.pop(name)
 
 
 def wider(loaded: dict[str, torch.Tensor]) -> None:
-    """Of a base with another width."""
+    """Change the tensors to those of a base with another width."""
     for name in list(loaded):
         if "lora_A" in name:
             loaded[name] = torch.zeros(loaded[name].shape[0], 4096)
@@ -254,7 +254,7 @@ ATTACKS = [
     Attack("code to be imported", config(base_model_class="os.system"), "field_unknown"),
     Attack("another method", config(peft_type="PROMPT_TUNING"), "peft_type_unsupported"),
 ]
-"""Each in the two files of an upload; the HTTP form's own parts are tested beside them."""
+"""Each attack is in the two files of an upload; the HTTP form's own parts are tested separately."""
 
 
 def files_of(folder: Path) -> Files:

@@ -1,4 +1,4 @@
-"""Packed sequences whose context lies in a poisoned cache, and float64 attention over it without pages."""
+"""Packed sequences whose context is in a poisoned cache, and float64 attention over it without pages."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ steps = [{ above = 0, price = "0.0137" }, { above = 10_000, price = "0.0091" }]
 
 
 class Clock:
-    """Starts in the middle of November and goes where it is told."""
+    """A clock that starts in the middle of November and is set by the test."""
 
     def __init__(self) -> None:
         self.now = NOVEMBER.starts_at + 14 * DAY * SECOND

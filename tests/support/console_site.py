@@ -24,13 +24,13 @@ expect.set_options(timeout=WAIT_MS)
 
 
 def ensure_console() -> None:
-    """Skip the test where the pages are not built: that needs npm."""
+    """Skip the test if the pages are not built: building needs npm."""
     if not ConsoleFiles().is_built:
         pytest.skip("the console is not built: make console")
 
 
 def launch(playwright: Playwright) -> Browser:
-    """Start Debian's Chromium, or skip the test where there is none."""
+    """Start Debian's Chromium, or skip the test if there is none."""
     found = next((path for name in CHROMIUM if (path := shutil.which(name))), None)
     if found is None:
         pytest.skip("there is no Chromium: apt-get install chromium")
@@ -163,7 +163,7 @@ class Visit:
         raise AssertionError(f"the tab key does not reach {target}")
 
     def misplaced(self) -> list[str]:
-        """Return what is cut, lies on something else, or makes the page scroll sideways."""
+        """Return elements that are cut, overlap others, or make the page scroll sideways."""
         self.page.evaluate(DRAWN)
         return self.page.evaluate(MISPLACED)
 
@@ -183,9 +183,9 @@ class Visit:
 
 @contextmanager
 def visiting(browser: Browser, url: str, **options: object) -> Iterator[Visit]:
-    """Yield a page of a new context, with cookies of its own; fail if anything went wrong in it.
+    """Yield a page of a new context, with its own cookies; fail if anything went wrong in it.
 
-    Nothing moves in it: what is measured stands where it stays.
+    The page has no animations, so measured positions are final.
     """
     context = browser.new_context(reduced_motion="reduce", **options)  # type: ignore[arg-type]
     try:

@@ -31,7 +31,7 @@ def _one_less(lives: int) -> int:
 
 
 def survives(work: Callable[[], Awaitable[Any]], lives: int) -> bool:
-    """Whether `work`, in a process of its own, comes to its end before it has used up its lives."""
+    """Return True if `work`, in a separate process, ends before it has used up its lives."""
     child = os.fork()
     if child == 0:
         try:

@@ -13,7 +13,8 @@ from loramux.engine.scheduling.sequence import PENDING, Step
 
 
 class LateRunner:
-    """Knows its tokens at once and tells them when asked, as a GPU does; puts its own where the host has PENDING."""
+    """Knows its tokens at once and returns them when they are read, as a GPU does; replaces PENDING by its own
+    tokens."""
 
     runs_ahead = True
     graphs = StepGraphs()

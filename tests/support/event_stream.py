@@ -1,4 +1,4 @@
-"""An engine's events of one request as an async iterator, for tests that read them one by one."""
+"""An engine's events of one request as an async iterator, with which tests read them one by one."""
 
 from __future__ import annotations
 

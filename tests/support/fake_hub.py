@@ -24,7 +24,7 @@ class Answer:
 class Hub:
     url: str
     answers: dict[str, Answer] = field(default_factory=dict)
-    """By path; everything else is not there."""
+    """Answers by path; other paths do not exist."""
     asked: list[tuple[str, str, str | None]] = field(default_factory=list)
     """Host, path and Authorization."""
 

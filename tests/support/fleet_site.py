@@ -62,7 +62,7 @@ class Fleet:
         return (*BASES, *(f"acme/{folder.name}" for folder in self.adapters))
 
     def body(self, number: int) -> dict[str, Any]:
-        """The number-th request of the load: greedy or seeded, for one of the models."""
+        """Return the number-th request of the load: greedy or seeded, to one of the models."""
         sampling = {"temperature": 0.0} if number // 2 % 2 else {"temperature": 1.1, "seed": number, "top_p": 0.95}
         prompt = f"{number} prompts differ from their beginning on"
         model = self.models[number % len(self.models)]
@@ -137,7 +137,7 @@ def make_fleet(folder: Path, num_adapters: int, settings: str = "", pids: Pids =
 
 
 def command_line(pid: str) -> bytes:
-    """Of a process that may end at any time."""
+    """Return the command line of a process that may end at any time."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -176,7 +176,7 @@ def kill_engines(fleet: Fleet, kills: int, pause: float, ended: threading.Event)
 
 
 def check_weights(fleet: Fleet, answers: list[list[int]]) -> None:
-    """Every greedy token is the one that PEFT chooses with the adapter that was asked for."""
+    """Every greedy token is the one that PEFT chooses with the requested adapter."""
     for which, base in enumerate(BASES):
         folder = fleet.place.base / base
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Adapters in every served format beside plain LoRA, made by PEFT, with PEFT's own greedy answers."""
+"""Adapters in every served format other than plain LoRA, made by PEFT, with PEFT's own greedy answers."""
 
 from __future__ import annotations
 

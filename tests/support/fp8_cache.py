@@ -16,7 +16,7 @@ NAN_CODE = 0x7F
 
 
 def fp8_layer(num_pages: int, heads: int, block_size: int, key_dim: int, value_dim: int) -> KvLayer:
-    """Pages in which every byte is a NaN and every scale too: the second layer of two, behind both layers' scales."""
+    """Pages in which every byte is a NaN and every scale too: the second layer of two, after both layers' scales."""
     sizes = [heads * block_size * dim for dim in (key_dim, value_dim)]
     pool = torch.full((num_pages, 2 * sum(sizes)), NAN_CODE, dtype=torch.uint8)
     scales = torch.full((num_pages, 4, heads), float("nan"))

@@ -25,7 +25,7 @@ from loramux.serving.tokenizer import Tokenizer
 
 
 class Harness(SimpleNamespace):
-    """A completion service, its engine, the usage behind it and somebody who asks."""
+    """A completion service with its engine, its usage and a caller."""
 
     engine: ScriptedEngine
     service: CompletionService

@@ -13,7 +13,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def keep_arguments_in_place() -> None:
-    """Leave the arguments of a launch where they are.
+    """Leave the arguments of a launch in their memory.
 
     The interpreter would copy each one's whole storage back to its device; here kernels have written to it directly.
     """

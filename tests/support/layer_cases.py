@@ -1,4 +1,4 @@
-"""Random inputs of what stands between a layer's linears, on ragged shapes: norms, rotations, gates."""
+"""Random inputs of the operators between a layer's linears, on ragged shapes: norms, rotations, gates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RopeCase:
     key_norm: Norm | None
 
     def copy(self) -> RopeCase:
-        """Return the same on tensors of its own."""
+        """Return a copy with its own tensors."""
         tensors = {name: getattr(self, name).clone() for name in ("query", "key", "value")}
         return replace(self, **tensors, layer=KvLayer(self.layer.key.clone(), self.layer.value.clone()))
 

@@ -1,4 +1,4 @@
-"""An engine behind the channel without a model: a worker that plays a script, with its listener and its sessions."""
+"""An engine on the channel, without a model: a worker that plays a script, with its listener and its sessions."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class LocalFiles:
 
 @dataclass
 class CountingWorker:
-    """Continues each request with 0, 1, 2, ..., one token of each a step, where `is_open` lets it step."""
+    """Continues each request with 0, 1, 2, ..., one token of each a step, if `is_open` lets it step."""
 
     send: Callable[[object], None]
     inbox: queue.SimpleQueue[Command]

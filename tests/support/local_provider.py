@@ -38,7 +38,7 @@ class Provider(Issuer):
         return super().answer(path)
 
     def authorize(self, query: dict[str, str]) -> str:
-        """Return where the browser goes next."""
+        """Return the address to which the browser goes next."""
         assert query["response_type"] == "code"
         assert query["client_id"] == CLIENT
         assert query["code_challenge_method"] == "S256"

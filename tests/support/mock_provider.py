@@ -1,4 +1,4 @@
-"""The OIDC provider of the package oidc-provider-mock, in a process of its own, with a page to sign in on."""
+"""The OIDC provider of the package oidc-provider-mock, in a separate process, with a page to sign in on."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bases saved in the formats of quantized checkpoints, written by each format's public definition, and their twins.
 
-A twin is the same base with the dequantized weights in float32, for PEFT: `loramux_kernels` takes no part in it.
+A twin is the same base with the dequantized weights in float32, on which PEFT runs. It does not use `loramux_kernels`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 Tensors = dict[str, torch.Tensor]
 Written = tuple[Tensors, torch.Tensor]
-"""What a checkpoint holds of one linear, and the weight that it stands for, in float32."""
+"""A checkpoint's tensors of one linear, and the weight that they represent, in float32."""
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),

@@ -30,7 +30,7 @@ class RescaleCase:
 def make_case(
     dtype: torch.dtype, widths: Sequence[int], held: Sequence[Sequence[bool]], rows: Sequence[int], base_rows: int
 ) -> RescaleCase:
-    """Segment k has rows[k] rows of slot k, which holds vectors for the sites where held[k] says so."""
+    """Segment k has rows[k] rows of slot k, which holds vectors for the sites of held[k]."""
     torch.manual_seed(len(rows) + sum(widths))
     offsets = torch.full((len(held), len(widths) + 1), NO_VECTORS, dtype=torch.int64)
     pieces, vectors, end = [], [], 0

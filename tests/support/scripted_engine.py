@@ -53,7 +53,7 @@ class ScriptedEngine:
     script: Script = echo
     pause: float = 0.0
     labels: int = 8
-    """Of every classifier."""
+    """Number of labels of every classifier."""
     facts: ModelFacts = FACTS
     requests: list[Request] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -65,7 +65,7 @@ class ScriptedEngine:
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     waits_s: float = 0.0
     load: tuple[float, float] | None = None
-    """Of the adapter of every request, in its first event."""
+    """Load times of the adapter in every request's first event."""
     overrun: int = 0
     """Tokens that still come after a cancellation."""
     left: dict[str, asyncio.Event] = field(default_factory=dict)
@@ -189,7 +189,7 @@ class ScriptedEngine:
         return [*self._prompt_events(request), *events]
 
     def _vector(self, request: Request) -> TokenEvent:
-        """What the script says of a prompt: the mean of the ids, and what numbers the width asks for beyond."""
+        """Return the script's vector of a prompt: the mean of the ids, and further numbers up to the width."""
         said = self.script(request)
         if said and isinstance(said[0], EngineFault):
             return TokenEvent(request_id=request.id, finish_reason="error", fault=said[0])
@@ -199,7 +199,7 @@ class ScriptedEngine:
         return TokenEvent(request_id=request.id, finish_reason="stop", pooled=vector.tobytes())
 
     def _prompt_events(self, request: Request) -> list[TokenEvent]:
-        """Two events with the prompt's log probabilities, -0.25 for each token, where they are wanted."""
+        """Two events with the prompt's log probabilities, -0.25 for each token, if they are requested."""
         asked = request.sampling.prompt_logprobs
         if asked is None:
             return []

@@ -29,7 +29,7 @@ class Place:
     ranks: int = 1
     lame_duck_seconds: float = 0
     url: str | None = None
-    """Of the records; None: SQLite, in the folder."""
+    """URL of the records; None: SQLite, in the folder."""
     tree: Path | None = None
     """The source of another release; None: this one's."""
 

@@ -72,7 +72,7 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
             cache=f"{folder}/cache",
             pepper_file=f"{folder}/pepper",
         ),
-        validation=ValidationSettings(parity=False),  # loads PEFT for every server; it has tests of its own
+        validation=ValidationSettings(parity=False),  # loads PEFT for every server; it has separate tests
     )
 
 

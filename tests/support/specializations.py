@@ -1,4 +1,5 @@
-"""What Triton compiles a kernel anew for, read from a launch: late compilations are counted without a GPU."""
+"""Properties of arguments for which Triton compiles a kernel anew, read from a launch, so that late compilations are
+counted without a GPU."""
 
 from __future__ import annotations
 

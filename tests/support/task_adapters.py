@@ -44,6 +44,6 @@ class TaskAdapter:
 
     @torch.no_grad()
     def vector(self, prompt: tuple[int, ...] | list[int], pooling: str) -> NDArray[np.float32]:
-        """The hidden states behind the last norm, pooled."""
+        """The hidden states after the last norm, pooled."""
         hidden = self.model(input_ids=torch.tensor([list(prompt)])).last_hidden_state[0]
         return (hidden[-1] if pooling == "last" else hidden.mean(dim=0)).numpy()

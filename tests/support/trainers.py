@@ -50,7 +50,7 @@ def unsloth(base: Path, folder: Path) -> None:
 
 
 def swift(base: Path, folder: Path) -> None:
-    """ms-swift's tuners, whose LoraConfig has fields of its own."""
+    """ms-swift's tuners, whose LoraConfig has additional fields."""
     import torch
     from swift.tuners import LoraConfig, Swift
     from transformers import AutoModelForCausalLM
@@ -84,7 +84,7 @@ def tinker(base: Path, folder: Path) -> None:
 
 
 def mlx(base: Path, folder: Path) -> None:
-    """mlx-lm: adapters.safetensors and a configuration of its own, which are refused by name."""
+    """mlx-lm: adapters.safetensors and mlx-lm's configuration, which are refused by name."""
     import mlx.core
     from mlx.utils import tree_flatten
     from mlx_lm import load
@@ -118,7 +118,7 @@ TRAINERS: dict[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
     "tinker": (tinker, ("tinker-cookbook", "tinker", "pyrage", "distro", "orjson", "termcolor", "chz")),
     "mlx": (mlx, ("mlx", "mlx-cpu", "mlx-lm", "sentencepiece")),
 }
-"""Each trainer's maker, and what it needs beside the packages of the tests."""
+"""Each trainer's maker, and the packages that it needs in addition to those of the tests."""
 
 if __name__ == "__main__":
     name, base_folder, target = sys.argv[1:]

@@ -1,6 +1,6 @@
 """Run as a program: one server takes one upload of a given size, and prints how far its memory rose for it.
 
-Arguments: folder, bytes, where the contents are kept, its options as JSON. Prints JSON: MiB before and at the peak.
+Arguments: folder, bytes, the store of the contents, its options as JSON. Prints JSON: MiB before and at the peak.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Kinds whose LoRA is made from the base's weights: rotations, and LoRAs that were initialised from the base.
 
-OFT, BOFT and HRA turn the inputs of a linear before the base's own weight multiplies them. A turned input `x R` is the
-weight `W R^T`: the weight gains `W (R^T - I)`.
+OFT, BOFT and HRA rotate the inputs of a linear before the base's own weight multiplies them. A rotated input `x R` is
+the same as the weight `W R^T`: the weight gains `W (R^T - I)`.
 
 - OFT (https://arxiv.org/abs/2306.07280) and BOFT (https://arxiv.org/abs/2311.06243): R is a diagonal of orthogonal
   blocks, each given by a skew-symmetric Q. R - I has the rank of Q, so the change has the rank of the linear's smaller
   side. R is not orthogonal in OFT's default form, a Neumann series that ends after some terms: it is computed as PEFT
   does.
-- HRA (https://arxiv.org/abs/2405.17484): a product of r reflections, so that R - I has rank r.
+- HRA (https://arxiv.org/abs/2405.17484): a product of r reflections, so R - I has rank r.
 
-PiSSA and OLoRA save trained factors, and PEFT takes the first factors B0 A0 away from the base again when it loads
-them. On an unchanged base the weight gains `scale * B A - B0 A0`: a pair of twice the rank. Both products are
-projections of the weight W, unique where their factors are not:
+PiSSA and OLoRA save trained factors, and PEFT subtracts the first factors B0 A0 from the base again when it loads them.
+On an unchanged base the weight gains `scale * B A - B0 A0`: a pair of twice the rank. Both products are projections of
+the weight W, which are unique, although their factors are not:
 
 - PiSSA (https://arxiv.org/abs/2404.02948): `U U^T W`, U the left singular vectors of the r largest singular values.
 - OLoRA (https://arxiv.org/abs/2406.01775): `scale * Q Q^T W`, Q an orthonormal basis of the first r columns of W.
@@ -51,7 +51,7 @@ _Count = Annotated[int, Meta(ge=0, le=65_536)]
 
 
 class _Rotation(ConvertibleKind, frozen=True, kw_only=True):
-    """A kind that turns inputs by blocks: its change has the rank of the linear's smaller side."""
+    """A kind that rotates inputs by blocks: its change has the rank of the linear's smaller side."""
 
     TOO_LARGE: ClassVar[str] = (
         "It turns the inputs of each linear that it targets, so this rank is the smaller side of the linear, whatever "
@@ -69,7 +69,7 @@ class _Rotation(ConvertibleKind, frozen=True, kw_only=True):
         return Factors(tensors, rank, pair, work=float(linear.in_features * linear.out_features * block_size))
 
     def _turned(self, weight: torch.Tensor, tensors: Tensors, block_size: int) -> torch.Tensor:
-        """Return the weight `[out_features, in_features]` that the adapter makes of the base's."""
+        """Return the base's weight `[out_features, in_features]` as the adapter changes it."""
         raise NotImplementedError
 
 
@@ -174,7 +174,7 @@ class Boft(_Rotation, frozen=True, kw_only=True):
 
 
 class Hra(ConvertibleKind, frozen=True, kw_only=True):
-    """The weight is `W H_1 ... H_r`, where `H_i = I - 2 u_i u_i^T`: each takes away a matrix of rank 1."""
+    """The weight is `W H_1 ... H_r` with `H_i = I - 2 u_i u_i^T`: each subtracts a matrix of rank 1."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(("init_weights",))
     WAY_OUT: ClassVar[str] = _RETRAIN
@@ -186,7 +186,7 @@ class Hra(ConvertibleKind, frozen=True, kw_only=True):
     def factors(self, match: Match, linear: LinearShape) -> Factors:
         def pair(tensors: Tensors) -> Pair:
             vectors = tensors["hra_u"]
-            # Gram-Schmidt makes the vectors orthogonal; the product then depends on what they span alone.
+            # Gram-Schmidt makes the vectors orthogonal; the product then depends only on the space that they span.
             directions = torch.linalg.qr(vectors).Q.T if self.apply_GS else (vectors / vectors.norm(dim=0)).T
             return directions, _reflected(tensors[BASE_WEIGHT], directions)
 
@@ -195,7 +195,8 @@ class Hra(ConvertibleKind, frozen=True, kw_only=True):
 
 
 def nearest_divisor(number: int, wanted: int) -> int:
-    """Return the divisor of `number` that is nearest to `wanted`, the smaller of two, as PEFT adjusts OFT's sizes."""
+    """Return the divisor of `number` that is nearest to `wanted`, or the smaller of two, as PEFT adjusts OFT's
+    sizes."""
     if wanted >= number:
         return number
     higher = next(one for one in range(wanted, number + 1) if number % one == 0)
@@ -204,7 +205,7 @@ def nearest_divisor(number: int, wanted: int) -> int:
 
 
 def _version(written: str | None) -> tuple[int, int]:
-    """Return major and minor of PEFT's version; (0, 0) where the file has none, as PEFT before 0.18 wrote none."""
+    """Return major and minor of PEFT's version; (0, 0) if the file has none, because PEFT before 0.18 wrote none."""
     found = re.match(r"(\d{1,6})\.(\d{1,6})", written or "")
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
@@ -226,7 +227,7 @@ def _cayley(skew: torch.Tensor) -> torch.Tensor:
 def _neumann(skew: torch.Tensor, terms: int) -> torch.Tensor:
     """Return `I + 2 Q + 2 Q^2 + ... + Q^n`, the series as PEFT ends it.
 
-    The last power is `terms - 1`, at least 3 where there is a square at all, and has the factor 1.
+    The last power is `terms - 1`, at least 3 if there is a square at all, and has the factor 1.
     """
     total = torch.eye(skew.shape[-1], dtype=skew.dtype).expand_as(skew)
     if terms == 1:
@@ -243,7 +244,7 @@ def _neumann(skew: torch.Tensor, terms: int) -> torch.Tensor:
 
 
 def _times_blocks(weight: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Return `W diag(R_1, ...)^T`; a single block stands for all."""
+    """Return `W diag(R_1, ...)^T`; a single block is repeated for all."""
     parts = weight.unflatten(1, (-1, blocks.shape[-1]))
     return torch.einsum("oni,nki->onk", parts, blocks.expand(parts.shape[1], -1, -1)).flatten(1)
 
@@ -290,16 +291,16 @@ class _Initialised(Patterned, frozen=True, kw_only=True):
         return Factors(shapes, 2 * rank, pair, work=self._work(linear, rank))
 
     def _first(self, weight: torch.Tensor, rank: int, scale: float) -> Pair:
-        """Return the factors of what PEFT takes away from `weight` `[out_features, in_features]`."""
+        """Return the factors of the product that PEFT subtracts from `weight` `[out_features, in_features]`."""
         raise NotImplementedError
 
     def _work(self, linear: LinearShape, rank: int) -> float:
-        """Return about how many multiplications `_first` takes."""
+        """Estimate the multiplications that `_first` takes."""
         raise NotImplementedError
 
 
 class Pissa(_Initialised, frozen=True, kw_only=True):
-    """The principal part of the weight is trained."""
+    """PiSSA, which trains the principal part of the weight."""
 
     @override
     def _first(self, weight: torch.Tensor, rank: int, scale: float) -> Pair:
@@ -315,7 +316,7 @@ class Pissa(_Initialised, frozen=True, kw_only=True):
 
 
 class Olora(_Initialised, frozen=True, kw_only=True):
-    """An orthonormal basis of the weight's columns is trained."""
+    """OLoRA, which trains an orthonormal basis of the weight's columns."""
 
     @override
     def _first(self, weight: torch.Tensor, rank: int, scale: float) -> Pair:

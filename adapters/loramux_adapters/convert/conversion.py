@@ -1,9 +1,9 @@
 """Conversion of a folder with an adapter of another kind to a folder with the LoRA that computes the same.
 
-Every convertible kind changes a linear's weight by a product of two matrices that its own algebra gives, some with
-the base's weight, so nothing is fitted or truncated: float64 in between, one rounding to float32 at the end. Memory:
-the tensors that all linears share, and those of one linear. The result is written tensor by tensor, so it is never in
-memory whole.
+Every convertible kind changes a linear's weight by a product of two matrices. The kind's own algebra gives these
+matrices (some kinds also need the base's weight), so nothing is fitted or truncated. They are computed in float64 and
+rounded once, to float32, at the end. Memory: the tensors that all linears share, and those of one linear. The result is
+written tensor by tensor, so it is never in memory whole.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ MAX_WORK = 1.5e12
 """Multiplications in float64 that a conversion may take: some minutes of one core."""
 
 ReadWeight = Callable[[str], torch.Tensor | None]
-"""Returns a linear's weight as the base's checkpoint has it; None where it is there under another name."""
+"""Function that returns a linear's weight as the base's checkpoint has it; None if the checkpoint has another name for
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +158,9 @@ def convert_adapter(
 ) -> Conversion | None:
     """Write to `into` the LoRA that computes the same as the adapter in `folder`; None if there is nothing to convert.
 
-    None: it is a LoRA already, or of a kind that is not converted, which validation serves or refuses by name. What is
-    written is float32 and must still be validated. Raises AdapterRejected: as parse_adapter_config, read_header,
-    check_finite and plan_adapter do, and `rank_too_large` where the exact LoRA is too large for `limits`.
+    None: it is a LoRA already, or of a kind that is not converted, which validation serves or refuses by name. The
+    written LoRA is float32 and must still be validated. Raises AdapterRejected: as parse_adapter_config, read_header,
+    check_finite and plan_adapter do, and `rank_too_large` if the exact LoRA is too large for `limits`.
     """
     document = parse_document(read_config_file(folder))
     if (peft_type := converted_kind(document)) is None:

@@ -21,7 +21,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 """A `[rank, in_features]` and B `[out_features, rank]`: the linear's weight gains exactly B @ A."""
 Shape = tuple[int, ...]
 BASE_WEIGHT = "weight"
-"""Name of the linear's own weight `[out_features, in_features]` among the tensors of a pair that takes work."""
+"""Name of the linear's own weight `[out_features, in_features]` among the tensors from which a base-dependent pair is
+made."""
 Ranks = Annotated[dict[Name, Rank], Meta(max_length=MAX_PATTERNS)]
 
 
@@ -37,7 +38,8 @@ class Factors:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors that may repeat a shared one, and the whole name of the shared one that each must equal."""
     work: float = 0
-    """About how many multiplications it takes to make the pair from the base's weight; 0 where that is not needed."""
+    """Approximate number of multiplications that make the pair from the base's weight; 0 if the weight is not
+    needed."""
 
 
 class ConvertibleKind(Targets, frozen=True, kw_only=True):
@@ -51,11 +53,11 @@ class ConvertibleKind(Targets, frozen=True, kw_only=True):
         "Train a smaller one, or make a LoRA that comes close with peft.save_as_lora(path, model, rank={max_rank}) and "
         "upload that."
     )
-    """The way out where the exact LoRA has too large a rank."""
+    """The way out if the exact LoRA has too large a rank."""
     BASE_FIELD: ClassVar[str] = "peft_type"
     """The field by which the kind computes with the base's weights, if it does."""
     WAY_OUT: ClassVar[str] = ""
-    """The way out where the base's weights cannot be computed with."""
+    """The way out if the base's weights cannot be used in computations."""
 
     @property
     def rank_keys(self) -> tuple[str, ...]:

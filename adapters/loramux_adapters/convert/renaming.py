@@ -1,10 +1,10 @@
 """A LoRA in another spelling is rewritten to the files that PEFT 0.21 would have written for the served base.
 
-Tensors of modules keep their values and get their new names. Experts that were linears of their own are stacked as PEFT
-stacks them for `target_parameters`: A by expert and then rank, B by rank and then expert. The gate's and up's pairs
-become one of both ranks, whose B is block-diagonal, so that the product is exactly theirs; so do those of linears that
-the base joins (`joined`). The configuration names every module and parameter, with its rank and scale, since patterns
-may have been written for the old names.
+Tensors of modules keep their values and get their new names. Experts that were separate linears are stacked as PEFT
+stacks them for `target_parameters`: A by expert and then rank, B by rank and then expert. The pairs of gate and up
+become one pair of both ranks. Its B is block-diagonal, so its product is exactly the product of both. Pairs of linears
+that the base joins (`joined`) are treated in the same way. The configuration names every module and parameter, with its
+rank and scale, because patterns may have been written for the old names.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: Plan
     sizes = {module: rank_and_scale(match, config, limits) for module, match in found.items()}
     collected = _stacks(kept, header, config, sizes)
     stacks = {name: collected[name] for name in (*base.modules, *base.parameters) if name in collected}
-    # Tensors whose names say nothing stay as they are: validation names them if they are unexpected.
+    # Tensors with unknown names stay as they are: validation names them if they are unexpected.
     entries = {key: _copied(key, header) for key in header.tensors if key not in places}
     entries |= _linears({key: place for key, place in kept.items() if not place.is_share}, header)
     for name, stack in stacks.items():
@@ -158,8 +158,8 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], source: BufferedRead
 def _matches(config: LoraConfig, places: Iterable[TensorPlace], base: BaseDescription) -> dict[str, Match]:
     """Match the file's own names with the configuration, as when the adapter was trained.
 
-    A name that does not match is tried as it is in the file, wrappers included, and an item of a list of linears by the
-    list's name.
+    A name that does not match is tried as it is in the file, with wrappers. An item of a list of linears is also tried
+    by the list's name.
     """
     written = {place.module: place.written for place in places}
     found: dict[str, Match] = {}
@@ -168,7 +168,7 @@ def _matches(config: LoraConfig, places: Iterable[TensorPlace], base: BaseDescri
         matches = {match.module: match for match in _match_names(config, sorted(set(names.values())))}
         found |= {name: matches[other]._replace(module=name) for name, other in names.items() if other in matches}
     head = base.vocabulary.head if base.vocabulary is not None and base.vocabulary.tied else None
-    if config.ensure_weight_tying and head in written and head not in found:  # PEFT takes the head's name away
+    if config.ensure_weight_tying and head in written and head not in found:  # PEFT removes the head's name
         [found[head]] = match_guarded(_rules(config, (head,)), (head,))
     if unexpected := [name for name in sorted(written) if name not in found]:
         raise BaseMismatch(

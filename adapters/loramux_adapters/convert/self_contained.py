@@ -2,12 +2,12 @@
 
 - LoHa, LoKr, AdaLoRA and DeLoRA are products of small matrices that belong to one linear each. Sources: FedPara
   (https://arxiv.org/abs/2108.06098), KronA (https://arxiv.org/abs/2212.10650).
-- VeRA, PVeRA, RandLoRA and VB-LoRA have small tensors for each linear beside matrices that all linears share. Sources:
+- VeRA, PVeRA, RandLoRA and VB-LoRA have small tensors for each linear, and matrices that all linears share. Sources:
   https://arxiv.org/abs/2310.11454, https://arxiv.org/abs/2502.00987, https://arxiv.org/abs/2405.15179.
 - MiSS, C3A and GraLoRA change the weight in blocks. Sources: https://arxiv.org/abs/2409.15371,
   https://arxiv.org/abs/2407.19342, https://arxiv.org/abs/2505.20355.
 
-The layers in PEFT are a source of each of them too.
+Their layers in PEFT are sources too.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class _Projected(ConvertibleKind, frozen=True, kw_only=True):
 
 
 class Vera(_Projected, frozen=True, kw_only=True):
-    """`dW = diag(lambda_b) B diag(lambda_d) A`, where A and B are the top left of the shared ones."""
+    """`dW = diag(lambda_b) B diag(lambda_d) A`, A and B being the top left of the shared ones."""
 
     HARMLESS: ClassVar[frozenset[str]] = _Projected.HARMLESS | {"vera_dropout", "d_initial"}
 
@@ -296,7 +296,8 @@ class RandLora(_Projected, frozen=True, kw_only=True):
             small = tensors["base_model.randlora_A"][:, :, :short]
             small = tensors["randlora_lambda"][:, :, None] * small * tensors["randlora_gamma"]
             large = tensors["base_model.randlora_B"][:long, :bases]
-            # The scaled basis is [r, bases, short], the other [long, bases, r]: PEFT flattens both as they lie.
+            # The scaled basis is [r, bases, short], the other [long, bases, r]: PEFT flattens both in their memory
+            # order.
             a, b = small.flatten(0, 1), large.flatten(1) * (self.randlora_alpha / self.r)
             return (a, b) if wide else (b.T, a.T)
 
@@ -369,7 +370,7 @@ class VbLora(ConvertibleKind, frozen=True, kw_only=True):
 
 
 class Miss(ConvertibleKind, frozen=True, kw_only=True):
-    """`y += S(x) M`, where S sums every r-th input: A says which inputs, B is M transposed."""
+    """`y += S(x) M`, S the sums of every r-th input: A selects the inputs, B is M transposed."""
 
     HARMLESS: ClassVar[frozenset[str]] = frozenset(("miss_dropout",))
 

@@ -1,1 +1,1 @@
-"""What usage costs: prices, limits and budgets, the ledger, invoices, exports."""
+"""Costs of usage: prices, limits and budgets, the ledger, invoices, exports."""

@@ -1,10 +1,11 @@
-"""Money, prices, and the charges that they make of usage: pure functions over integers, without database or clock.
+"""Money, prices, and the charges for usage at these prices: pure functions over integers, without database or clock.
 
 Prices are in nano-units of a currency, invoices in its minor units (ISO 4217).
 
-A line is one price's usage in one period, rounded once. Its amount is then divided exactly: first over the days, each
-taking what it added to the running total (so that volume steps and free quotas fall on the days that reached them),
-then within a day in proportion to the quantity: dividing one day further changes no other day.
+A line is one price's usage in one period, rounded once. Its amount is then divided exactly, first over the days and
+then within a day. A day takes the amount that it added to the running total, so volume steps and free quotas fall on
+the days that reached them. Within a day the amount is divided in proportion to the quantity. So dividing one day
+further changes no other day.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NANO = 10**NANO_DIGITS
 """Nano-units in one unit of a currency."""
 
 Group = tuple[str | None, ...]
-"""The values of the columns that a bill is divided by."""
+"""Values of the columns that a bill is divided by."""
 
 METERS = (
     "input_uncached",
@@ -39,11 +40,11 @@ METERS = (
 
 
 class UnknownCurrency(ValueError):
-    """No currency of ISO 4217 has that code, or it has no minor unit (gold, test codes)."""
+    """ISO 4217 has no currency with that code, or the currency has no minor unit (gold, test codes)."""
 
 
 class Currency(msgspec.Struct, frozen=True):
-    """A currency and how many digits its minor unit has: 2 for USD, 0 for JPY, 3 for BHD."""
+    """A currency and the number of digits of its minor unit: 2 for USD, 0 for JPY, 3 for BHD."""
 
     code: str
     digits: int
@@ -73,7 +74,7 @@ def minor_units(numerator: int, denominator: int, currency: Currency) -> int:
 
 
 def nanos_of(amount: str, field: str) -> int:
-    """Convert a decimal text to nano-units. Raises ValueError naming the field."""
+    """Convert a decimal text to nano-units. Raises ValueError with the field's name."""
     try:
         nanos = Decimal(amount).scaleb(NANO_DIGITS)
         exact = int(nanos)
@@ -120,8 +121,8 @@ def _plain(value: Any, as_numbers: bool) -> Any:
 def allocate(total: int, weights: Sequence[int]) -> list[int]:
     """Divide `total` into whole parts in proportion to `weights`; the parts add up to it exactly.
 
-    Every part is rounded down, and the rest goes one by one to the largest remainders, earlier ones first. Weights
-    that sum to zero get equal parts.
+    Every part is rounded down. The rest is given one by one to the parts with the largest remainders, earlier parts
+    first. Weights that sum to zero get equal parts.
     """
     whole = sum(weights)
     if not weights:
@@ -145,10 +146,10 @@ class PriceStep(msgspec.Struct, frozen=True):
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """A price. It never changes: one with a later `valid_from` succeeds it. Times in microseconds, at UTC midnight.
+    """A price. It never changes: a price with a later `valid_from` replaces it. Times in microseconds, at UTC midnight.
 
-    Steps are graduated: each prices the units between its `above` and the next one's. The first is above 0; a free
-    quota is a first step that costs nothing.
+    Steps are graduated: each prices the units between its `above` and the next step's. The first step begins above 0. A
+    free quota is a first step that costs nothing.
     """
 
     id: str
@@ -162,7 +163,7 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[PriceStep, ...]
 
     def applies_to(self, meter: str, base_model: str, tier: str, at: int) -> bool:
-        """Return whether this price is for that usage at that time."""
+        """Return True if this price applies to that usage at that time."""
         return (
             self.meter == meter
             and self.base_model in (ANY, base_model)
@@ -179,7 +180,7 @@ def price_for(prices: Iterable[Price], meter: str, base_model: str, tier: str, a
 
 
 def cost(price: Price, quantity: int) -> int:
-    """Return the cost of `quantity` units in one period, in nano-units times `price.per`: exact, not yet divided.
+    """Return the cost of `quantity` units in one period, in nano-units times `price.per`: exact, before the division.
 
     A negative quantity (a credit larger than the usage) costs the negative of its mirror image.
     """
@@ -201,7 +202,7 @@ class Charge(msgspec.Struct, frozen=True):
 
 
 class PricedLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A meter's usage at one price, or at none; `amount`, in minor units, is the only number that is rounded."""
+    """A meter's usage at one price, or without a price. `amount`, in minor units, is the only rounded number."""
 
     meter: str
     base_model: str
@@ -217,8 +218,7 @@ def charge(
 ) -> list[PricedLine]:
     """Return the lines of one period: one for each price that applies, and one for each usage without a price.
 
-    `prices_at` returns the price list of a moment, in microseconds. Volume steps count everything that the price is for
-    together.
+    `prices_at` returns the price list of a moment, in microseconds. Volume steps count all usage of a price together.
     """
     groups: dict[tuple[str, str, str, str], tuple[Price | None, list[tuple[int, Group, int]]]] = {}
     found: dict[tuple[str, str, str, int], Price | None] = {}
@@ -265,13 +265,13 @@ def _line(
 
 
 def _charges(parts: list[tuple[int, Group, int]], nanos: int) -> list[Charge]:
-    """Divide one day's nano-units: a day has the same ones however it is divided, and whether other days are or not."""
+    """Divide one day's nano-units. The sum of a day does not depend on how this day or other days are divided."""
     divided = allocate(nanos, [quantity for _, _, quantity in parts])
     return [Charge(day, group, quantity, n) for (day, group, quantity), n in zip(parts, divided, strict=True)]
 
 
 def _weights(price: Price | None, quantities: list[int]) -> list[int]:
-    """Return what each day's quantity adds to the exact cost of the line."""
+    """Return the part of the line's exact cost that each day's quantity adds."""
     if price is None:
         return [0] * len(quantities)
     weights, before = [], 0

@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where the kernels run."""
+    """The device on which the kernels run."""
     return torch.device("cpu" if INTERPRETED else "cuda")
 
 

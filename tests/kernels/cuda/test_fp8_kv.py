@@ -181,7 +181,7 @@ def test_attention_over_fp8_pages_is_attention_over_what_they_hold(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128), (256, 256)])
 def test_attention_over_fp8_of_every_head_size(device, dtype, dims) -> None:
-    """One sequence decodes beside one in prefill, four query heads on each kv head."""
+    """One sequence decodes while one is in prefill, four query heads on each kv head."""
     check(in_fp8(make_case([(1, 70), (33, 40)], dtype, Shape(4, 1, *dims))), device)
 
 

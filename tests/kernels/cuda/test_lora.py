@@ -147,7 +147,7 @@ def test_lora_reads_only_the_adapters_of_the_step(device):
 
 @pytest.mark.parametrize("shape", [ROW, SHORT], ids=["row by row", "tiles"])
 def test_lora_reserved_tables_serve_one_step_after_another(device, shape):
-    """As a CUDA graph uses them: addresses and launches stay, what they read is replaced."""
+    """Tables as a CUDA graph uses them: addresses and launches stay, their contents are replaced."""
     ranks = [[16], [40], [0], [5]]
     case = case_on(device, torch.float32, ranks, [4, 3, 2, 3], in_features=600, out_features=(96,))
     reserved = TileMap.reserve(12, 64, shape, device)
@@ -169,7 +169,7 @@ def test_lora_reserved_tables_serve_one_step_after_another(device, shape):
         torch.testing.assert_close(y, reference(other), rtol=1e-5, atol=1e-4)
 
 
-def test_lora_reserved_tables_of_any_step_serve_long_segments_beside_short_ones(device):
+def test_lora_reserved_tables_of_any_step_serve_long_and_short_segments(device):
     case = case_on(device, torch.float32, [[16], [70], [0], [5]], [40, 3, 2, 33], in_features=130)
     reserved = TileMap.reserve_any(80, 80, device)
     fixed = Segments((0, 80), (0,))

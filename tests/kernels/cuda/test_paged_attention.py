@@ -63,7 +63,7 @@ def test_attention_of_ragged_batches_equals_the_reference(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)])
 def test_attention_of_every_head_size_equals_the_reference(device, dtype, dims):
-    """One sequence decodes beside one in prefill, four query heads on each kv head."""
+    """One sequence decodes while one is in prefill, four query heads on each kv head."""
     check(make_case([(1, 70), (33, 40)], dtype, Shape(8, 2, *dims)), device)
 
 
@@ -137,7 +137,8 @@ def test_attention_takes_pages_beyond_32_bits(device):
 
 
 def test_attention_reserved_tables_serve_one_step_after_another(device):
-    """As a CUDA graph uses them: addresses and launches stay, what they read is replaced; unused rows stay NaN."""
+    """Work lists as a CUDA graph uses them: addresses and launches stay, their contents are replaced; unused rows stay
+    NaN."""
     case = make_case([(1, 900), (1, 30), (1, 257), (1, 1)], torch.float32).to(device)
     shape = AttentionShape(2, 2, None, 16)
     tiles = reserve_attention(shape, max_sequences=4, max_rows=4, max_partials=12, device=device)[:1]
@@ -156,7 +157,7 @@ def test_attention_reserved_tables_serve_one_step_after_another(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["one height", "two heights"])
-def test_attention_reserved_tables_of_every_height_serve_prompts_beside_decoding(device, dtype):
+def test_attention_reserved_tables_of_every_height_serve_prompts_with_decoding(device, dtype):
     sequences = [(1, 600), (37, 37), (40, 290), (3, 20), (1, 1)]
     case = make_case(sequences, dtype).to(device)
     rows = len(case.query)

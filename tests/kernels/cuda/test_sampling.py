@@ -26,7 +26,7 @@ def batch_of(rows: int, device: torch.device, **columns: object) -> SamplingBatc
 
 
 def check(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """The reference's tokens; where rounding decided, one that comes as close to winning."""
+    """The reference's tokens; if rounding decided, a token that is as close to the maximum."""
     before = logits.clone()
     tokens = sample(logits, batch)
     assert torch.equal(logits, before), "the model's logits are left alone"
@@ -131,7 +131,7 @@ def test_sampling_flat_rows_race_over_the_whole_vocabulary(device):
     check(logits, batch_of(2, device, top_p=[0.99, 0.999], seed=[3, 4]))
 
 
-def test_sampling_seed_and_step_draw_the_same_beside_any_rows(device):
+def test_sampling_seed_and_step_draw_the_same_with_any_other_rows(device):
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).to(device)
     alone = sample(logits, batch_of(1, device, seed=42, step=7))
     beside = sample(
@@ -142,7 +142,7 @@ def test_sampling_seed_and_step_draw_the_same_beside_any_rows(device):
 
 
 def test_sampling_draws_follow_the_distribution(device):
-    """Each with a step of its own under one seed."""
+    """Each row has its own step under one seed."""
     draws = 200
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
     logits = probabilities.log().expand(draws, -1).contiguous().to(device)

@@ -110,7 +110,7 @@ class Harness:
             await EventRepository(session, who.tenant).add(kind, adapter, EventDetail(revision=1, digest="d"), self.now)
 
     async def deliver(self, after: int = 0) -> list[str]:
-        """What arrives once that much time has passed: adapters."""
+        """Return the adapters of the messages that arrive after this time."""
         self.now += after
         before = len(self.receiver.taken)
         await self.webhooks.dispatcher.run()
@@ -423,7 +423,7 @@ def test_webhook_retry_after_is_seconds_or_a_date_and_bounded(header: str, expec
 
 
 async def test_webhook_port_out_of_range_is_refused_and_stops_nothing(harness: Harness, enrol: Enrol) -> None:
-    """A port above 65535 raised OverflowError out of the dispatcher, for ever."""
+    """A port above 65535 once raised OverflowError out of the dispatcher again and again."""
     acme = await enrol("acme")
     for port in ("70000", "0", "-1", "99999999999999999999"):
         with pytest.raises(InvalidEndpoint):

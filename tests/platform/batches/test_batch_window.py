@@ -1,4 +1,4 @@
-"""How many lines of batches are in the engine at a time: few beside other requests, many alone, shares for tenants."""
+"""The number of lines in the engine at a time: few with other requests, many alone, shared by tenants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def looks_at_every_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.anyio
-async def test_window_is_small_beside_other_requests_and_opens_when_it_has_been_quiet() -> None:
+async def test_window_is_small_with_other_requests_and_opens_after_a_quiet_time() -> None:
     others = Others(quiet=0.0)
     window = others.window()
     lines = Lines(window, "aabbcc")

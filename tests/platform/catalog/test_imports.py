@@ -1,4 +1,4 @@
-"""What the server fetches by itself: from listed places only, at one commit, bounded, and never led elsewhere."""
+"""Imports that the server fetches: from listed places only, at one commit, bounded, and never redirected elsewhere."""
 
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Uploads become revisions, names become revisions, deletions become nothing, and nobody sees another's."""
+"""Uploads become revisions, names become revisions, deletions remove them, and no tenant sees another's."""
 
 import asyncio
 import json
@@ -261,7 +261,7 @@ async def test_an_uploads_answer_is_of_its_own_transaction(
     both, real, waiting = asyncio.Event(), uploads.worker._end, []
 
     def end(id: str, outcome: Any) -> None:
-        """Let nobody be answered before both are committed."""
+        """Delay both answers until both are committed."""
         waiting.append((id, outcome))
         if len(waiting) == 2:
             for one in waiting:
@@ -459,7 +459,7 @@ async def test_a_deleted_adapter_is_gone(
         await registry.deletion.delete(acme, "upper")
 
 
-async def test_content_that_somebody_still_has_stays(
+async def test_content_that_another_tenant_still_has_stays(
     registry: Registry,
     push: Push,
     blobs: BlobStore,

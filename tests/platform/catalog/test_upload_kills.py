@@ -28,7 +28,7 @@ RECEIVED = {CONFIG_FILE: CONFIG, WEIGHTS_FILE: WEIGHTS}
 
 
 class Killer:
-    """Has uploads run, and killed at the point that is asked for."""
+    """Runs uploads, and kills them at the requested point."""
 
     def __init__(self) -> None:
         self._program = subprocess.Popen(
@@ -120,7 +120,7 @@ def left_in(folder: Path) -> list[Path]:
 
 
 async def served(harness: Harness) -> list[str]:
-    """The digest of the adapter, whose files can be loaded; nothing where there is no adapter."""
+    """The digest of the adapter, whose files can be loaded; nothing if there is no adapter."""
     try:
         revision = (await harness.registry.resolver.resolve(harness.principal, "acme/upper")).revision
     except ModelNotFound:
@@ -130,7 +130,7 @@ async def served(harness: Harness) -> list[str]:
 
 
 async def go_on(harness: Harness) -> None:
-    """As a client does: send what is not there yet, or everything where nothing is known of it."""
+    """Upload as a client does: send the missing bytes, or everything if the server does not know the upload."""
     found = await harness.uploads.before(harness.principal, None, 10)
     upload = found[0] if found else await harness.open(WEIGHTS)
     if upload.state == "uploading":

@@ -206,7 +206,7 @@ async def test_an_abandoned_session_expires_with_its_parts(database: Database, p
         await harness.uploads.get(harness.principal, id)
 
 
-async def test_parts_of_nobody_are_swept(harness: Harness) -> None:
+async def test_parts_without_an_upload_are_swept(harness: Harness) -> None:
     id = (await harness.open()).id
     await harness.send(id, WEIGHTS_FILE, b"wei")
     harness.blobs.objects.put("uploads/upload_of_a_dead_server/x", b"x")

@@ -1,4 +1,4 @@
-"""Replies from outside: an encoded or endless one is refused before it takes memory, whoever sends it."""
+"""Replies from outside: an encoded or endless reply of any sender is refused before it takes memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tenants' addresses may lead, who waits for a slow resolver, and that the checked address is the one called."""
+"""Tenants' addresses: allowed targets, waits for a slow resolver, and the same address for check and call."""
 
 from __future__ import annotations
 

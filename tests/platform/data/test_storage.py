@@ -1,4 +1,5 @@
-"""Contents, in a folder and in a real S3 bucket: named by what they are, whole or absent, nobody's leftovers stay."""
+"""Contents, in a folder and in a real S3 bucket: named by their digest, whole or absent, without leftovers of any
+process."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The engine's own count, against what a request asked and got, whatever the scheduler did with it meanwhile."""
+"""The engine's own count, compared with a request's input and output, for every treatment by the scheduler."""
 
 from __future__ import annotations
 

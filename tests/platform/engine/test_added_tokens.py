@@ -82,7 +82,7 @@ def prompt_for(zoo: ResizedZoo, name: str | None, seed: int) -> tuple[int, ...]:
 
 
 @ON_RANKS
-def test_added_tokens_beside_other_adapters_answer_as_peft_does(zoo: ResizedZoo, ranks: int) -> None:
+def test_added_tokens_with_other_adapters_answer_as_peft_does(zoo: ResizedZoo, ranks: int) -> None:
     names = [*ADAPTERS, *PLAIN, None]
     asked = [Asked(f"{name} {i}", name, prompt_for(zoo, name, i), 10) for i in range(3) for name in names]
     engine = zoo.engine(max_num_batched_tokens=29, pool_bytes=8 << 20, tensor_parallel_size=ranks)

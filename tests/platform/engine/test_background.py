@@ -14,7 +14,7 @@ BATCH, STANDARD, INTERACTIVE = ServiceClass.BATCH, ServiceClass.STANDARD, Servic
 
 
 def with_room(lead: float = 8192.0, tokens: int = 8, **rest: int) -> Harness:
-    """Room for everything: a step has 32 tokens, of which batch's prompts get `tokens` beside others."""
+    """Room for everything: a step has 32 tokens, of which batch's prompts get `tokens` if there are other rows."""
     policy = Policy(background_prefill_tokens=tokens, max_service_lead=lead)
     return Harness(**{"num_pages": 400, "max_num_seqs": 16, "max_tokens": 32} | rest, policy=policy)
 
@@ -26,7 +26,7 @@ def lengths(harness: Harness) -> dict[str, int]:
     return {s.id: s.num_computed - before.get(s.id, 0) for s in harness.scheduler.running}
 
 
-def test_prompt_of_class_batch_beside_a_decoding_row_has_few_tokens_of_the_step() -> None:
+def test_prompt_of_class_batch_with_a_decoding_row_has_few_tokens_of_the_step() -> None:
     harness = with_room()
     harness.submit("chat", prompt=4, output=50, service_class=INTERACTIVE, tenant="u")
     harness.step()
@@ -39,7 +39,7 @@ def test_prompt_of_class_batch_beside_a_decoding_row_has_few_tokens_of_the_step(
 
 
 def test_batch_prompts_lengthen_a_step_by_a_share_of_its_fixed_time() -> None:
-    """A step takes 8 ms and 0.1 a token: a quarter of 8 ms is 20 tokens, whatever the rows beside them."""
+    """A step takes 8 ms and 0.1 a token: a quarter of 8 ms is 20 tokens, with any other rows."""
     harness = with_room(tokens=128, max_tokens=512, num_pages=2000, pace=(0.008, 0.0001))
     harness.submit("chat", prompt=300, output=600, service_class=INTERACTIVE, tenant="u")
     for number in range(40):
@@ -77,7 +77,7 @@ def test_waiting_request_of_a_higher_class_is_prefilled_before_a_running_batch_p
     assert harness.finished == {"chat": "length"}
 
 
-def test_standard_prompts_beside_interactive_rows_have_the_whole_step() -> None:
+def test_standard_prompts_with_interactive_rows_have_the_whole_step() -> None:
     """A first token is waited for in both classes."""
     harness = with_room()
     harness.submit("first", prompt=4, output=50, service_class=INTERACTIVE, tenant="u")

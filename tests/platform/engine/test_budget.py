@@ -83,7 +83,7 @@ def test_a_lone_candidate_may_fill_the_pool_exactly() -> None:
     assert not budget.admits(sequence(100, 60), [], adapter_pages=1)
 
 
-def test_the_watermark_counts_beside_others() -> None:
+def test_watermark_counts_if_other_sequences_run() -> None:
     budget = PageBudget(num_pages=10, block_size=16, watermark_share=0.2)
     running = [sequence(16, 16)]
     assert budget.admits(sequence(80, 16), running, adapter_pages=0)

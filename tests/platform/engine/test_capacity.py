@@ -1,4 +1,4 @@
-"""Quotas, reserves, interruption and affinity: who gets a place, and who makes it."""
+"""Quotas, reserves, interruption and affinity: which sequence gets a place, and which one gives it up."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_sequences_that_outgrow_their_estimates_do_not_preempt_each_other_for_ev
 
 
 def test_quota_is_asked_for_every_newcomer_at_the_cost_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tenants' running sequences are promised is summed as they join, not again for each that joins."""
+    """The pages promised to tenants' running sequences are summed when a sequence joins, not all again for each one."""
     looks, likely_left = [], Sequence.likely_left
     harness = Harness(num_pages=1000, max_num_seqs=64, max_tokens=512, policy=Policy(tenant_max_pages=0.9))
     for i in range(64):

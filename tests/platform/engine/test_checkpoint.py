@@ -346,7 +346,7 @@ def test_facts_carry_the_recommended_sampling(base: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what a process has mapped")
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_loaded_model_keeps_no_part_of_the_checkpoint_mapped(tmp_path: Path, tied: bool) -> None:
-    """One small tensor in the file would keep all of it in memory, beside the weights as they are multiplied."""
+    """One small tensor in the file would keep all of it in memory, in addition to the packed weights."""
     zoo = Zoo("llama", tmp_path, tie_word_embeddings=tied)
     with_weights = load_model(settings_of(zoo.base))
     gc.collect()

@@ -21,7 +21,7 @@ MAX_EMPTY_PLANS = 4
 
 
 class TimedStore(ManualStore):
-    """Loads end between plans, after a number of plans of their own, out of order; some of them fail."""
+    """A store whose loads end between plans, each after its own number of plans, out of order; some of them fail."""
 
     def __init__(self, size: int, delays: list[int], fails: list[bool]) -> None:
         super().__init__({}, {})
@@ -167,7 +167,7 @@ def test_failed_load_ends_its_claim_and_its_requests() -> None:
 
 
 def test_tenant_that_waits_for_a_place_among_the_loads_keeps_no_row_idle() -> None:
-    """Four loads are under way and do not end; the fifth cold tenant has the lowest counter."""
+    """Four loads run and do not end; the fifth cold tenant has the lowest counter."""
     policy = Policy(max_service_lead=16.0)
     harness = Harness(num_pages=400, max_num_seqs=64, max_tokens=256, policy=policy)
     store = TimedStore(2, delays=[10_000], fails=[False])

@@ -189,7 +189,7 @@ def test_killed_engine_ends_each_submitted_request_with_a_fault(settings: Settin
 
 @pytest.mark.parametrize("settings", ["process"], indirect=True)
 def test_stopped_child_blocks_no_event_loop_and_its_end_answers_everybody(settings: Settings, zoo_of) -> None:
-    """A pipe that nobody reads is full after 64 KB; commands of megabytes wait on a thread of their own."""
+    """An unread pipe is full after 64 KB; commands of megabytes wait on a separate thread."""
     zoo = zoo_of("llama")
 
     async def main() -> None:

@@ -104,7 +104,7 @@ def test_masks_after_the_whole_grammar_allow_the_end_only(constraints: Constrain
 
 
 def test_masks_of_an_answer_that_ended_with_a_fault_read_no_token_that_never_came(constraints: Constraints) -> None:
-    """On a GPU one more row of it is under way; the row beside it is constrained as ever."""
+    """On a GPU one more row of it is launched; the other row stays constrained."""
     ended, beside = sequence(constraints, "ab|cd"), sequence(constraints, "ab|cd", "c")
     ended.token_ids.append(PENDING)
     assert allowed(constraints.masks([ended, beside]), 1) == [100]
@@ -132,7 +132,7 @@ def test_masks_let_an_answer_begin_with_a_thought_or_with_the_grammar(constraint
 
 
 def test_masks_give_a_row_to_every_drafted_token(constraints: Constraints) -> None:
-    """Row i holds what may follow the sequence and the first i drafted tokens; the state stays where it was."""
+    """Row i holds the tokens that may follow the sequence and the first i drafted tokens; the state does not change."""
     drafted, plain = sequence(constraints, "ab|cd"), sequence(constraints, "x")
     masks = constraints.masks([drafted, sequence(constraints, None), plain], {drafted: [97, 98, EOS]})
     assert masks.rows.tolist() == [0, 1, 2, 3, 5]
@@ -211,7 +211,8 @@ def test_compiler_keeps_a_bounded_number_of_grammars_of_a_tenant(tokenizer: llgu
 
 
 def test_sampler_of_a_constrained_row_takes_the_best_allowed_token(constraints: Constraints) -> None:
-    """Log probabilities are those of the allowed tokens, and fewer alternatives than asked for where there are none."""
+    """Log probabilities are those of the allowed tokens, and there are fewer alternatives than requested if fewer are
+    allowed."""
     rows = [sequence(constraints, "a|b", logprobs=4), sequence(constraints, None, logprobs=2)]
     logits = torch.zeros(2, VOCAB)
     logits[:, 98], logits[:, 5] = 1.0, 9.0

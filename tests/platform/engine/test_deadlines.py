@@ -28,7 +28,7 @@ def busy(requests: int = 20, *, rows: int = 4, policy: Policy | None = None) -> 
 
 
 def predicted(harness: Harness, name: str, tenant: str, prompt: int = 8) -> float:
-    """What a request with an impossible deadline is told, in seconds."""
+    """Return the predicted wait in seconds that refuses a request with an impossible deadline."""
     harness.submit(name, prompt, 4, tenant=tenant, deadline_ms=1)
     harness.step()
     assert harness.finished[name] == "error"

@@ -82,7 +82,7 @@ class FairnessMachine(RuleBasedStateMachine):
         self.class_gap = ServiceGap()
         self.sent = 0
         self.arrive("t", 1, 150, None, ServiceClass.STANDARD, copies=rows)
-        self.step(2)  # somebody has every row, and for long
+        self.step(2)  # another tenant has every row, and for long
 
     @rule(
         tenant=st.sampled_from(TENANTS),

@@ -55,12 +55,12 @@ def of_peft(zoo: FormatZoo, name: str | None) -> list[int]:
 
 
 def copies(zoo: FormatZoo) -> Tensors:
-    """Return the base's embedding and head, as PEFT saves them beside an adapter."""
+    """Return the base's embedding and head, as PEFT saves them with an adapter."""
     weights = zoo._base().state_dict()
     return {EMBEDDING: weights["model.embed_tokens.weight"].clone(), HEAD: weights["lm_head.weight"].clone()}
 
 
-def test_copies_of_the_base_beside_a_lora_are_dropped(zoo: FormatZoo) -> None:
+def test_copies_of_the_base_in_a_lora_are_dropped(zoo: FormatZoo) -> None:
     variant(zoo, "plain", "copies", lambda tensors: tensors | copies(zoo))
     assert served(zoo, "copies") == of_peft(zoo, "plain") == of_peft(zoo, "copies") != of_peft(zoo, None)
 

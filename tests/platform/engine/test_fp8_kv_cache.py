@@ -35,8 +35,8 @@ def some_requests(count: int, names: list[str | None] = EVERY_MODEL) -> list[Ask
 
 
 NEARLY_EQUAL = 0.02
-"""Of logits whose standard deviation is 0.4 and more. A key that lies between two codes but for a last bit may become
-either of them, and tokens with nearly equal logits then change places."""
+"""Difference of nearly equal logits, whose standard deviation is 0.4 and more. A key that is half-way between two
+codes, except for a last bit, may become either of them. Tokens with nearly equal logits then change places."""
 
 
 def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]], most_changed: int = 0) -> None:
@@ -52,7 +52,7 @@ def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]], most_changed:
 
 @ON_RANKS
 def test_fp8_kv_mixed_batches_answer_as_peft_does_over_such_a_cache(zoo_of, ranks: int) -> None:
-    """A rank's pages hold its own heads, each with a scale of its own."""
+    """A rank's pages hold its own heads, each with its own scale."""
     zoo, asked = zoo_of("llama"), some_requests(18)
     with closing(zoo.engine(tensor_parallel_size=ranks, **FP8)) as engine:
         check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
@@ -88,8 +88,8 @@ def test_fp8_kv_preempted_swapped_cached_and_drafted_answers_stay_the_same(zoo_o
     ],
 )
 def test_fp8_kv_of_every_family_answers_as_peft_does_over_such_a_cache(tmp_path, family: str) -> None:
-    """Windows, soft caps, sinks. Where transformers caches latents or states there is no such cache for PEFT: there a
-    request answers as it does alone, with its prompt in other pieces."""
+    """Windows, soft caps, sinks. If transformers caches latents or states, there is no such cache for PEFT. Then a
+    request is compared with itself alone, with its prompt in other pieces."""
     zoo = Zoo(family, tmp_path)
     zoo.make_adapter("linears", {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}, 100)
     zoo.rename_adapter("linears")
@@ -140,7 +140,7 @@ def test_fp8_kv_pages_too_small_for_an_adapters_tile_name_the_block_size_that_is
     assert loaded.facts.pages_total > 0
 
 
-def test_fp8_kv_tells_nobody_of_another_request(zoo_of) -> None:
+def test_fp8_kv_of_another_request_changes_no_answer(zoo_of) -> None:
     """A prompt whose keys are far larger than any other's changes no page but its own."""
     zoo, asked = zoo_of("llama"), some_requests(8, [None, "plain"])
     with closing(zoo.engine(**FP8)) as engine:
@@ -151,7 +151,7 @@ def test_fp8_kv_tells_nobody_of_another_request(zoo_of) -> None:
 
 
 def serve_beside(zoo: Zoo, engine: object, asked: list[Asked]) -> dict[str, list[int]]:
-    """As `serve`, where a request that nobody asks about runs too."""
+    """Run `serve` with one more request, whose answer is not compared."""
     for request in asked:
         engine.submit(to_request(zoo, request))
     tokens: dict[str, list[int]] = {request.name: [] for request in asked}

@@ -29,13 +29,13 @@ MIXTURES = tuple(family for family in SERVED if family_of(FAMILIES[family][0](**
 NEVER_IN_ONE_CALL = ("olmo2", "olmo3", "arcee")
 """Families whose queries and keys are normalised over all heads, or whose network has no gate."""
 TURNS_BY_LAYER = ("gemma3", "gemma3_images", "granite_swa")
-"""Families of which each layer is a call of its own."""
+"""Families in which each layer is a separate call."""
 LENGTHS = (11, 1, 20)
 BLOCK = 16
 
 
 def packed_inputs() -> StepInputs:
-    """Three prompts of a step, each in two pages of its own."""
+    """Three prompts of a step, each in its own two pages."""
     torch.manual_seed(3)
     positions = torch.cat([torch.arange(n) for n in LENGTHS])
     owner = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))

@@ -1,4 +1,4 @@
-"""What the GPU's runner is made of, where no GPU is: buffers, buckets, recordings, the sampler's parameters."""
+"""Parts of the GPU's runner, tested without a GPU: buffers, buckets, recordings, the sampler's parameters."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_engines_of_one_process_record_one_after_the_other() -> None:
 
 
 def test_failed_recordings_are_counted_in_the_statistics(tmp_path) -> None:
-    """Of a runner's two kinds of recordings."""
+    """Count the recordings of both kinds of a runner."""
     zoo = Zoo("llama", tmp_path)
     engine, runner = late_engine(zoo)
     runner.graphs = StepGraphs(recorded=190, missing=2)
@@ -188,7 +188,8 @@ def bank_of(num_sites: int, max_rank: int, num_pages: int, max_slots: int) -> Ad
 
 
 def test_gpu_pool_leaves_room_for_everything_else(monkeypatch) -> None:
-    """Of 1000 MB with 700 free, at 0.9: 600 MB less activations, in pages that each bring their share of the tables."""
+    """The card has 1000 MB, 700 of them free, and the share is 0.9: 600 MB minus activations, in pages that each bring
+    their share of the tables."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
     settings = Settings(model=ModelSettings(path="", served_model_name="m"))
     layout = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16, itemsize=4)
@@ -205,7 +206,7 @@ def test_gpu_pool_leaves_room_for_everything_else(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("page_bytes", "slot_bytes", "pages"), [(2 << 20, 19_712, 1), (1_572_864, 1_084_512, 35)])
-def test_tables_of_slots_stay_small_beside_the_pool(page_bytes: int, slot_bytes: int, pages: int) -> None:
+def test_tables_of_slots_stay_small_compared_with_the_pool(page_bytes: int, slot_bytes: int, pages: int) -> None:
     """A Llama of 8B with ranks up to 64, and a mixture of 128 experts in 48 layers, whose row is as large as a page."""
     assert pages_per_slot(page_bytes, slot_bytes) == pages
     assert slot_bytes / pages <= 0.02 * page_bytes

@@ -22,7 +22,7 @@ from loramux.simulator.hardware import DEVICES
 
 PAGES, BLOCK, AT_ONCE = 300, 4, 50
 BOUND = 64
-"""Of each memory that has one; the product's own are thousands."""
+"""Bound of each memory that has one; the product's own bounds are thousands."""
 
 
 class EveryAdapter(dict[str, tuple[int, int]]):

@@ -1,4 +1,4 @@
-"""What the engine measures of itself."""
+"""Measurements that the engine makes of itself."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def some_requests() -> list[Asked]:
 
 
 @ON_RANKS
-def test_mixture_every_adapter_beside_the_base_answers_as_peft_does(zoo: FormatZoo, ranks: int) -> None:
+def test_mixture_adapters_and_base_in_one_batch_answer_as_peft_does(zoo: FormatZoo, ranks: int) -> None:
     asked = some_requests()
     engine = zoo.engine(max_num_batched_tokens=29, tensor_parallel_size=ranks)
     got = serve(zoo, engine, asked, arrivals=[i // 3 for i in range(len(asked))])
@@ -108,7 +108,7 @@ NEWER_RECIPES = {
 
 @ON_RANKS
 @pytest.mark.parametrize("family", NEWER_MIXTURES)
-def test_newer_mixture_every_adapter_beside_the_base_answers_as_peft_does(
+def test_newer_mixture_adapters_and_base_in_one_batch_answer_as_peft_does(
     tmp_path: Path, family: str, ranks: int
 ) -> None:
     made = FormatZoo(family, tmp_path, [])

@@ -1,4 +1,5 @@
-"""A request's tokens and log probabilities are the same alone and beside any neighbours, in every family.
+"""A request's tokens and log probabilities are the same alone and with any other requests in the batch, in every
+family.
 
 A packed batch holds many requests. Whatever a model computes from the whole batch (the longest position, a chunk size,
 a router's load) would let one tenant's request change another's answer.
@@ -21,7 +22,7 @@ PLAIN = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Requests that run beside the one that is looked at."""
+    """Requests that run together with the compared one."""
 
     prompts: tuple[tuple[int, ...], ...]
     output: int
@@ -81,7 +82,7 @@ def test_neighbours_change_nothing(tmp_path, family: str) -> None:
 @pytest.mark.parametrize("family", [family for family in SERVED if family not in FIRST_FAMILIES])
 def test_neighbours_of_a_newer_family_change_nothing(tmp_path, family: str) -> None:
     zoo = Zoo(family, tmp_path)
-    # PhiMoE's router is a subclass of nn.Linear with another result: PEFT itself fails where it is adapted.
+    # PhiMoE's router is a subclass of nn.Linear with another result: PEFT itself fails if it is adapted.
     zoo.make_adapter("plain", PLAIN | ({"target_modules": ["q_proj", "o_proj"]} if family == "phimoe" else {}), 1)
     zoo.rename_adapter("plain")
     check(zoo, "plain", ["many"])

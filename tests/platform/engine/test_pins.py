@@ -1,4 +1,4 @@
-"""AdapterPins: loaded without being asked for, never evicted, within limits, and in nobody's way for ever."""
+"""AdapterPins: loaded without a request, never evicted, within limits, and never blocking other adapters for ever."""
 
 from __future__ import annotations
 

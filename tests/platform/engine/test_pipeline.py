@@ -1,4 +1,5 @@
-"""Planning ahead of the tokens: the same answers as in turn, whatever ends, leaves or is preempted meanwhile."""
+"""Planning ahead of the tokens: the same answers as without, even if sequences end, leave or are preempted at the same
+time."""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ def test_async_pipeline_preempted_requests_answer_as_peft_does(zoo_of) -> None:
 
 @pytest.mark.parametrize("room", [1, 2, 6], ids=["the last there was room for", "the last but one", "any"])
 @pytest.mark.parametrize("at", [0, 1, 4])
-def test_async_pipeline_stop_token_ends_the_answer_where_it_stands(zoo_of, at: int, room: int) -> None:
-    """The row that ran after it is told to nobody, and its neighbour does not notice."""
+def test_async_pipeline_stop_token_ends_the_answer_at_its_place(zoo_of, at: int, room: int) -> None:
+    """The row that ran after it is not reported, and the other sequence is not affected."""
     zoo = zoo_of("llama")
     stopping, other = Asked("s", None, (5, 6, 7), 9), Asked("o", "plain", (9, 8), 9)
     tokens = zoo.answer(stopping)
@@ -127,7 +128,7 @@ def drain(engine: Engine) -> list[TokenEvent]:
 
 
 class PoisonedLogits:
-    """Makes one sequence's logits NaN once it has `after` tokens, whatever runs beside it."""
+    """Makes one sequence's logits NaN once it has `after` tokens, whatever else runs."""
 
     def __init__(self, engine: Engine, runner: object, name: str, after: int) -> None:
         self._runner, self._name, self._after = runner, name, after

@@ -59,7 +59,7 @@ def run(engine: Engine, requests: list[Request]) -> dict[str, list[TokenEvent]]:
 
 @torch.no_grad()
 def expected(zoo: Zoo, adapter: str | None, prompt: tuple[int, ...], pooling: str) -> np.ndarray:
-    """PEFT's hidden states behind the last norm, pooled."""
+    """PEFT's hidden states after the last norm, pooled."""
     model = zoo._reference
     decoder = model.get_base_model().get_decoder()
     ids = torch.tensor([prompt])
@@ -82,7 +82,7 @@ def prompts(count: int, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 @ON_RANKS
-def test_vectors_beside_generating_sequences_are_pefts(zoo: Zoo, ranks: int) -> None:
+def test_vectors_with_generating_sequences_are_pefts(zoo: Zoo, ranks: int) -> None:
     """Chunks of 16 tokens cut the long prompts; the same prompts again are partly found in the prefix cache."""
     adapters = [None, "plain", "rslora", "attention"]
     texts = prompts(8, (1, 5, 40, 17)) * 2
@@ -209,7 +209,7 @@ def test_prompt_as_long_as_the_context_is_pooled(zoo: Zoo) -> None:
     assert close(vector(run(zoo.engine(), [request])["x"][0]), expected(zoo, None, text, "last"))
 
 
-def test_cancelled_request_leaves_no_sum_behind(zoo: Zoo) -> None:
+def test_cancelled_request_leaves_no_sum(zoo: Zoo) -> None:
     engine = zoo.engine(max_num_batched_tokens=16)
     (text,) = prompts(1, (90,))
     engine.submit(pooled(zoo, "x", None, text, "mean"))

@@ -1,4 +1,4 @@
-"""The prefix cache on plain numbers: who finds whose KV, what is charged, what goes when the room is needed."""
+"""The prefix cache on plain numbers: which requests find which KV, the charges, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_an_identity_without_cached_pages_is_forgotten() -> None:
 
 @pytest.mark.parametrize(("seconds_per_page", "first"), [(1e-6, "adapter"), (1.0, "kv")])
 def test_eviction_order_follows_measured_costs(seconds_per_page: float, first: str) -> None:
-    """Four tokens take 4 ms to compute here: dear beside a quick link, nothing beside a slow one."""
+    """Four tokens take 4 ms to compute here: much compared with a fast link, nothing compared with a slow one."""
     host = ManualHost(num_slots=0, block_size=4)
     host.seconds_per_page = seconds_per_page
     harness = Harness(14, block_size=4, policy=Policy(prefix_cache=True), pace=(0.01, 0.001), host=host)

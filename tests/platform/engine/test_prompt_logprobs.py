@@ -1,4 +1,5 @@
-"""Log probabilities of prompts against transformers and PEFT, beside other requests, in every order of steps."""
+"""Log probabilities of prompts compared with transformers and PEFT, together with other requests, in every order of
+steps."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def serve(
         pytest.param("two ranks preempted", marks=pytest.mark.slow),
     ],
 )
-def test_prompt_logprobs_equal_pefts_beside_other_requests(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+def test_prompt_logprobs_equal_pefts_with_other_requests(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "three rows a step":
         builder = sequences.StepBuilder
         monkeypatch.setattr(scheduler, "StepBuilder", lambda tokens, rows: builder(tokens, rows, scored_left=3))

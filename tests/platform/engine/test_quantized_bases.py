@@ -92,7 +92,7 @@ def test_ranks_cannot_divide_groups_into_crumbs(tmp_path) -> None:
 
 
 class RoundedZoo(FormatZoo):
-    """A base whose linears are what `quantization` makes of them, for PEFT, beside the one that is served."""
+    """A base with linears quantized by `quantization`, and its dequantized twin, on which PEFT runs."""
 
     def __init__(self, family: str, root, quantization: str) -> None:
         super().__init__(family, root, (*FORMATS, "ia3"))

@@ -53,7 +53,7 @@ def served(zoo: FormatZoo, name: str) -> list[list[int]]:
 
 
 def renamed(zoo: FormatZoo, name: str) -> Renaming | None:
-    """Rename an adapter to `name` with "renamed" behind it."""
+    """Rename an adapter to `name` followed by "renamed"."""
     into = zoo.adapters / f"{name} renamed"
     into.mkdir(exist_ok=True)
     return rename_adapter(zoo.adapters / name, into, describe_base(zoo.base), LIMITS)
@@ -95,7 +95,7 @@ class OldMixtureAdapter:
         save_file(self._tensors, self.folder / WEIGHTS_NAME, metadata={"format": "pt"})
 
     def _divided(self, weight: torch.Tensor, parts: int) -> list[torch.Tensor]:
-        """Return views of the rows of each linear: gpt-oss takes those of gate and up in turn."""
+        """Return views of the rows of each linear: gpt-oss alternates those of gate and up."""
         if self._family == "gpt_oss" and parts > 1:
             return [weight[part::parts] for part in range(parts)]
         return list(weight.chunk(parts))
@@ -255,7 +255,7 @@ def test_other_names_of_modules_answer_as_the_original(dense: FormatZoo, of: str
     assert renamed(dense, f"{name} renamed") is None, "it is the spelling of PEFT 0.21 now"
 
 
-def test_names_behind_an_unknown_module_are_refused_with_its_name(dense: FormatZoo) -> None:
+def test_names_below_an_unknown_module_are_refused_with_its_name(dense: FormatZoo) -> None:
     respelled(dense, "plain", "wrapped", lambda key: key.replace(PREFIX, f"{PREFIX}talker.inner."))
     assert renamed(dense, "wrapped") is None
     with pytest.raises(

@@ -103,7 +103,7 @@ def test_sampler_truncation_without_sorting_equals_its_definition(
     params = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     expected = truncate(logits, sequence(**params).request.sampling)
     found = [i for i in kept(logits, **params) if logits[i] > float("-inf")]
-    # Where the mass before a token is top_p to within rounding, the two sums may disagree about this one token.
+    # If the mass before a token is top_p to within rounding, the two sums may disagree about this one token.
     assert len(set(found) ^ set(expected)) <= 1
 
 
@@ -187,7 +187,7 @@ def test_draw_depends_on_the_seed_and_the_number_of_generated_tokens_alone() -> 
     assert len(set(tokens)) > 3
 
 
-def test_sampler_seed_repeats_beside_any_rows() -> None:
+def test_sampler_seed_repeats_with_any_other_rows() -> None:
     torch.manual_seed(0)
     rows = torch.randn(30, 50)
 

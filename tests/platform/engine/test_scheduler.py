@@ -24,8 +24,8 @@ def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> No
     assert {c.sequence.id: c.length for c in step.chunks} == {"short": 1, "long": 7}
 
 
-def test_prompts_beside_decoding_rows_have_their_own_limit() -> None:
-    """However many rows decode, prompts get those tokens; where none does, the whole step."""
+def test_prompts_with_decoding_rows_have_their_own_limit() -> None:
+    """Prompts get those tokens for any number of decoding rows; if no row decodes, they get the whole step."""
     harness = Harness(num_pages=200, max_num_seqs=16, max_tokens=32, max_mixed=5)
     for number in range(8):
         harness.submit(f"row {number}", prompt=2, output=20)
@@ -44,7 +44,7 @@ def test_prompts_beside_decoding_rows_have_their_own_limit() -> None:
     assert {c.sequence.id: c.length for c in step.chunks} == {"long": 15, "next": 17}
 
 
-def test_limit_of_prompts_beside_decoding_rows_follows_the_device() -> None:
+def test_limit_of_prompts_with_decoding_rows_follows_the_device() -> None:
     """A step of a CPU is as efficient with 256 rows as with 1,024; a GPU reads 16 GB of weights for the first one, and
     takes twice as long for 512."""
     engine = EngineSettings(max_num_seqs=200, max_num_batched_tokens=1024)

@@ -37,7 +37,8 @@ EOS = 9
 
 
 def naive_lookup(tokens: list[int], most: int) -> list[int]:
-    """By definition: the latest of the longest matches of the end, and what followed it, repeated where it is short."""
+    """Find drafts by definition: the tokens after the latest of the longest matches of the end, repeated if they are
+    too few."""
     for length in range(LONGEST_MATCH, SHORTEST_MATCH - 1, -1):
         for end in range(len(tokens) - 1, length - 1, -1):
             if tokens[end - length : end] == tokens[-length:]:
@@ -69,7 +70,7 @@ def test_prompt_lookup_goes_on_from_the_place_that_it_found() -> None:
 
 
 def speculation(seconds_of) -> Speculation:
-    """Of a device whose steps take `seconds_of(rows)`, as measured."""
+    """Return the speculation of a device whose measured steps take `seconds_of(rows)`."""
     harness = Harness(policy=Policy(max_draft_tokens=8))
     found = harness.scheduler.speculation
     for _ in range(100):
@@ -199,7 +200,7 @@ def test_sampler_run_equals_one_token_after_the_other(
 
 
 def test_sampler_with_drafts_follows_the_distribution() -> None:
-    """Chi-square of pairs of tokens, the second drawn from a row behind a draft of the first."""
+    """Chi-square of pairs of tokens, the second drawn from the row after a draft of the first."""
     probs = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]])
     sampler, drawn = Sampler(()), Counter()
     for seed in range(6000):
@@ -235,7 +236,7 @@ REQUESTS = st.lists(
 
 
 class Ledger:
-    """What the requests of a harness were told, with the invariants of their pages after every commit."""
+    """Events of a harness's requests; checks the invariants of their pages after every commit."""
 
     def __init__(self, harness: Harness) -> None:
         self.told: dict[str, list[int | None]] = {}
@@ -269,7 +270,8 @@ class Ledger:
 def test_drafts_change_no_answer_and_no_charge_and_leave_no_page(
     requests, seed, pages, swaps, preempt_every, cancelled
 ) -> None:
-    """Every row reads KV of its own tokens only (`KvOracle`), whatever is preempted, swapped, cached or cancelled."""
+    """Every row reads only KV of the tokens before it (`KvOracle`), whatever is preempted, swapped, cached or
+    cancelled."""
     host = ManualHost(8, 4) if swaps else None
     harness = Harness(pages, policy=Policy(prefix_cache=True, max_draft_tokens=5), pace=(0.01, 0.001), host=host)
     harness.choose = follow
@@ -439,7 +441,7 @@ def test_speculation_stops_at_a_stop_token_inside_an_accepted_run(zoo_of) -> Non
 
 
 def test_speculation_by_itself_finds_a_text_that_repeats_and_takes_fewer_steps() -> None:
-    """Real lookups under the real rule, on a device where a row costs a hundredth of a step."""
+    """Real lookups under the real rule, on a device on which a row costs a hundredth of a step."""
     steps = []
     for most in (0, 8):
         harness = Harness(100, policy=Policy(max_draft_tokens=most), pace=(0.1, 0.001), max_tokens=64)

@@ -1,4 +1,4 @@
-"""KV of preempted sequences goes to the host's memory and back, where that is cheaper; nothing is lost on the way."""
+"""KV of preempted sequences goes to the host's memory and back, if that is cheaper; no KV is lost."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_retired_adapters_request_ends_with_what_it_had() -> None:
 
 
 def preempting(engine: Engine) -> Engine:
-    """Every third step sends somebody back, and carrying pays always."""
+    """Make every third step preempt a sequence, and let swapping always pay."""
     scheduler = engine.scheduler
     plan = scheduler.plan
     scheduler.memory.swap.pays = lambda _: True

@@ -1,4 +1,4 @@
-"""Tensor parallelism: an engine of several ranks gives the tokens of one rank and of PEFT, whatever runs beside."""
+"""Tensor parallelism: an engine of several ranks gives the tokens of one rank and of PEFT, whatever else runs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_ranks_send_the_bytes_of_the_formula_and_none_for_adapters(zoo_of, size:
 
 
 def test_every_family_cuts_what_transformers_own_plan_cuts() -> None:
-    """The linears that `tp_plan` names, where it names any; OLMo's queries and keys are gathered there."""
+    """The linears that `tp_plan` names, if it names any; OLMo's queries and keys are gathered there."""
     compared = 0
     for family, (make, fields) in FAMILIES.items():
         if family not in SERVED:

@@ -19,7 +19,7 @@ Fill = Callable[[Harness], None]
 
 
 def serve_as_worker(harness: Harness, limit: int = 2000) -> None:
-    """Plan only when the scheduler says so, and let time pass, or a load end, where it says to wait."""
+    """Plan only when the scheduler says so; let time pass, or a load end, if it says to wait."""
     for _ in range(limit):
         if harness.scheduler.is_idle:
             return

@@ -1,4 +1,4 @@
-"""Adapters' files on an engine's machine: found by their content, fetched and verified where they are not there."""
+"""Adapters' files on an engine's machine: found by their content, fetched and verified if they are missing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_adapter_of_another_machine_is_fetched_once_and_found_then(tmp_path: Pat
     assert files.find(ref) == here
 
 
-def test_adapter_that_cannot_be_fetched_is_a_fault_of_its_own_request(tmp_path: Path) -> None:
+def test_adapter_that_cannot_be_fetched_fails_only_its_request(tmp_path: Path) -> None:
     files = FetchedAdapters(open_blobs(str(tmp_path / "store"), str(tmp_path / "engine"), {}), 1 << 30)
     for path in ("/nowhere", f"/nowhere/sha256/{'0' * 2}/{'0' * 62}"):
         fault = fetched(files, AdapterRef("tenant/key", path))

@@ -1,4 +1,4 @@
-"""The channel over real sockets: one engine, several fronts, wrong keys and versions, slow, silent and lost peers."""
+"""The channel over real sockets: one engine, several servers, wrong keys and versions, slow, silent and lost peers."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ async def problem_of(client: EngineClient) -> str:
 
 
 def group_of(engine: Listening) -> EngineGroup:
-    """A front with one engine, through the fleet's own code."""
+    """A server with one engine, through the fleet's own code."""
     base = BaseSettings(name="tiny", path="/model", engines=EngineRange(addresses=(engine.address,)))
     return EngineGroup(base, Settings(model=base.model), lambda *_: engine.client())
 
 
-def test_two_fronts_share_an_engine_with_requests_of_the_same_id() -> None:
+def test_two_servers_share_an_engine_with_requests_of_the_same_id() -> None:
     async def test() -> None:
         with listening() as engine:
             first, second = engine.client(), engine.client()
@@ -72,7 +72,7 @@ def test_two_fronts_share_an_engine_with_requests_of_the_same_id() -> None:
     run(test)
 
 
-def test_front_that_stops_leaves_the_engine_to_the_others() -> None:
+def test_server_that_stops_leaves_the_engine_to_the_others() -> None:
     async def test() -> None:
         with listening() as engine:
             first, second = engine.client(), engine.client()
@@ -95,7 +95,7 @@ def test_front_that_stops_leaves_the_engine_to_the_others() -> None:
     run(test)
 
 
-def test_silent_front_loses_its_requests_and_no_others() -> None:
+def test_silent_server_loses_its_requests_and_no_others() -> None:
     async def test() -> None:
         with listening(lease_s=1.0, is_open=False) as engine:
             await asyncio.to_thread(submit_from_a_process_that_is_stopped, engine)
@@ -133,7 +133,7 @@ asyncio.run(main())
 
 
 def submit_from_a_process_that_is_stopped(engine: Listening) -> None:
-    """SIGSTOP of a front with a request that runs: its connection stays open, and nothing comes."""
+    """SIGSTOP of a server with a request that runs: its connection stays open, and no message comes."""
     pair, key = engine.front_pair, engine.engine_pair.public.decode()
     arguments = [":".join(sys.path), engine.address, pair.secret.decode(), pair.public.decode(), key]
     front = subprocess.Popen([sys.executable, "-c", FRONT, *arguments], stdout=subprocess.PIPE, text=True)
@@ -212,7 +212,7 @@ def test_address_without_an_engine_is_reported_as_such(monkeypatch: pytest.Monke
     run(test)
 
 
-def test_lost_connection_ends_the_engine_and_a_new_one_goes_on_behind_the_last_token() -> None:
+def test_lost_connection_ends_the_engine_and_a_new_one_continues_after_the_last_token() -> None:
     async def test() -> None:
         with listening() as engine:
             group = group_of(engine)
@@ -233,8 +233,9 @@ def test_lost_connection_ends_the_engine_and_a_new_one_goes_on_behind_the_last_t
     run(test)
 
 
-def test_slow_front_gets_its_requests_back_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The front's event loop stands still; another front and the engine go on, and nothing is held for it."""
+def test_slow_server_gets_its_requests_back_and_loses_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's event loop is blocked; another server and the engine go on, and no page is held for the blocked
+    one."""
     monkeypatch.setattr(sessions, "HIGH_WATER", 20_000)
     monkeypatch.setattr(sessions, "LOW_WATER", 5_000)
     monkeypatch.setattr(sessions, "WINDOW_BYTES", 10_000)
@@ -311,7 +312,7 @@ def test_engine_that_leaves_gives_requests_back_and_takes_no_more() -> None:
     run(test)
 
 
-def test_pin_is_released_with_the_last_front_that_holds_it() -> None:
+def test_pin_is_released_with_the_last_server_that_holds_it() -> None:
     async def test() -> None:
         with listening() as engine:
             first, second = engine.client(), engine.client()

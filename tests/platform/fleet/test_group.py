@@ -207,7 +207,7 @@ def test_request_that_engines_die_of_ends_with_an_error(caplog: pytest.LogCaptur
     assert "request poison ends: 4 engines died under it" in caplog.text
 
 
-def test_requests_that_waited_beside_the_cause_are_tried_one_at_a_time_and_answered() -> None:
+def test_requests_that_waited_with_the_cause_are_tried_one_at_a_time_and_answered() -> None:
     async def test(fleet: Fleet) -> None:
         names = ["a", "b", "c", "d"]
         for name in names:
@@ -419,7 +419,7 @@ def test_group_of_engines_at_addresses_waits_for_one_however_often_it_fails() ->
     in_fleet(test, ScriptedEngine, *[BrokenEngine] * 4, engines=EngineRange(addresses=("tcp://10.0.0.1:7101",)))
 
 
-def test_request_that_its_engine_gives_back_goes_on_behind_its_tokens() -> None:
+def test_request_that_its_engine_gives_back_continues_after_its_tokens() -> None:
     async def test(fleet: Fleet) -> None:
         fleet.submit("a")
         await fleet.until(lambda: fleet.tokens("a"))

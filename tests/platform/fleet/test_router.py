@@ -1,4 +1,4 @@
-"""Routing: near to adapters and prefixes, away from queues, the same from any front."""
+"""Routing: near to adapters and prefixes, away from queues, the same for every server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def predict(router: Router, request: RoutingRequest, view: EngineView) -> float:
     return router._predict(request, fleet.loads[view.engine], fleet)
 
 
-def test_adapter_stays_on_one_engine_in_every_front() -> None:
+def test_adapter_stays_on_one_engine_for_every_server() -> None:
     views = engines(8)
     chosen = set()
     for front in range(3):
@@ -142,7 +142,7 @@ def test_request_leaves_its_home_where_a_long_queue_of_few_requests_waits() -> N
     assert Router().choose(ask(1), slightly, 1.1) == home
 
 
-def test_old_view_is_corrected_by_what_the_front_has_sent_and_heard() -> None:
+def test_old_view_is_corrected_by_the_servers_own_requests_and_reports() -> None:
     router, views = Router(), engines(2)
     for number in range(30):
         route(router, ask(number, None), views, 0.1)
@@ -159,8 +159,8 @@ def test_old_view_is_corrected_by_what_the_front_has_sent_and_heard() -> None:
     assert predict(router, ask(99, None), engine) == before - 500 / 10_000
 
 
-def test_two_fronts_with_old_views_do_not_herd() -> None:
-    """Both see e0 idle and the others a little busy, for five seconds; nothing else tells them of each other."""
+def test_two_servers_with_old_views_do_not_choose_the_same_engine() -> None:
+    """For five seconds both see e0 idle and the others a little busy, and know nothing of each other."""
     views = changed(engines(8, running=6, queue_tokens=1500), "e0", running=0, queue_tokens=0)
     fronts = [Router(), Router()]
     sent = Counter(route(fronts[n % 2], ask(n, None, tenant=f"t{n}"), views, n / 100) for n in range(400))

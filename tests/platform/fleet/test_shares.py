@@ -110,7 +110,7 @@ def test_lift_between_two_steps_sees_the_parties_that_the_last_one_skipped() -> 
 
 @pytest.mark.parametrize("every", [1, 4, None])
 def test_tenant_that_floods_every_engine_leaves_another_the_engine_it_needs(every: int | None) -> None:
-    """Without an exchange the flooder has half of that engine beside all the others."""
+    """Without an exchange the flooder has half of that engine in addition to all the others."""
     fleet = Fleet(4, every, Policy(max_service_lead=100.0, max_lift=4000.0))
     for engine in range(4):
         fleet.submit(engine, "flood", copies=400)
@@ -166,7 +166,7 @@ def test_service_is_reported_once_and_survives_a_flow_that_is_forgotten() -> Non
 def test_bounds_of_the_fleet_hold_whatever_comes(
     count: int, every: int, lead: float, lift: float, crowd: list[tuple[int, str, int, int, int]]
 ) -> None:
-    """1 on every engine, and 3 where tenants wait on all of them, from any state that earlier lifts left."""
+    """1 on every engine, and 3 if tenants wait on all of them, from any state that earlier lifts left."""
     fleet = Fleet(count, every, Policy(max_service_lead=lead, affinity_window=0.0, max_lift=lift))
     delta, promised = fleet.step_units, ROWS * (40 + 2 * 40)
     gap = ServiceGap()
@@ -200,7 +200,7 @@ PROMPT = 8
 def largest_lead_at_an_admission(
     count: int, every: int | None, output: int, shared: set[int], idle_after: int, lead: float
 ) -> float:
-    """How far the flooder is ahead in the whole fleet, at most, where it is admitted and the modest tenant waits."""
+    """Return the flooder's greatest lead in the whole fleet while it is admitted and the modest tenant waits."""
     fleet = Fleet(count, every, Policy(max_service_lead=lead, affinity_window=0.0, max_lift=1e9))
     for engine in range(count):
         fleet.submit(engine, "flood", PROMPT, output, copies=300 if engine in shared else idle_after)
@@ -232,7 +232,7 @@ def largest_lead_at_an_admission(
 def test_tenant_that_waits_is_not_overtaken_by_one_that_is_ahead(
     count: int, every: int, output: int, where: set[int], idle_after: int, lead: float
 ) -> None:
-    """Bound 2 of a new tenant, which nobody has served before: of the two sigmas there is one. The flooder has work
+    """Bound 2 of a new tenant, which no engine has served before: it has one of the two sigmas. The flooder has work
     elsewhere for a while or all the time."""
     shared = {engine % count for engine in where}
     largest = largest_lead_at_an_admission(count, every, output, shared, idle_after, lead)
@@ -262,7 +262,7 @@ def test_tenant_with_lift_that_is_pending_does_not_make_the_first_sit_out() -> N
     assert queue.floor == 100.0, "the lift is spent: now the first sits out"
 
 
-def test_tenant_that_comes_back_pays_with_its_pending_lift_for_what_others_had_meanwhile() -> None:
+def test_tenant_that_comes_back_pays_with_its_pending_lift_for_the_others_service() -> None:
     queue: FairQueue[VirtualTokenCounter] = FairQueue()
     lifted, other = VirtualTokenCounter(), VirtualTokenCounter()
     queue.enter(lifted)

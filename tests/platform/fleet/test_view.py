@@ -12,7 +12,7 @@ from loramux.fleet.view import EngineState, EngineView, view_of
 
 
 def view(harness: Harness) -> EngineView:
-    """The view of the harness's engine, through the encoding that crosses to a front."""
+    """The view of the harness's engine, through the encoding that is sent to a server."""
     stats = snapshot(
         harness.scheduler,
         ServiceMeter(harness.scheduler.queue),

@@ -1,4 +1,4 @@
-"""What budgets count with: bounds that no request exceeds, from the same prices as the invoice."""
+"""Prices of budgets: bounds that no request exceeds, from the same prices as the invoice."""
 
 from __future__ import annotations
 

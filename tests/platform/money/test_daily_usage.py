@@ -74,7 +74,7 @@ async def writing(ledger: Ledger) -> object:
 
 
 async def test_daily_sums_change_no_answer_however_far_they_are(ledger: Ledger) -> None:
-    """Two months, a late entry of a server whose clock is behind, a correction, a closed month."""
+    """Two months, a late entry of a server whose clock is slow, a correction, a closed month."""
     first = await ledger.use(10)
     for day in (0, 1, 1, 13, 29):
         await ledger.use(day * DAY + 5, model=f"acme/a@{day}")

@@ -67,7 +67,7 @@ async def rows_of(database: Database, acme: Principal) -> list[Row]:
 
 
 # FOCUS 1.2, https://focus.finops.org/focus-specification/v1-2/: the columns that a provider must have, each with its
-# type and whether null is allowed; then the values that are allowed where there are few.
+# type, and True if null is allowed; then the allowed values, if there are few.
 MANDATORY = {
     "BilledCost": ("decimal", False),
     "BillingAccountId": ("text", False),
@@ -143,7 +143,7 @@ async def test_focus_rows_keep_the_published_rules_and_add_up_to_invoices(databa
 
 
 def flat(text: str | None) -> dict[str, object]:
-    """KeyValueFormat: an object whose values are neither objects nor arrays; null where there is nothing to say."""
+    """KeyValueFormat: an object whose values are neither objects nor arrays; null if there is no value."""
     values = {} if text is None else json.loads(text)
     assert text is None or values
     assert not any(isinstance(value, dict | list) for value in values.values())
@@ -213,7 +213,7 @@ UNDECIDABLE = {"InvoiceId-C-004-C"}
 async def test_focus_export_passes_the_foundations_validator(
     database: Database, acme: Principal, tmp_path: Path, kind: str
 ) -> None:
-    """Its libraries are older than ours: it runs from an environment of its own, where somebody has put one."""
+    """Its libraries are older than ours: it runs from a separate environment, if there is one."""
     validator = shutil.which("focus-validator")
     if validator is None:
         pytest.skip("pipx install focus-validator==2.2.1 (Python 3.12, with pyarrow<20)")
@@ -225,7 +225,8 @@ async def test_focus_export_passes_the_foundations_validator(
 
 
 def judged(validator: str, file: Path) -> str:
-    """What the validator says, run from its own folder: it looks for its rules below the one that it is run from."""
+    """Return the validator's output; it runs in its own folder, because it looks for its rules below the current
+    one."""
     rules = next(Path(validator).resolve().parents[1].glob("lib/python*/site-packages/focus_validator/rules"))
     command = [validator, "--data-file", file, "--validate-version", "1.2.0.1", "--block-download", "--show-violations"]
     command += ["--applicability-criteria", ",".join(SUPPORTED)]

@@ -1,4 +1,4 @@
-"""What usage costs, against Python's decimal: exact until the one rounding of a line."""
+"""Costs of usage, compared with Python's decimal: exact until the one rounding of a line."""
 
 import decimal
 from decimal import Decimal
@@ -179,7 +179,8 @@ MODELS, KEYS = ("a@1", "b@2", "c@3"), ("k1", "k2", None)
 def test_invoice_line_is_rounded_once_however_the_bill_is_divided(
     one: Price, used: list[tuple[int, str, str | None, int]], code: str
 ) -> None:
-    """By day, model and key, by model, or not at all: the line is the exact cost of everything, rounded once."""
+    """Divided by day, model and key, by model, or not at all: the line is the exact cost of everything, rounded
+    once."""
     currency, total = Currency.of(code), sum(quantity for *_, quantity in used)
     with decimal.localcontext(prec=60):
         exact = in_decimal(one, abs(total))

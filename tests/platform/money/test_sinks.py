@@ -61,7 +61,7 @@ class Double:
         self.known: dict[str, int] = {}
         self.calls = 0
         self.failures: list[str] = []
-        """What happens at the next calls: a status, `lost` (taken, answer lost), `down` or `` (nothing)."""
+        """Faults of the next calls: a status, `lost` (taken, answer lost), `down` or `` (none)."""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.calls += 1
@@ -76,7 +76,7 @@ class Double:
         return answer
 
     def _count(self, id: str, quantity: int) -> bool:
-        """Whether it is new, as far as the double remembers."""
+        """Return True if the event is new, as far as the double remembers."""
         now = self.clock.now
         if id in self.known and now - self.known[id] <= self.window:
             return False
@@ -166,7 +166,7 @@ def made(tmp_path: Path, database: Database) -> Callable[[Double], Deliver]:
 
 
 async def spend(usage: UsageService, acme: Principal, requests: int = 30) -> dict[str, int]:
-    """What a sink must count in the end, by id."""
+    """Return the quantities that a sink must count in the end, by id."""
     wanted: dict[str, int] = {}
     for i in range(requests):
         event = await use(usage, acme, f"r{i}", 100 + i, i, 7 + i)

@@ -1,4 +1,4 @@
-"""OpenAI's usage question: the buckets' sums are the settlements' sums, whatever is asked for."""
+"""OpenAI's usage question: the buckets' sums are the settlements' sums, for every query."""
 
 import asyncio
 from collections.abc import Callable
@@ -116,7 +116,7 @@ class Harness:
         for id, event in zip(ids, recorded, strict=True):
             self.clock.now = event.at
             await self.settle(id, event)
-            if event.output_tokens % 2:  # the daily sums are somewhere behind the ledger
+            if event.output_tokens % 2:  # the daily sums lack some entries of the ledger
                 async with self.database.begin() as session:
                     await DailyUsageRepository(session).advance(1 + event.input_tokens % 3)
 

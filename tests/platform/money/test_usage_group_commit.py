@@ -140,7 +140,7 @@ async def test_group_commit_refuses_before_start_and_after_stop(disk: Disk) -> N
     await writer.stop()
 
 
-async def test_patient_operations_beside_others_are_committed_together(
+async def test_patient_operations_after_others_are_committed_together(
     disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(group_commit, "PATIENCE", 0.05)

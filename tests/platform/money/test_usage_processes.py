@@ -1,4 +1,5 @@
-"""Eight processes settling into one PostgreSQL: no gap, nothing twice; an export meanwhile sees each entry once."""
+"""Eight processes settling into one PostgreSQL: no gap, nothing twice; an export at the same time sees each entry
+once."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Server = Callable[[], Awaitable[UsageService]]
 
 @pytest.fixture
 async def server(url: str) -> AsyncIterator[Server]:
-    """Start a server with connections of its own; all end with the test."""
+    """Start a server with its own connections; all end with the test."""
     async with AsyncExitStack() as servers:
 
         async def server() -> UsageService:

@@ -21,7 +21,7 @@ from loramux.releases.statistics import drop_found
 MODELS = ["acme/a@1", "acme/a@2"]
 BOUND_S = 0.5
 SPREAD = 0.6
-"""Of the logarithms of the times to the first token."""
+"""Standard deviation of the logarithms of the times to the first token."""
 PER_LOOK = 50
 Draw = Callable[[np.random.Generator, int, int], Counter[str]]
 """Counts of some requests of one look."""

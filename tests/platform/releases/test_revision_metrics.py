@@ -50,7 +50,7 @@ async def test_revision_hours_add_up_over_servers_and_windows(
 @pytest.mark.parametrize(
     ("bucket", "share", "seconds"), [(0, 0.5, 0.0025), (3, 0.5, 0.0375), (15, 0.99, 30.0), (3, 1.0, 0.05)]
 )
-def test_quantile_lies_between_the_bounds_of_its_counter(bucket: int, share: float, seconds: float) -> None:
+def test_quantile_is_between_the_bounds_of_its_counter(bucket: int, share: float, seconds: float) -> None:
     counts = [0] * (len(FIRST_TOKEN_BOUNDS) + 1)
     assert quantile(counts, share) is None
     counts[bucket] = 10

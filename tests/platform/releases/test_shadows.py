@@ -228,7 +228,7 @@ def test_recorder_gets_the_answer_as_the_caller_did(tmp_path: Path) -> None:
     in_harness(records, tmp_path)
 
 
-def test_shadows_begin_one_at_a_time_beside_others_and_never_while_one_waits() -> None:
+def test_shadows_begin_one_at_a_time_with_other_requests_and_never_while_one_waits() -> None:
     completions = SimpleNamespace(draining=False, waiting=False, quiet=0.0)
     completions.others_waiting = lambda: completions.waiting
     completions.quiet_seconds = lambda: completions.quiet

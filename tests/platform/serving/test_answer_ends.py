@@ -34,7 +34,7 @@ class Pieces:
 
 
 class Answer:
-    """What a processor makes of an answer that comes in `pieces`, and then ends by `finish`."""
+    """Return a processor's result for an answer that comes in `pieces`, and then ends by `finish`."""
 
     def __init__(
         self,
@@ -204,7 +204,7 @@ def test_call_that_its_length_cuts_before_its_name_is_not_shown() -> None:
     seed=st.integers(0, 99),
 )
 def test_tokens_of_a_thought_are_counted_by_their_offsets(thought, text, stops, seed) -> None:
-    """Whatever is held back, for a stop string or a marker, when they come."""
+    """Split the text anywhere: text may be held back because of a stop string or a marker."""
     written = f"{thought}</think>{text}"
     if written.index("</think>") != len(thought):
         return

@@ -1,4 +1,4 @@
-"""What one request may cost the server that it runs on: turns of the event loop, memory, unread deltas."""
+"""Bounds of one request's cost for its server: turns of the event loop, memory, unread deltas."""
 
 from __future__ import annotations
 

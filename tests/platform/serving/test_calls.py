@@ -169,7 +169,7 @@ def vocabulary() -> tuple[Any, LLTokenizer]:
 
 
 def accepted(vocabulary: tuple[Any, LLTokenizer], style: str, text: str, use: ToolUse = USE) -> str:
-    """The beginning of `text` that the grammar allows; all of it only where the answer may end there."""
+    """The beginning of `text` that the grammar allows; all of it only if the answer may end there."""
     tokenizer, of_grammar = vocabulary
     matcher = LLMatcher(of_grammar, to_grammar(write_tools(use, STYLES[style], {})))
     assert not matcher.is_error(), matcher.get_error()

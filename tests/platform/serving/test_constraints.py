@@ -76,7 +76,7 @@ def test_every_tenth_hostile_format_is_refused_by_name_or_followed() -> None:
 
 
 def test_formats_that_end_the_process_or_run_for_minutes_are_refused() -> None:
-    """A stack that overflows, a compilation without an end, and the one behind them, which is served."""
+    """A stack that overflows, a compilation without an end, and the one after them, which is served."""
     deadly = [one for one in HOSTILE if one[0] in ("grammar: alternatives of rules", "grammar: repeated rules")]
     assert check_hostile(deadly) == (0, 2)
     assert check_hostile([*deadly[:1], ("fine", Regex("a"))]) == (1, 1)

@@ -79,7 +79,7 @@ def test_answer_without_a_thought_is_all_text() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_blanks_at_the_beginning_belong_to_a_text_and_not_to_calls_or_behind_a_thought(seed: int) -> None:
+def test_blanks_at_the_beginning_belong_to_a_text_and_not_to_calls_or_after_a_thought(seed: int) -> None:
     """A text is what its tokens say, as a client counts that joins them."""
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     assert read(reader("hermes"), cut(" \n 4096", seed))[1] == " \n 4096"

@@ -244,7 +244,7 @@ def vocabulary() -> tuple[Any, LLTokenizer]:
 
 
 def is_unwritable(node: Node, style: ToolStyle) -> bool:
-    """Whether a value has a mark of the notation in it, or a name is one that a reader cannot find."""
+    """Return True if a value contains a mark of the notation, or a reader cannot find a name."""
     if isinstance(node.value, str):
         marks = {"gemma": style.mark, "xml": "\n</parameter>"}
         return marks.get(style.notation, "\0none") in node.value

@@ -294,7 +294,7 @@ def test_choice_with_the_text_of_a_token_is_refused() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_call_that_a_text_begins_is_held_to_its_grammar(style: str) -> None:
-    """Where the mark of a call is no token of its own, a text that has it is a call all the same."""
+    """If the mark of a call is not a separate token, a text that contains it is still a call."""
     chosen = STYLES[style]
     tool = Tool(name="f", parameters={"type": "object", "properties": {}, "additionalProperties": False})
     grammar = of_tools(style, tool, required=False)

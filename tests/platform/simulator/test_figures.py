@@ -115,7 +115,7 @@ def test_overload_serves_accepted_requests_in_time(size: str) -> None:
 
 @sizes
 def test_adapters_over_the_pool_cost_no_more_than_their_bytes(size: str) -> None:
-    """128 adapters of 160 pages where 31 would fit, against the same load on 30 that fit."""
+    """128 adapters of 160 pages although 31 fit, compared with the same load on 30 that fit."""
     overrides = ["clients.0.requests=256"] if size == "small" else []
     over = Simulation(load_scenario("adapters-over-pool", overrides))
     fits = simulate("adapters-over-pool", *overrides, "clients.0.adapters=30", "clients.0.tenants=30")
@@ -150,7 +150,7 @@ def test_slow_storage_is_not_noticed_by_tenants_whose_adapters_are_resident(size
     "seconds",
     [60, pytest.param(120, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.slow)],
 )
-def test_batch_beside_chat_raises_the_interactive_first_token_by_at_most_a_tenth(seconds: int) -> None:
+def test_batch_raises_the_interactive_first_token_by_at_most_a_tenth(seconds: int) -> None:
     """Twice the lines that the window of batches lets through; what is left is rows that a step shares."""
     length = f"duration_s={seconds}"
     alone = simulate("batch-beside-chat", length, "clients.1.rate=0.0000001").per_tenant["chat"]
@@ -161,9 +161,9 @@ def test_batch_beside_chat_raises_the_interactive_first_token_by_at_most_a_tenth
 
 
 @sizes
-def test_shadows_beside_chat_move_the_first_token_of_the_shadowed_requests_by_little(size: str) -> None:
-    """The rise is a shadow's row in the step of a first token, for its prompt comes last; between tokens there is
-    none."""
+def test_shadows_delay_the_first_token_of_the_shadowed_requests_by_little(size: str) -> None:
+    """The rise is a shadow's row in the step of a first token, because its prompt comes last; there is none between
+    tokens."""
     alone = simulate("shadow-beside-chat", *shorter(size, 120), "clients.1.rate=0.001").per_tenant["chat"]
     both = simulate("shadow-beside-chat", *shorter(size, 120)).per_tenant
     assert both["shadow"].accepted > 100

@@ -82,7 +82,7 @@ def test_as_many_gpus_as_the_goals_need_and_no_more(traffic: Path) -> None:
     )
 
 
-def test_plan_of_several_gpus_is_simulated_whole_behind_the_router(traffic: Path) -> None:
+def test_plan_of_several_gpus_is_simulated_whole_with_the_router(traffic: Path) -> None:
     device = DEVICES["a10g"].slowed(3.0)
     plan = Planner(device, MODELS["qwen2.5-0.5b"], read_workload(traffic), Goals(ttft_ms=300, itl_ms=60)).plan()
     assert plan.goals_met
@@ -215,7 +215,7 @@ def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
 
 
 def test_rank_of_a_plan_has_its_share_of_weights_pool_and_adapters() -> None:
-    """As the engine divides: linears by ranks, of an adapter's column-parallel linears all of A."""
+    """The plan divides as the engine does: linears by ranks, but A whole for an adapter's column-parallel linears."""
     whole = MODELS["llama-3.1-8b"]
     half = whole.share_of(2)
     assert half.weight_bytes == whole.weight_bytes / 2

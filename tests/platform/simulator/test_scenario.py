@@ -106,7 +106,7 @@ def test_gaps_have_the_mean_and_variation_that_were_asked_for() -> None:
     assert np.diff(arrival_times(np.random.default_rng(1), 10, rate=4.0, cv=0.0)) == pytest.approx(0.25)
 
 
-def test_pauses_move_arrivals_behind_silence() -> None:
+def test_pauses_move_arrivals_after_the_silence() -> None:
     assert with_pauses(np.array([0.0, 59.0, 61.0, 121.0]), 60, 60).tolist() == [0.0, 59.0, 121.0, 241.0]
 
 

@@ -27,7 +27,7 @@ from simulation.plan import TENANTS, Plan
 PEPPER = b"p" * 32
 LOCK_POLL_SECONDS = 0.001
 EPOCH = 1_800_000_000_000_000
-"""Microseconds: where the wall clock stands when a simulation begins."""
+"""Time of the wall clock at the beginning of a simulation, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def make_template(folder: Path) -> Template:
 
 
 class Faults:
-    """When statements are slow or fail, and where the wall clock stands."""
+    """Times of slow and failing statements, and the time of the wall clock."""
 
     def __init__(self, plan: Plan, rng: random.Random) -> None:
         self._plan = plan

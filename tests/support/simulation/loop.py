@@ -2,7 +2,7 @@
 
 Nothing in a simulation waits for real time. The loop runs every callback that is ready and then moves its clock to the
 next timer, so an hour of virtual time takes as long as its events. Code that expects threads (the engine's worker loop,
-aiosqlite's connections) runs unchanged in greenlets: where it would block on a queue, it switches back to the loop.
+aiosqlite's connections) runs unchanged in greenlets: if it would block on a queue, it switches back to the loop.
 
 One thread runs everything, in the order that the timers give, and the timers' delays come from one seeded generator. So
 a seed is a whole history, and the same seed gives the same history again (FoundationDB's and TigerBeetle's idea).
@@ -89,7 +89,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         pass
 
     def _write_to_self(self) -> None:
-        """Nobody else's thread has to wake this loop."""
+        """Do nothing: no other thread wakes this loop."""
 
 
 def _run_into(future: asyncio.Future[Any], func: Callable[..., Any], args: tuple[Any, ...]) -> None:
@@ -122,7 +122,7 @@ def sleep(seconds: float) -> None:
 
 
 class Thread:
-    """What `threading.Thread` is to real code."""
+    """Replacement of `threading.Thread`."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class Thread:
         """Threads of a simulation end by themselves or are killed."""
 
     def kill(self) -> None:
-        """End the thread where it waits, as `kill -9` ends a process. Call it from the loop."""
+        """End the thread while it waits, as `kill -9` ends a process. Call it from the loop."""
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw(GreenletExit)
 
@@ -166,7 +166,7 @@ class Thread:
 
 
 class Queue(Generic[T]):
-    """What `queue.SimpleQueue` is to real code. Looking into it costs `look_seconds`, so that polling takes time."""
+    """Replacement of `queue.SimpleQueue`. Looking into it costs `look_seconds`, so polling takes time."""
 
     def __init__(self, look_seconds: float = 0.0) -> None:
         self._items: deque[T] = deque()

@@ -32,7 +32,7 @@ class WrongPage(AssertionError):
 def next_token(digest: str | None, token_ids: Sequence[int]) -> int:
     """The token after `token_ids`, with the adapter: a letter, or in one of 24 cases the end.
 
-    Behind every second prompt it follows from the last token alone: such texts repeat themselves, and drafts are right.
+    After every second prompt it follows from the last token alone: such texts repeat themselves, and drafts are right.
     """
     copies = token_ids[0] % 2
     state = zlib.crc32(repr((digest, *(token_ids[-1:] if copies else token_ids))).encode())
@@ -40,7 +40,7 @@ def next_token(digest: str | None, token_ids: Sequence[int]) -> int:
 
 
 def hidden_state(digest: str | None, token_ids: Sequence[int]) -> tuple[float, float]:
-    """The state behind `token_ids`, with the adapter: small integers, whose sums are exact."""
+    """Return the state after `token_ids`, with the adapter: small integers, whose sums are exact."""
     state = zlib.crc32(repr((digest, *token_ids)).encode())
     return float(state % 1009), float(state // 1009 % 1009)
 
@@ -165,7 +165,7 @@ class SimulatedStore:
 
     def __init__(self, plan: Plan, delay: Callable[[float, float], float], draw: Callable[[], float]) -> None:
         self.digests: dict[int, str | None] = {}
-        """By slot; slots of the base are not in it."""
+        """Digests by slot, without slots of the base."""
         self.pages: dict[int, list[int]] = {}
         self.loads = 0
         self._plan = plan
@@ -226,7 +226,7 @@ class SimulatedStore:
 
 
 def _number(digest: str | None) -> int | None:
-    """Of one of the plan's own adapters; uploaded ones have a real digest."""
+    """Return the number of one of the plan's own adapters; uploaded ones have a real digest."""
     return int(digest[1:]) if digest and digest[0] == "a" and digest[1:].isdecimal() else None
 
 

@@ -1,4 +1,4 @@
-"""What one seed decides: the server's size, who asks for what and when, and which faults happen."""
+"""Choices of one seed: the server's size, the tenants' requests and their times, and the faults."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Plan:
     load_hangs: float
     """Share of the loads and inspections that never end."""
     database_seconds: float
-    """Of one statement, at most, while the database is well."""
+    """Most seconds of one statement while the database is healthy."""
     database_outages: tuple[tuple[float, float], ...]
     """From, to: every statement fails."""
     database_stalls: tuple[tuple[float, float], ...]
@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def faults(self) -> bool:
-        """Whether the platform may fail a request."""
+        """True if the platform may fail a request."""
         return bool(self.database_outages or self.drains_at is not None or len(self.engine_deaths) > 1)
 
 
@@ -124,7 +124,7 @@ def make_plan(seed: int) -> Plan:
     pages = rng.choice([4, 6, 8, 12, 16, 24, 48])
     burst = rng.random() < 0.6
     shape = rng.choice(["few", "few", "crowd", "adapters", "choices"])
-    tiers = random.Random(f"service tiers of {seed}")  # of their own: other choices of a seed stay as they were
+    tiers = random.Random(f"service tiers of {seed}")  # a separate generator: other choices of a seed stay as they were
     calls = tuple(
         replace(call, service_tier=tiers.choice(["default", "default", "flex", "batch"]))
         for call in _calls(rng, shape, burst)
@@ -164,7 +164,7 @@ def make_plan(seed: int) -> Plan:
 
 
 def _pool_some(plan: Plan) -> Plan:
-    """Turn some calls of every third seed into ones for vectors, drawn by a generator of their own."""
+    """Turn some calls of every third seed into calls for vectors, drawn by a separate generator."""
     rng = random.Random(f"pooling {plan.seed}")
     if rng.random() > 0.35:
         return plan
@@ -203,7 +203,7 @@ def _crowd_storage(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _fleet(rng: random.Random, own: random.Random, rough: bool) -> dict[str, Any]:
-    """The engines and their deaths, drawn by a generator of their own but for the death of a single engine."""
+    """Return the engines and their deaths. All but the death of a single engine are drawn by a separate generator."""
     deaths = [(rng.uniform(0, 5), 0)] if rough and rng.random() < 0.15 else []
     count = own.choice([1, 1, 2, 3, 4])
     if count > 1 and own.random() < 0.6:

@@ -1,7 +1,7 @@
-"""The whole platform as a server opens it: uploads, registry and background jobs beside the requests.
+"""The whole platform as a server opens it: uploads, registry, background jobs and requests.
 
-Opened by the product's own `open_platform`, with its database, object store, validator and engine simulated. Besides
-the invariants of `world`, for uploads: every upload ends; its client is told of its own revision and no other; the
+Opened by the product's own `open_platform`, with its database, object store, validator and engine simulated. It checks
+the invariants of `world`, and these of uploads: every upload ends; its client learns of its revision and no other; the
 revision serves exactly the weights that were sent; at quiescence no upload hangs between two states, and neither parts
 nor contents are left that no row needs.
 """

@@ -11,12 +11,12 @@ from simulation.world import World, run_seed
 
 
 def memory_folder() -> str | None:
-    """A folder in memory, where the machine has one: databases of seeds live for milliseconds."""
+    """A folder in memory, if the machine has one: databases of seeds live for milliseconds."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def failing_seeds(seeds: Iterable[int], template: Template, world_of: type[World] = World) -> dict[int, BaseException]:
-    """Run `seeds`, each on a database of its own; those that fail, with their error."""
+    """Run `seeds`, each on its own database; return those that fail, with their errors."""
     failed: dict[int, BaseException] = {}
     with tempfile.TemporaryDirectory(dir=memory_folder()) as parent:
         for seed in seeds:

@@ -1,8 +1,8 @@
 """One seed, from an empty server to quiescence, and the invariants that must hold on the way.
 
-The gateway, the mailbox, the worker's loop, the engine, its scheduler and residency, usage, limits and the ledger are
-the product's own. Simulated are the clock, the threads, the model's arithmetic, the adapters' files and the time and
-the faults of the database.
+The serving layer, the mailbox, the worker's loop, the engine, its scheduler and residency, usage, limits and the ledger
+are the product's own. Simulated are the clock, the threads, the model's arithmetic, the adapters' files and the time
+and the faults of the database.
 
 Invariants
     after every event   a row reads only KV and weights that were written for it; time passes (nothing spins)
@@ -58,7 +58,7 @@ LOAD_TIMEOUT = 20.0
 SLOW_READS = 40
 """A slow client reads so many deltas slowly, and then the rest, so that its own pauses do not take END_SECONDS."""
 PLAN_SECONDS = 50e-6
-"""What one look into the worker's inbox stands for, so that planning without waiting takes time."""
+"""Simulated seconds of one look into the worker's inbox, so that planning without waiting takes time."""
 MAX_EMPTY_STEPS = 400
 """In a row while nothing runs: more is a worker that polls."""
 
@@ -69,7 +69,7 @@ class Violation(AssertionError):
 
 @dataclass
 class Outcome:
-    """What one client saw."""
+    """Events that one client saw."""
 
     call: Call
     request_id: str | None = None
@@ -82,7 +82,7 @@ class Outcome:
     replayed: bool = False
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     vectors: dict[int, bytes] = field(default_factory=dict)
-    """By the prompt's number."""
+    """Vectors by the prompt's number."""
     finish: dict[int, str] = field(default_factory=dict)
     generation: Any = None
 
@@ -131,7 +131,7 @@ class SimulatedChannel:
         """The thread ends with its loop."""
 
     def kill(self) -> None:
-        """The process dies where it stands; its listener says so."""
+        """Kill the process at its present point; its listener reports it."""
         if self.thread is not None and self.thread.is_alive():
             self.thread.kill()
             self._report(Stopped("the engine's process ended with exit code -9"))
@@ -276,7 +276,7 @@ class World:
 
     @property
     def may_log_errors(self) -> bool:
-        """Whether something failed that an operator has to hear of."""
+        """True if a fault happened that an operator must learn of."""
         plan = self.plan
         return bool(plan.faults or plan.engine_deaths or (plan.engine_restarts and plan.start_failures))
 
@@ -384,7 +384,7 @@ class World:
         return "tiny" if call.adapter is None else f"tenant{call.tenant}/a{call.adapter}"
 
     def _launch(self, _: str, settings: Settings) -> EngineClient:
-        """Make one life of one engine: a process with a pool of its own."""
+        """Make one life of one engine: a process with its own pool."""
         rng, plan = self.rng, self.plan
         number = len(self.lives) if len(self.lives) < plan.num_engines else self._next_to_start()
         life = Life(self, number, is_first=len(self.lives) < plan.num_engines)
@@ -406,7 +406,7 @@ class World:
         return "; ".join(life.state for life in self.live) + f"; at {current_loop().time():.3f} s"
 
     async def _settle_down(self) -> None:
-        """Wait until nothing of the server's own is under way."""
+        """Wait until no work of the server itself is running."""
         async with asyncio.timeout(END_SECONDS):
             while self._is_busy():  # noqa: ASYNC110 (nothing of the server tells when it is at rest)
                 await asyncio.sleep(0.05)

@@ -6,22 +6,22 @@
         sample      a token for each sequence that has reached its last one
 
 **The model is transformers' own.** Its modules run on a packed batch `[1, total_tokens]`: the rows of all sequences one
-after the other, without padding. What differs is replaced. Linears, the embedding and the head add every row's own
-LoRA (`loramux_adapters.modules`). Decoder layers whose parts are all known become layers with fewer operators
-(`fused_layers`); in the others attention is one registered function over pages of KV (`attention`). Linear attention
-keeps its states in the same pages. Logits are computed only for rows that sample or are scored
-(`logits_to_keep`). So a new architecture needs no model code, but a test that shows its tokens to be transformers'
-(`loramux_adapters.families`).
+after the other, without padding. Only some modules are replaced. Linears, the embedding and the head add every row's
+own LoRA (`loramux_adapters.modules`). Decoder layers whose parts are all known become layers with fewer operators
+(`fused_layers`). In the other layers attention is one registered function over pages of KV (`attention`). Linear
+attention keeps its states in the same pages. Logits are computed only for rows that sample or are scored
+(`logits_to_keep`). So a new architecture needs no model code. It needs a row in `loramux_adapters.families`, and a test
+that compares its tokens with transformers'.
 
-**A row's result depends on its own sequence only.** Rows of one adapter are contiguous and served by segments; every
-sequence reads its own pages; rotary factors do not depend on the longest sequence; a sampled token depends on its
-request's own seed. Sums run in one fixed order whatever stands beside a row, on a CPU.
+**A row's result depends on its own sequence only.** Rows of one adapter are contiguous and served by segments. Every
+sequence reads its own pages. Rotary factors do not depend on the longest sequence. A sampled token depends on its
+request's own seed. On a CPU, sums run in one fixed order, whatever other rows the step has.
 
-**A GPU never waits for the host.** A step is launched before the tokens of the one before it are known
-(`AsyncPipeline`), and a step is one CUDA graph launch, with its two ends beside it where it is no plain decode step
-(`cuda_graphs`).
+**A GPU never waits for the host.** A step is launched before the tokens of the previous step are known
+(`AsyncPipeline`). A plain decode step is one CUDA graph launch; for other steps the operators before and after the
+decoder are launched separately (`cuda_graphs`).
 
-The modules, each importing only those below or beside it:
+The modules, each importing only those below it or in its row:
 
     loader                                    a checkpoint becomes a model with a runner
     rank_team   rank_worker                   several processes, each with a share of the weights
@@ -35,5 +35,5 @@ The modules, each importing only those below or beside it:
     attention   fused_layers                  layers over the page pool
 
 Sources: Orca (Yu et al., 2022) for batching by iteration, vLLM (Kwon et al., 2023) for paged KV, Sarathi-Serve (Agrawal
-et al., 2024) for prefill chunks beside decode, Punica and S-LoRA (2023) for many adapters in one batch.
+et al., 2024) for prefill chunks in decode steps, Punica and S-LoRA (2023) for many adapters in one batch.
 """

@@ -1,8 +1,8 @@
 """A transformers model becomes a rank's share that can run: its linears serve adapters, its layers read one pool.
 
-The pool takes what the weights and the largest step leave: on a GPU the share `gpu_memory_utilization` of the card, on
-a CPU `pool_bytes`. Its pages are as large as `block_size` tokens' KV of all layers, and adapters lie in the same pages.
-With one rank the share is the whole model.
+On a GPU the pool takes the memory that weights and the largest step leave of the share `gpu_memory_utilization` of the
+card; on a CPU it takes `pool_bytes`. Its pages are as large as `block_size` tokens' KV of all layers, and adapters are
+in the same pages. With one rank the share is the whole model.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ def pool_bytes_of(settings: Settings) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AssembledModel:
-    """One rank's model (the whole one where there is one rank) with its pool and its adapters."""
+    """One rank's model (the whole model if there is one rank) with its pool and its adapters."""
 
     forward: Forward
     local_weights: BaseWeights
-    """This rank's own."""
+    """Base weights of this rank."""
     states: StateLayout
     num_pages: int
     weight_bytes: int
@@ -73,7 +73,8 @@ class AssembledModel:
 
 
 def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
-    """Load the share of `rank`, whose ranks meet in the file `meeting`. Raises UnsupportedModel, CannotShard."""
+    """Load the share of `rank`; the ranks find each other by the file `meeting`. Raises UnsupportedModel,
+    CannotShard."""
     directory, engine = Path(settings.model.path), settings.engine
     size = engine.tensor_parallel_size
     torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // size))
@@ -85,7 +86,7 @@ def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingPr
 
 
 def divide(settings: Settings) -> tuple[BaseDescription, Sharding]:
-    """Return the whole base and how it is divided. Raises UnsupportedModel, CannotShard."""
+    """Return the whole base and its division. Raises UnsupportedModel, CannotShard."""
     if choose_device(settings.engine.device).type != "cpu":
         raise UnsupportedModel(
             'engine.tensor_parallel_size > 1 is served on CPUs; set engine.device = "cpu", or use one GPU.'
@@ -115,7 +116,7 @@ def assemble_share(
     shard: Shard | None = None,
     progress: LoadingProgress | None = None,
 ) -> AssembledModel:
-    """Make `model` ready, which is the share of `shard` in the base."""
+    """Make `model`, which is the share of `shard` in the base, ready to serve."""
     model.eval().requires_grad_(False)
     is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
     if is_quantized and settings.model.quantization != "none":
@@ -130,8 +131,8 @@ def assemble_share(
             f'set engine.device = "cpu" or give another base.'
         )
     sites, page_elements = _sites(base, shard), layout.page_elements
-    # The linears are joined first: until then the memory of both forms, and what torch keeps of the old one, would be
-    # missing from the pool.
+    # The linears are joined first, because the pool takes the free memory. Until the old form is freed, also in torch's
+    # allocator, both forms would reduce the pool.
     no_pool = torch.empty(0, dtype=model.dtype, device=model.device)
     bank = AdapterBank(no_pool, page_elements, sites, settings.adapters.max_rank, 0, base.vocabulary, base.norms)
     _ensure_tiles_fit(sites, layout)
@@ -156,9 +157,10 @@ def assemble_share(
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
-    """Copy what `install` leaves as it is: embeddings, norms and biases.
+    """Copy the tensors that `install` does not change: embeddings, norms and biases.
 
-    They lie in the checkpoint's mapped file, which stays in memory, as large as all weights, while one tensor is in it.
+    They are in the checkpoint's mapped file. The whole file, as large as all weights, stays in memory while one tensor
+    refers to it.
     """
     kept = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
     for parameter in model.parameters():
@@ -186,11 +188,12 @@ def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
 
 
 def _graph_bytes(forward: Forward, layout: KvLayout, settings: Settings) -> int:
-    """Return what recorded steps keep of a GPU's memory: all are recorded once, over a pool of one page.
+    """Measure the GPU memory that recorded steps keep: record all of them once, over a pool of one page.
 
-    Graphs hold the pool's address, so those that will serve are recorded when it is there, and in the same memory.
+    Graphs hold the pool's address, so the graphs that will serve are recorded after the pool was made, in the same
+    memory.
     """
-    # Only where it runs: it needs triton.
+    # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.device_sampler import DeviceSampler
     from loramux.engine.execution.gpu_runner import GpuRunner
 
@@ -213,14 +216,14 @@ def _graph_bytes(forward: Forward, layout: KvLayout, settings: Settings) -> int:
 def _allocate_pool(
     settings: Settings, model: PreTrainedModel, layout: KvLayout, beside: int, table_bytes: float
 ) -> torch.Tensor:
-    """Return the pool. On a GPU it leaves `beside` bytes, and each page brings `table_bytes` of adapter tables.
+    """Return the pool. On a GPU it leaves `beside` bytes free, and each page needs `table_bytes` of adapter tables.
 
-    On a CPU only its first pages are touched, for the machine may take milliseconds to find each 2 MiB and the first
-    requests should not wait for that; memory that no page ever held is never really taken.
+    On a CPU only the pool's first pages are touched, because the machine may take milliseconds to find each 2 MiB and
+    the first requests should not wait for that. The system never commits the memory of pages that are not used.
     """
     num_bytes = pool_bytes_of(settings)
     if model.device.type == "cuda":
-        torch.cuda.empty_cache()  # so that what is free is what the driver says is free
+        torch.cuda.empty_cache()  # so that the driver reports all memory that is free
         if settings.engine.pool_bytes is None:
             num_bytes = _gpu_pool_bytes(settings, model, layout, beside, table_bytes)
     elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
@@ -232,7 +235,7 @@ def _allocate_pool(
 
 
 def _pages_per_slot(bank: AdapterBank, model: PreTrainedModel) -> int:
-    """Return the pages for which there is one slot; on a CPU tables that are not used take no memory."""
+    """Return the number of pages for which there is one slot; on a CPU, unused tables take no memory."""
     if model.device.type == "cpu":
         return 1
     return pages_per_slot(bank.page_elements * model.dtype.itemsize, bank.slot_bytes)
@@ -261,7 +264,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
-    """Return the KV's layout in a page and, on a GPU, the memory that the largest step takes beside the pool."""
+    """Return the KV's layout in a page and, on a GPU, the memory that the largest step takes outside the pool."""
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
@@ -276,8 +279,8 @@ def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
 def _gpu_pool_bytes(
     settings: Settings, model: PreTrainedModel, layout: KvLayout, beside: int, table_bytes: float
 ) -> int:
-    """Return what gpu_memory_utilization leaves beside weights, activations and graphs (`beside`), and each page's
-    share of the tables."""
+    """Return the rest of gpu_memory_utilization after weights, activations and graphs (`beside`), and each page's share
+    of the tables."""
     free, total = torch.cuda.mem_get_info(model.device)
     left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - beside
     return int(left * layout.page_bytes / (layout.page_bytes + table_bytes))
@@ -305,7 +308,7 @@ def machine_memory() -> int:
 
 
 def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
-    """Refuse pages that cannot hold the widest rank tile: valid adapters could not be loaded."""
+    """Refuse pages that cannot hold the widest rank tile, because valid adapters could not be loaded."""
     widest = RANK_TILE * max(max(site.in_features, site.out_features) for site in sites.values())
     if widest > layout.page_elements:
         raise UnsupportedModel(
@@ -315,13 +318,13 @@ def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
 
 
 def _bytes_read(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that a step reads: without an embedding that is not the head too."""
+    """Return the bytes of weights that a step reads: all but an embedding that is not also the head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
     tied = head is not None and head.weight is embedding
     return sum(p.numel() * p.element_size() for p in model.parameters() if tied or p is not embedding)
 
 
 def freeze_garbage() -> None:
-    """Take what loading made out of garbage collection: walking a model's objects would stop steps for milliseconds."""
+    """Exclude the objects that loading made from garbage collection: walking them would stop steps for milliseconds."""
     gc.collect()
     gc.freeze()

@@ -1,13 +1,13 @@
 """Attention over the page pool: KV in pages, the registered attention function, and layers with linear attention.
 
-transformers lets a model's attention be replaced by a registered function. With no mask function registered the mask
-arrives as None, queries and keys arrive rotated. `attend` writes the step's KV into its pages and reads each sequence's
-own pages, so the packed batch of one needs no mask and no cache object. It serves the layers that stay transformers'
-own; `fused_layers` calls the same kernels for the others.
+transformers lets a registered function replace a model's attention. If no mask function is registered, the mask arrives
+as None. Queries and keys arrive rotated. `attend` writes the step's KV into its pages and reads each sequence's own
+pages, so the packed batch of one needs no mask and no cache object. It serves the layers that stay transformers' own;
+`fused_layers` calls the same kernels for the others.
 
-**Linear attention.** A hybrid model has layers that keep no KV. What such a layer remembers of a
-sequence is one matrix a head and the last inputs of a short convolution, however long the sequence is. The states of
-all these layers together take a fixed number of pages, which the sequence holds in front of its KV
+**Linear attention.** A hybrid model has layers that keep no KV. The state of a sequence in such a layer is one matrix a
+head and the last inputs of a short convolution; its size does not depend on the sequence's length. The states of all
+these layers together take a fixed number of pages, which the sequence holds before those of its KV
 (`PageBudget.state_pages`). They are cut into *units* as large as one head's matrix, and a unit never straddles a page.
 A sequence's first chunk begins with zeros and reads nothing, so pages need no clearing, and a preempted sequence is
 computed again from its tokens. Chunks of a prompt carry the state on. See decision 30.
@@ -43,10 +43,10 @@ class UnsupportedModel(RuntimeError):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AttentionOptions:
-    """Arguments that a layer passes to attention beside its tensors."""
+    """Arguments that a layer passes to attention in addition to its tensors."""
 
     scaling: float | None = None
-    """None: one over the root of key_dim."""
+    """Factor of the scores; None: one over the root of key_dim."""
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class AttentionOptions:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer's KV for one token, and how it attends."""
+    """One layer's KV for one token, and its options of attention."""
 
     num_kv_heads: int
     key_dim: int
@@ -73,19 +73,19 @@ class LayerShape:
 
 
 NO_KV = LayerShape(0, 0, 0)
-"""Of a layer with linear attention."""
+"""Shape of a layer with linear attention, which keeps no KV."""
 
 
 SCALE_BYTES = torch.float32.itemsize
 ALIGNMENT = 16
-"""Bytes of which pages in FP8, and the scales that they begin with, are a multiple."""
+"""Bytes: the sizes of pages in FP8, and of the scales at their beginning, are multiples of this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Layout of a page of `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise.
 
-    In FP8 the scales of all heads stand before them, float32, in the same order.
+    In FP8 the page begins with the scales of all heads, float32, in the same order.
     """
 
     layers: tuple[LayerShape, ...]
@@ -150,11 +150,11 @@ class StateStep:
     tables: torch.Tensor
     """int64[S, state pages]"""
     spans: tuple[tuple[int, int, int], ...]
-    """(first row, one past the last, context length after the step) of each sequence."""
+    """Each sequence's first row, one past its last row, and its context length after the step."""
 
     @cached_property
     def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows int64[n] that are one later token of a sequence each, and the tables of these; None without any."""
+        """Rows int64[n] of sequences that decode one token, and their tables; None if there are none."""
         found = [(i, start) for i, (start, stop, context) in enumerate(self.spans) if stop - start == 1 < context]
         if not found:
             return None
@@ -163,7 +163,7 @@ class StateStep:
 
     @cached_property
     def prompts(self) -> list[tuple[slice, torch.Tensor, bool]]:
-        """Rows, table `[1, state pages]` and whether they begin the sequence, of each other sequence."""
+        """Rows of each other sequence, its table `[1, state pages]`, and True if the rows begin the sequence."""
         return [
             (slice(start, stop), self.tables[i : i + 1], stop - start == context)
             for i, (start, stop, context) in enumerate(self.spans)
@@ -178,9 +178,9 @@ class AttentionStep:
     layers: list[KvLayer]
     batch: AttentionBatch
     states: StateStep | None = None
-    """None where the model has no linear attention."""
+    """States of linear attention; None if the model has none."""
     kept_rows: torch.Tensor | None = None
-    """int64[n], ascending: the rows whose hidden states are read behind the last layer; None: all."""
+    """int64[n], ascending: the rows whose hidden states are read after the last layer; None: all."""
 
 
 def attend(  # noqa: PLR0913 - the signature is transformers'
@@ -197,7 +197,8 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention over packed sequences: write this step's KV into its pages, then read each sequence's own.
+    """Compute attention over packed sequences: write this step's KV into its pages, then read each sequence's own
+    pages.
 
     query `[1, Hq, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, already rotated; returns `[1, T, Hq, Dv]`.
     """
@@ -222,11 +223,11 @@ AttentionInterface.register(IMPLEMENTATION, attend)
 _KNOWN = frozenset(
     ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "is_causal", "position_ids", "cache_position")
 )
-"""Keywords of the attention interface that `attend` serves, or that change nothing without a mask or in evaluation."""
+"""Keywords of the attention interface that `attend` serves, or that have no effect without a mask or in evaluation."""
 
 
 class _Probe:
-    """Records what a model's layers pass to attention in one forward."""
+    """Records the arguments that a model's layers pass to attention in one forward."""
 
     def __init__(self) -> None:
         self.seen: dict[int, LayerShape] = {}
@@ -253,8 +254,8 @@ class _Probe:
 def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShape, ...]:
     """Return every layer's KV shape, learned from one forward of `num_tokens` tokens.
 
-    Raises UnsupportedModel when a layer does not call the attention function exactly once (its KV would be lost) or
-    passes it something that `attend` would ignore.
+    Raises UnsupportedModel if a layer does not call the attention function exactly once (its KV would be lost), or
+    passes an argument that `attend` would ignore.
     """
     probe = _Probe()
     with _attention(model, probe):
@@ -288,7 +289,7 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShap
 
 @contextmanager
 def _attention(model: PreTrainedModel, function: _Probe) -> Iterator[None]:
-    with MODEL_LOCK:  # one function has the name at a time, whatever engines load on other threads
+    with MODEL_LOCK:  # only one function can have the name at a time, and other threads may load engines
         AttentionInterface.register(PROBE, function)
         model.set_attn_implementation(PROBE)
         try:
@@ -308,7 +309,7 @@ def _layer_index(module: nn.Module) -> int:
 
 
 STATE_DTYPE = torch.float32
-"""States are sums over all tokens of a sequence, whatever the model's dtype is."""
+"""Dtype of states, for every dtype of the model, because states are sums over all tokens of a sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,13 +320,13 @@ class StateShape:
     key_dim: int
     value_dim: int
     channels: int
-    """Of the convolution."""
+    """Channels of the convolution."""
     taps: int
     """Earlier inputs that the convolution reads."""
 
     @classmethod
     def of(cls, net: Any) -> StateShape:
-        """Read transformers' module."""
+        """Return the shape of the state of transformers' `module`."""
         return cls(net.num_v_heads, net.head_k_dim, net.head_v_dim, net.conv_dim, net.conv_kernel_size - 1)
 
     @property
@@ -335,21 +336,21 @@ class StateShape:
 
     @property
     def units(self) -> int:
-        """Units of the matrices and, behind them, of the convolution's inputs."""
+        """Units of the matrices and, after them, of the convolution's inputs."""
         return self.heads + -(-self.channels * self.taps // self.unit)
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Where each layer's units lie in the pages of a sequence's states."""
+    """Places of each layer's units in the pages of a sequence's states."""
 
     layers: Mapping[int, StateShape]
-    """By the layer's index; empty for a model without linear attention."""
+    """Shapes by the layer's index; empty for a model without linear attention."""
     page_bytes: int
 
     @classmethod
     def of(cls, model: PreTrainedModel, page_bytes: int) -> StateLayout:
-        """Find the layers. Raises UnsupportedModel where a page cannot hold a unit."""
+        """Find the layers with linear attention. Raises UnsupportedModel if a page cannot hold a unit."""
         layout = cls({layer: StateShape.of(net) for layer, net in _nets(model).items()}, page_bytes)
         if layout.layers and not layout.units_per_page:
             raise UnsupportedModel(
@@ -360,7 +361,7 @@ class StateLayout:
 
     @property
     def unit(self) -> int:
-        """Elements of a unit: of the largest, where layers differ."""
+        """Elements of a unit; of the largest one if layers differ."""
         return max(shape.unit for shape in self.layers.values())
 
     @property
@@ -396,9 +397,9 @@ class LayerState:
     units: torch.Tensor
     """float32[num_pages, units_per_page, unit]"""
     pages: torch.Tensor
-    """int64[units of the layer]: which of a sequence's state pages holds each."""
+    """int64[units of the layer]: index, among a sequence's state pages, of the page that holds the unit."""
     places: torch.Tensor
-    """int64[units of the layer]: where in that page."""
+    """int64[units of the layer]: index of the unit in that page."""
 
     def read(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the matrices `[n, heads, Dk, Dv]` and the inputs `[n, channels, taps]` of n sequences."""
@@ -409,7 +410,7 @@ class LayerState:
         return matrices, inputs.unflatten(1, (shape.channels, shape.taps))
 
     def write(self, tables: torch.Tensor, matrices: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Store what `read` returns."""
+        """Store matrices and inputs as `read` returns them."""
         shape, (_, _, unit) = self.shape, self.units.shape
         rest = (shape.units - shape.heads) * unit - shape.channels * shape.taps
         tail = functional.pad(inputs.flatten(1).to(STATE_DTYPE), (0, rest)).unflatten(1, (-1, unit))

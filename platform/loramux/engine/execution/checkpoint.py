@@ -1,13 +1,13 @@
-"""A transformers checkpoint becomes a model that answers as transformers does, or a refusal of one sentence.
+"""Loading of a transformers checkpoint: the result is a model that answers as transformers does, or a refusal of one
+sentence.
 
 transformers loads much that must not be served: it fills missing weights with random numbers, and its attention
-interface drops flags that our attention function never sees. And its models may use **facts of the whole batch**, such
-as the longest position, where a packed batch holds many requests. Everything of that kind is refused or switched off
-here, so that a request's answer never depends on its neighbours. `tests/platform/engine/test_neighbours.py` varies
-the neighbours for every supported family.
+interface drops flags that our attention function never sees. Its models may also use **facts of the whole batch**, such
+as the longest position, although a packed batch holds many requests. Everything of that kind is refused or switched off
+here, so a request's answer never depends on the other requests. `tests/platform/engine/test_neighbours.py` varies the
+other requests for every supported family.
 
-`LoadingProgress` says how far loading is: on a terminal one line that moves, elsewhere a line of the log every few
-seconds.
+`LoadingProgress` reports progress: on a terminal in one line that changes, elsewhere in a log line every few seconds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from loramux_kernels.device import multiplies_in_hardware
 logger = logging.getLogger(__name__)
 
 LEFTOVERS = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
-"""Tensors that older versions of transformers saved and that follow from the config: the only ones without a place."""
+"""Tensors that older versions of transformers saved and that follow from the config: the only ones that may have no
+place in the model."""
 
 SAMPLES = 256
 """Values of a weight that are compared between engines."""
@@ -54,7 +55,7 @@ SAMPLES = 256
 HALF = (torch.bfloat16, torch.float16)
 
 FIRST_AFTER_S = 2.0
-"""Loading that takes no longer says nothing."""
+"""Seconds of loading before anything is reported."""
 LOG_EVERY_S = 5.0
 REDRAW_EVERY_S = 0.2
 
@@ -70,8 +71,8 @@ def load_checkpoint(
 ) -> PreTrainedModel:
     """Load the model in `directory` onto `device`, or a `share` of it.
 
-    `dtype` is a name, or auto: as saved, or float32 on a CPU that would emulate it. Raises UnsupportedModel where the
-    model would be served wrong or its files do not fit its config.
+    `dtype` is a name, or auto: as saved, or float32 on a CPU that would emulate it. Raises UnsupportedModel if the
+    model would be served wrongly, or its files do not fit its config.
     """
     config = read_config(directory)
     chosen = _widened(config, dtype, device)
@@ -117,7 +118,7 @@ def load_checkpoint(
     elif _is_emulated(model.dtype, device):
         logger.warning("model.dtype = %s is emulated on this processor, several times slower than float32", dtype)
     _freeze_rope(model)
-    # What a config may ask for beside the logits would only cost memory, and a tuple has no `.logits`.
+    # Other outputs that a config may request would only cost memory, and a tuple has no `.logits`.
     model.config.return_dict = True
     model.config.output_hidden_states = model.config.output_attentions = False
     return model.to(device)
@@ -130,7 +131,7 @@ def _size_of(directory: Path) -> str:
 
 
 def _widened(config: PretrainedConfig, dtype: str, device: torch.device) -> torch.dtype | None:
-    """Return float32 where auto means it, because `device` would emulate the checkpoint's dtype; else None."""
+    """Return float32 if "auto" stands for it, because `device` would emulate the checkpoint's dtype; else None."""
     return torch.float32 if dtype == "auto" and _is_emulated(getattr(config, "dtype", None), device) else None
 
 
@@ -143,7 +144,7 @@ def itemsize_of(config: PretrainedConfig, dtype: str, device: torch.device) -> i
 
 
 def weights_digest(model: PreTrainedModel, quantization: str) -> str:
-    """Return a digest of SAMPLES values of every weight, and of how they are quantized afterwards.
+    """Return a digest of SAMPLES values of every weight, and of the quantization that follows.
 
     Two checkpoints of one shape, such as a model and a fine-tune of it, have different ones.
     """
@@ -197,7 +198,8 @@ def read_config(directory: Path) -> PretrainedConfig:
 
 
 def is_mxfp4(config: PretrainedConfig) -> bool:
-    """Are the experts four-bit floats, as this family is published? transformers turns them into exact halves."""
+    """Are the experts four-bit floats, as in this family's published checkpoints? transformers turns them into exact
+    halves."""
     experts = family_of(config).experts
     if experts is None or not experts.is_published_in_mxfp4:
         return False
@@ -211,7 +213,7 @@ def rope_parameters_of(config: PretrainedConfig) -> list[dict[str, Any]]:
 
 
 def max_positions(config: PretrainedConfig) -> int:
-    """Return the length up to which every position has one rotary embedding, whatever runs beside it."""
+    """Return the length up to which a position's rotary embedding does not depend on the other sequences."""
     config = config.get_text_config()
     limits = [config.max_position_embeddings]
     for rope in rope_parameters_of(config):
@@ -222,7 +224,8 @@ def max_positions(config: PretrainedConfig) -> int:
 
 
 def _freeze_rope(model: PreTrainedModel) -> None:
-    """Keep the factors that the model was built with, those of short sequences: no forward looks at the batch for them.
+    """Keep the factors that the model was built with, which are those of short sequences. Then no forward derives them
+    from the batch.
 
     transformers' rotary modules ask `rope_type` before they update their factors; "default" never updates.
     """
@@ -239,7 +242,7 @@ def _freeze_rope(model: PreTrainedModel) -> None:
 
 def _keep_factors(rotary: Any) -> None:
     """Give a rotary module of a family that `recomputes_rope` the factors that it was built with, and the scale of
-    short sequences: no CUDA graph holds what a forward computes on the host.
+    short sequences. A CUDA graph cannot contain values that a forward computes on the host.
     """
     rope = rotary.config.rope_parameters
     if rope["rope_type"] in SWITCHING_ROPES:
@@ -249,7 +252,7 @@ def _keep_factors(rotary: Any) -> None:
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Read generation_config.json, as vLLM does; values that no request could have are ignored."""
+    """Read generation_config.json, as vLLM does; values that are not valid in a request are ignored."""
     try:
         saved = json.loads((directory / "generation_config.json").read_bytes())
     except (OSError, ValueError):
@@ -292,14 +295,14 @@ def _first_sentence(error: Exception) -> str:
 
 
 def _is_emulated(dtype: torch.dtype | str | None, device: torch.device) -> bool:
-    """Return whether `device` is a CPU that computes with `dtype` by converting every operand."""
+    """Return True if `device` is a CPU that computes with `dtype` by converting every operand."""
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype, None)
     return device.type == "cpu" and dtype in HALF and not multiplies_in_hardware(dtype)
 
 
 class LoadingProgress:
-    """Reports the stages of loading one model, each a walk over its parts."""
+    """Reports the progress of loading one model. Each stage iterates over the model's parts."""
 
     def __init__(
         self,
@@ -307,7 +310,7 @@ class LoadingProgress:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`stream`: where a line may move, if it is a terminal; None: stderr."""
+        """`stream`: the stream on which the line changes, if it is a terminal; None: stderr."""
         self._model = model
         self._stream = stream or sys.stderr
         self._clock = clock
@@ -317,20 +320,21 @@ class LoadingProgress:
 
     @classmethod
     def silent(cls) -> LoadingProgress:
-        """Return one that reports nothing: for the ranks above 0, and for models that are not served."""
+        """Return an instance that reports nothing: for the ranks above 0, and for models that are not served."""
         progress = cls("")
         progress._next_at = float("inf")
         return progress
 
     def track(self, stage: str, items: Collection[Item]) -> Iterator[Item]:
-        """Go through `items`, which are alike in work, and report how many of them are done."""
+        """Iterate over `items`, which take similar work, and report the number done."""
         for done, item in enumerate(items):
             self._report(stage, done / len(items))
             yield item
 
     @contextmanager
     def of_transformers(self, stage: str) -> Iterator[None]:
-        """Report the weights that transformers loads meanwhile on this thread. Its hook is the whole process's."""
+        """Report the weights that transformers loads on this thread within the context. Its hook is the whole
+        process's."""
 
         def hook(factory: Callable[..., Any], args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             if keywords.get("desc") == "Loading weights":
@@ -347,7 +351,7 @@ class LoadingProgress:
         return self
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """Take the line away; if anything was said, log how long it took."""
+        """Remove the line; if anything was reported, log the time that loading took."""
         if not self._has_said:
             return
         self._draw("")

@@ -1,15 +1,15 @@
 """The tokens that constrained answers may continue with: one bit a token, a row of words for each row of logits.
 
-Compiling a grammar takes milliseconds, a hostile one as long as `compile_grammar` allows, so it never happens in a
-step: a request with a constraint joins the queue when its grammar is compiled (`GrammarCompiler`). llguidance releases
-the interpreter's lock meanwhile.
+Compiling a grammar takes milliseconds, and a hostile grammar takes as long as `compile_grammar` allows. So it never
+happens in a step: a request with a constraint joins the queue when its grammar is compiled (`GrammarCompiler`). While
+llguidance compiles, it releases the interpreter's lock.
 
-A matcher's state follows from the constraint and the answer's tokens alone. It lives here, by sequence, and is advanced
-by the tokens that were appended since the last step, so a preempted sequence finds it as it was, and one that goes on
-from tokens that were generated elsewhere builds it from them.
+A matcher's state follows from the constraint and the answer's tokens alone. The state is kept here, by sequence, and is
+advanced by the tokens that were appended since the last step. So a preempted sequence finds its state unchanged. A
+sequence that continues tokens of another engine builds its state from those tokens.
 
 Masks are filled while the model runs: they need the tokens of earlier steps only. llguidance fills those of many rows
-on threads of its own and without the interpreter's lock.
+on its own threads and without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ INVALID = "invalid_constraint"
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer | None:
-    """Return the model's vocabulary as grammars read it; None where its tokenizer is not one of `tokenizers`."""
+    """Return the model's vocabulary as grammars read it; None if its tokenizer is not one of `tokenizers`."""
     from llguidance.hf import from_tokenizer
-    from transformers import PreTrainedTokenizerFast  # takes seconds: only where a model is served
+    from transformers import PreTrainedTokenizerFast  # takes seconds, so only if a model is served
 
     try:
         tokenizer = load_tokenizer(model_dir).tokenizer
     except (OSError, ValueError):
-        return None  # the gateway refuses to start without one, and says so
+        return None  # the server refuses to start without a tokenizer, and says so
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         return None
     if len(tokenizer) <= max(eos_token_ids, default=0):
-        return None  # of a folder without tokenizer files transformers makes an empty one for some families
+        return None  # from a folder without tokenizer files transformers makes an empty tokenizer for some families
     num_tokens = max(vocab_size, len(tokenizer))
     return from_tokenizer(tokenizer, n_vocab=num_tokens, eos_token=list(eos_token_ids) or None)
 
@@ -97,32 +97,32 @@ class TokenMasks:
     rows: NDArray[np.int64]
     """int64[M]: ascending rows of logits."""
     words: NDArray[np.int32]
-    """int32[M, W]: bit t % 32 of word t // 32 is set where token t is allowed; tokens beyond the words are not."""
+    """int32[M, W]: bit t % 32 of word t // 32 is set if token t is allowed; tokens beyond the words are not allowed."""
     faults: dict[int, EngineFault]
-    """Why a row has no token to choose, by row of logits."""
+    """Faults of rows without a token to choose, by row of logits."""
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far one answer is in its constraint."""
+    """Progress of one answer in its constraint."""
 
     constraint: Constraint
     matcher: LLMatcher
     num_read: int = 0
-    """Tokens of the answer that were looked at."""
+    """Number of tokens of the answer that were read."""
     is_free: bool = False
-    """The part that the constraint does not concern, such as thinking, has not ended."""
+    """True while the part that the constraint does not apply to, such as thinking, has not ended."""
 
     @property
     def may_open(self) -> bool:
-        """May the next token, the first, open the part that the constraint does not concern?"""
+        """May the next token, which is the first, open the part that the constraint does not apply to?"""
         return self.num_read == 0 and self.constraint.opening is not None
 
     def read(self, token_ids: list[int]) -> None:
         """Advance by the answer's tokens since the last call."""
         fresh = token_ids[self.num_read :]
         if PENDING in fresh:
-            return  # it has ended with a fault, and its token never came; one more row of it was under way
+            return  # the answer has ended with a fault and its token never came, but one more row of it was launched
         self.is_free |= self.may_open and fresh[:1] == [self.constraint.opening]
         self.num_read += len(fresh)
         if self.is_free and (end := self.end_of_free_part(fresh)) is not None:
@@ -132,13 +132,13 @@ class _Progress:
             self.matcher.consume_tokens(fresh)
 
     def end_of_free_part(self, token_ids: list[int]) -> int | None:
-        """Return the place of the token that ends the part in front; None where none does."""
+        """Return the index of the token that ends the free part; None if there is none."""
         ends = (self.constraint.after, self.constraint.entry)
         return next((place for place, token_id in enumerate(token_ids) if token_id in ends), None)
 
 
 class Constraints:
-    """The constraints of an engine's requests, from their grammars to the masks of each step."""
+    """Constraints of an engine's requests, from their grammars to the masks of each step."""
 
     def __init__(self, tokenizer: LLTokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._compiler = GrammarCompiler(tokenizer)
@@ -154,7 +154,7 @@ class Constraints:
         return self._compiler.compile(request.tenant, request.constraint.grammar)
 
     def begin(self, request: Request, compiled: LLMatcher) -> EngineFault | None:
-        """Keep the state of an answer that is about to begin; return why its constraint cannot be followed."""
+        """Create the state of an answer that is about to begin; return a fault if its constraint cannot be followed."""
         constraint = request.constraint
         assert constraint is not None, "it has a constraint"
         if compiled.is_error():
@@ -172,11 +172,10 @@ class Constraints:
         self._compiler.close()
 
     def masks(self, sequences: list[Sequence], drafts: Mapping[Sequence, list[int]] | None = None) -> TokenMasks | None:
-        """Return the masks for the next token of each sequence; None where no sequence is constrained.
+        """Return the masks for the next token of each sequence; None if no sequence is constrained.
 
-        Every sequence has one row of logits and, where `drafts` proposes tokens after its own, one more for each: the
-        allowed tokens after the draft's first, second, ... token. Behind a draft that is not allowed they mean
-        nothing.
+        Every sequence has one row of logits. If `drafts` has tokens for it, it has one more row for each draft: the
+        allowed tokens after the first, second, ... draft. Rows after a draft that is not allowed have no meaning.
         """
         drafts = drafts or {}
         row, constrained = 0, []
@@ -227,11 +226,12 @@ class Constraints:
     def _rows(
         self, progress: _Progress, proposed: list[int], words: NDArray[np.int32]
     ) -> list[tuple[LLMatcher, int, list[int]]]:
-        """Fill a sequence's rows that the grammar does not concern; return matcher, first row and drafts of others."""
+        """Fill a sequence's rows that the grammar does not apply to; return matcher, first row and drafts of the other
+        rows."""
         opens = progress.may_open and proposed[:1] == [progress.constraint.opening]
         if not (progress.is_free or opens):
             return [(progress.matcher, 0, proposed)]
-        first = 1 if opens else 0  # the row before which the thought is open
+        first = 1 if opens else 0  # the row before the free part is open
         end = progress.end_of_free_part(proposed[first:])
         behind = first + (len(proposed[first:]) if end is None else end) + 1
         words[first:behind] = -1
@@ -244,7 +244,8 @@ class Constraints:
         return rows
 
     def _settle_ends(self, sequence: Sequence, words: NDArray[np.int32]) -> None:
-        """Put a revision's own ends in place of the base's; forbid any before `min_tokens`, unless nothing is left."""
+        """Replace the base's end tokens by the revision's; forbid them before `min_tokens`, unless no token would be
+        left."""
         own = sequence.request.eos_token_ids
         for i, row in enumerate(words):
             if own and (row & ~self._unended).any():

@@ -1,14 +1,14 @@
 """Steps as CUDA graphs: one for each bucket of rows serves every mix of adapters, contexts and pages.
 
 A graph replays launches with the addresses that they were captured with. So everything that differs between steps is
-data at fixed addresses: token ids, positions, slots and block tables in `StepBuffers`; the work lists that the
-persistent attention and LoRA launches walk through, whose length they read from the device. Two kinds of recordings:
+data at fixed addresses. Token ids, positions, slots and block tables are in `StepBuffers`. The persistent attention and
+LoRA launches read work lists, and the lists' lengths, from the device. Two kinds of recordings:
 
 - `DecodeGraphs`: whole decode steps, from the token ids to the logits. A bucket needs three (no adapter; adapters row
   by row; adapters in tensor-core tiles), not one for each mix.
-- `DecoderGraphs`: what lies between the embedding and the head, for any step: those that hold a prompt, and those with
-  adapters of other formats than pairs on linears. The two ends are launched one operator at a time: a dozen launches,
-  which depend on the rows that are sampled and on the adapters' own tokens.
+- `DecoderGraphs`: everything between the embedding and the head. They serve any step, also steps with a prompt, and
+  steps with adapters that are more than pairs on linears. The operators before and after it are launched one at a time:
+  a dozen launches, which depend on the sampled rows and on the adapters' own tokens.
 
 Rows that only pad a bucket have no slot and no work item: they store nothing.
 
@@ -54,14 +54,14 @@ from loramux_kernels.tables import AttentionBatch, Segments
 logger = logging.getLogger(__name__)
 
 RECORDING = threading.Lock()
-"""Held while a step is recorded: engines of one process record one after the other, because a recording synchronises
-the device and empties the allocator's cache, which fails while another one is under way."""
+"""Lock held while a step is recorded. Engines of one process record one after the other, because a recording
+synchronises the device and empties the allocator's cache, which fails during another recording."""
 
 NO_SLOT = -1
-"""A padding row in `slot_mapping`: its KV is stored nowhere."""
+"""Value of a padding row in `slot_mapping`: its KV is not stored."""
 
 MIN_PARTIALS = 128
-"""Pieces that contexts may be cut into: enough to give every multiprocessor something to read."""
+"""Least number of pieces that contexts may be cut into: enough that every multiprocessor has something to read."""
 
 MOST_RECORDED_ROWS = 2048
 """Rows of the largest step that is recorded: the arithmetic of a larger one hides its launches."""
@@ -70,25 +70,26 @@ MOST_RECORDED_ROWS = 2048
 class StepBuffers:
     """Inputs of steps up to `max_rows` rows and `max_sequences` sequences of `max_blocks` pages each, on the device.
 
-    The tensors are allocated once and filled from pinned memory without waiting, so views of them keep their addresses.
+    The tensors are allocated once, so views of them keep their addresses. They are filled from pinned memory without
+    waiting.
     """
 
     def __init__(self, max_rows: int, max_sequences: int, max_blocks: int, device: torch.device) -> None:
         self.max_rows, self.max_sequences = max_rows, max_sequences
         self._device = device
-        # Rows: input ids, positions, KV slots, for PENDING tokens the row that sampled them in the step before, and
-        # adapters' slots.
+        # Rows: input ids, positions, KV slots, the row of the previous step that sampled a PENDING token, and adapters'
+        # slots.
         self._rows = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
         self._rows[[2, 4]] = NO_SLOT
         self._block_table = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
-        # A decode step samples every row. Graphs read this tensor, so it must not be made for each of them.
+        # A decode step samples every row. Graphs read this tensor, so all of them share one.
         self._every_row = torch.arange(max_sequences, device=device)
 
     def fill(self, packed: PackedStep, sources: NDArray[np.int64], sampled: torch.Tensor | None) -> StepInputs:
         """Replace the buffers' contents by a step's.
 
-        A PENDING token is taken from `sampled`, the tokens that an earlier step leaves on the device: row i's from
-        `sampled[sources[i]]`.
+        The PENDING token of row i is taken from `sampled[sources[i]]`, the tokens that an earlier step leaves on the
+        device.
         """
         length, (sequences, blocks) = len(packed.input_ids), packed.block_table.shape
         rows = np.zeros(self._rows.shape, dtype=np.int64)
@@ -116,9 +117,9 @@ class StepBuffers:
         )
 
     def padded(self, rows: int) -> StepInputs:
-        """Return the first `rows` rows as a step's inputs, which follow whatever is filled in later.
+        """Return the first `rows` rows as a step's inputs: views, which show everything that is filled in later.
 
-        As they are, the rows are sequences of one token each that are sampled.
+        Before they are filled, the rows are sequences of one token each that are sampled.
         """
         return StepInputs(
             input_ids=self._rows[0, :rows],
@@ -133,8 +134,8 @@ class StepBuffers:
         )
 
     def padded_segments(self, rows: int, tile_map: TileMap) -> Segments:
-        """Return the first `rows` rows as a step's segments, which follow the buffers' and the map's contents."""
-        # One run of all rows stands for whatever they will hold.
+        """Return the first `rows` rows as a step's segments: views of the buffers and the map."""
+        # One run of all rows represents any runs that they will hold.
         segments = Segments((0, rows), (0,))
         attach_tile_map(segments, tile_map)
         segments.use_row_slots(self._rows[4, :rows])
@@ -142,7 +143,7 @@ class StepBuffers:
 
 
 class ReservedAttention:
-    """Work lists of fixed addresses, for each kind of attention that a model's layers ask for in one forward."""
+    """Work lists at fixed addresses, for each kind of attention that a model's layers use in one forward."""
 
     def __init__(self, shapes: Iterable[AttentionShape], buffers: StepBuffers, device: torch.device) -> None:
         sequences, rows = buffers.max_sequences, min(buffers.max_rows, MOST_RECORDED_ROWS)
@@ -155,8 +156,7 @@ class ReservedAttention:
         return tuple(self._tiles)
 
     def attach(self, batch: AttentionBatch, heights: int) -> None:
-        """Have launches for `batch` read the lists of the first `heights` of the tile heights; one is enough to
-        decode."""
+        """Make launches for `batch` read the lists of the first `heights` tile heights; one is enough for decoding."""
         for shape, tiles in self._tiles.items():
             attach_attention(batch, shape, tiles[:heights])
 
@@ -170,20 +170,22 @@ class ReservedAttention:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """`replay` does with `inputs` what was recorded."""
+    """A recorded function; `replay` runs it on `inputs`."""
 
     replay: Callable[[], object]
     inputs: object
-    """The owners of everything that the recorded launches read, the model's own weights aside; held, never read."""
+    """Owners of everything that the recorded launches read, except the model's weights. They are held to keep them
+    alive, and are never read."""
     is_graph: bool = False
-    """`replay` launches a CUDA graph. If not, it calls the function, which takes the host 10 to 20 times as long."""
+    """True if `replay` launches a CUDA graph. If not, it calls the function, which takes the host 10 to 20 times as
+    long."""
 
 
 class GraphRecorder(Protocol):
     """Records functions that read and write the same addresses at every call."""
 
     def __call__(self, function: Callable[[], object], inputs: object) -> Recording:
-        """Record `function`, which reads `inputs`, and writes its result to memory that outlives it."""
+        """Record `function`, which reads `inputs` and writes its result to memory that outlives the call."""
 
 
 class CudaGraphs:
@@ -192,23 +194,24 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all: the allocator keeps what a stream has freed for that stream.
+        # One stream for all, because the allocator keeps memory that a stream has freed for that stream.
         self._warm_up = torch.cuda.Stream(device)
-        # Compares every input's storage at each replay, which costs host time: for tests and fault finding.
+        # Compares every input's storage at each replay. This costs host time, so it is only for tests and debugging.
         wanted = os.environ.get("LORAMUX_CHECK_GRAPH_INPUTS") == "1"
         offered = "check_input_liveness" in inspect.signature(torch.cuda.graph).parameters
         self._options: dict[str, Any] = {"check_input_liveness": True} if wanted and offered else {}
 
     def __call__(self, function: Callable[[], object], inputs: object) -> Recording:
-        """Run `function` once outside the graph, for what is made on first use: kernels, tables, workspaces."""
+        """Record `function`, after one run outside the graph, which makes what is made on first use: kernels, tables,
+        workspaces."""
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._warm_up.wait_stream(current)
         try:
             with torch.cuda.stream(self._warm_up):
                 function()
             current.wait_stream(self._warm_up)
-            # `graph` leaves its own stream current if the capture's end fails; the outer context restores `current`.
-            # By thread: what the other threads of the process ask of CUDA (loads, another engine's steps) is allowed.
+            # `graph` leaves its own stream current if the capture's end fails; the outer context restores `current`. By
+            # thread: CUDA calls of the process's other threads (loads, another engine's steps) are allowed.
             with (
                 torch.cuda.stream(current),
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local", **self._options),
@@ -227,7 +230,8 @@ def record_calls(function: Callable[[], object], inputs: object) -> Recording:
 
 
 def choose_recorder(function: Callable[[], object], device: torch.device) -> GraphRecorder:
-    """Return what records functions like `function` on `device`: calls where it syncs, which no graph can hold."""
+    """Return the recorder for functions like `function` on `device`. If it syncs, which a graph cannot hold, this
+    records calls."""
     syncs = host_syncs_of(function)
     if syncs:
         logger.warning("steps run without CUDA graphs: the model waits for the device in %s", sorted(syncs))
@@ -235,7 +239,8 @@ def choose_recorder(function: Callable[[], object], device: torch.device) -> Gra
 
 
 def or_calls(record: GraphRecorder) -> GraphRecorder:
-    """Record by `record`, one function at a time in this process, and by calls those that it fails for.
+    """Return a recorder that uses `record`, one function at a time in this process, and calls for functions for which
+    it fails.
 
     A function that fails says nothing about the next one: a smaller bucket fits into memory that was too little.
     """
@@ -259,10 +264,10 @@ def or_calls(record: GraphRecorder) -> GraphRecorder:
 class _Graph:
     recording: Recording
     tile_map: TileMap | None
-    """None where no launch multiplies by adapters."""
+    """Tiles of the adapters' launches; None if no launch multiplies by adapters."""
 
     def replay(self, packed: PackedStep, ranks: Sequence[int]) -> None:
-        """Run it on the step that the buffers and the attention's lists hold; `ranks` are the segments' largest."""
+        """Run it on the step in the buffers and the attention's lists; `ranks` are the segments' largest ranks."""
         if self.tile_map is not None:
             assert packed.segments is not None
             self.tile_map.refill(packed.segments, np.asarray(ranks, dtype=np.int64))
@@ -286,10 +291,10 @@ class DecodeGraphs:
         record: GraphRecorder,
         logits: torch.Tensor,
     ) -> None:
-        """`logits`: any row's, `[1, vocab]`."""
+        """`logits`: logits of any row, `[1, vocab]`."""
         self._forward, self._buffers, self._attention = forward, buffers, attention
         self._buckets = decode_buckets(buffers.max_sequences)
-        # One for all graphs: a result of each one's own would keep rows x vocabulary of the card's memory for ever.
+        # One result for all graphs: separate results would keep rows x vocabulary of the card's memory for each graph.
         self._logits = logits.new_empty(buffers.max_sequences, logits.shape[1])
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
@@ -299,13 +304,13 @@ class DecodeGraphs:
 
     @property
     def count(self) -> StepGraphs:
-        """How many of the recordings are graphs."""
+        """Counts of the recordings that are graphs and that are calls."""
         return count_graphs(self._graphs.values())
 
     def run(self, packed: PackedStep, ranks: Sequence[int]) -> torch.Tensor:
-        """Return the logits `[S, vocab]` of a decode step that the buffers hold; valid until the next run.
+        """Return the logits `[S, vocab]` of the decode step in the buffers; valid until the next run.
 
-        `ranks` are the largest of each segment's adapter.
+        `ranks` are the largest ranks of each segment's adapter.
         """
         count = len(packed.input_ids)
         rows = next(bucket for bucket in self._buckets if bucket >= count)
@@ -323,7 +328,7 @@ class DecodeGraphs:
 
 
 DecoderKind = Literal["base", "pairs", "extras"]
-"""What a recording's launches add to the base: nothing, pairs on linears, or all that adapters may bring."""
+"""Parts of adapters that a recording's launches add to the base: none, pairs on linears, or all."""
 
 KINDS: tuple[DecoderKind, ...] = ("extras", "pairs", "base")
 
@@ -348,11 +353,11 @@ class DecoderGraphs:
 
     @property
     def count(self) -> StepGraphs:
-        """How many of the recordings are graphs."""
+        """Counts of the recordings that are graphs and that are calls."""
         return count_graphs(self._graphs.values())
 
     def decoder_of(self, packed: PackedStep, ranks: Sequence[int], extras: StepExtras | None) -> Decode | None:
-        """Return the decoder of a step that the buffers hold; None where it is larger than what was recorded.
+        """Return the decoder for the step in the buffers; None if the step is larger than every recorded one.
 
         Its result is valid until the next step.
         """
@@ -387,7 +392,8 @@ class DecoderGraphs:
 
 
 def kind_of(segments: Segments | None, extras: StepExtras | None) -> DecoderKind:
-    """Return the kind of recording that a step needs: what changes embeddings or logits alone is outside of it."""
+    """Return the kind of recording that a step needs. Changes of embeddings or logits alone are outside of
+    recordings."""
     if segments is None:
         return "base"
     if extras is None or not (extras.columns or extras.inputs or extras.norms):
@@ -407,8 +413,8 @@ def decode_buckets(most: int) -> tuple[int, ...]:
 def step_buckets(most: int) -> tuple[int, ...]:
     """Return the row counts for which any step is recorded, `most` the last.
 
-    Powers of two up to 16, then two to an octave, from 256 rows on four, where what pads is arithmetic: a fifth at
-    most.
+    Powers of two up to 16, then two buckets an octave. From 256 rows on there are four an octave, because there padding
+    costs arithmetic: a fifth at most.
     """
     few = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192)
     return _up_to(most, (*few, *(step << n for n in range(6, most.bit_length()) for step in (4, 5, 6, 7))))
@@ -424,7 +430,7 @@ HOST_SYNC_OPERATORS = frozenset(
 """Operators that make the host wait for a value, or for a shape that depends on one."""
 
 HOST_SYNC_METHODS = frozenset(("tolist", "cpu", "numpy", "item"))
-"""Methods of a tensor that do the same; on a CPU tensor some of them run no operator at all."""
+"""Methods of a tensor that make the host wait too; on a CPU tensor some of them run no operator at all."""
 
 
 def host_syncs_of(function: Callable[[], object]) -> set[str]:
@@ -455,7 +461,8 @@ class _OperatorWatch(TorchDispatchMode):
 
 
 class _MethodWatch(TorchFunctionMode):
-    """Notes methods that read a tensor's values on the host: a test on a CPU then finds what a GPU would wait for."""
+    """Notes methods that read a tensor's values on the host, so a test on a CPU finds where the host would wait for a
+    GPU."""
 
     def __init__(self, found: set[str]) -> None:
         super().__init__()
@@ -477,7 +484,8 @@ def _has_mask(args: Sequence[Any]) -> bool:
 
 
 def _leaves_the_device(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Does a copy end on the host? One into pinned memory does not wait, but a graph would copy to it for ever."""
+    """Does a copy end on the host? A copy into pinned memory does not wait, but a graph would repeat it at every
+    replay."""
     source = args[1] if name == "copy_" else args[0]
     target = args[0].device if name == "copy_" else torch.device(kwargs.get("device") or source.device)
     return source.device.type != "cpu" and target.type == "cpu"

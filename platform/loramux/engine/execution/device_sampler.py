@@ -1,16 +1,16 @@
-"""Sampling on the device: only token ids, and log probabilities where asked for, cross to the host.
+"""Sampling on the device: only token ids, and requested log probabilities, are copied to the host.
 
 The distributions are those of `sampler`. Randomness is a counter-based generator (Philox) keyed by the request's seed
-and its number of generated tokens, so a draw depends on neither the rows beside it nor the order of launches.
+and its number of generated tokens, so a draw depends neither on other rows nor on the order of launches.
 
-What a request's sampling needs from step to step is kept on the device, so that the host's work for a step grows with
-its rows and not with their contexts or parameters:
+The state of a request's sampling is kept on the device from step to step. So the host's work for a step grows with its
+rows, not with their contexts or parameters:
 
-- `TokenHistories`: a penalty counts every token that a sequence has read or generated. They are sent once: a step sends
-  those that are new, one for a sequence that decodes.
+- `TokenHistories`: a penalty counts every token that a sequence has read or generated. Each token is sent once: a step
+  sends the new tokens, one for a sequence that decodes.
 - `TokenBiases`: terms that requests add to single logits, `logit_bias` and the ends that `min_tokens` forbids. A
-  request may name a thousand tokens. They are sent once, and joined with the other rows' where the rows of a step
-  change; a step of the same rows as the one before costs nothing.
+  request may name a thousand tokens. They are sent once, and are joined with the other rows' terms if the rows of a
+  step change. A step with the same rows as the previous one costs nothing.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _penalties = attrgetter(*PENALTIES)
 _NO_PENALTIES = _penalties(NEUTRAL)
 
 _NO_TOKEN = -2
-"""Crosses to the host where a row's logits have no finite maximum, or its token is outside the vocabulary."""
+"""Value copied to the host if a row's logits have no finite maximum, or its token is outside the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The tokens of one step on the device, from where the next step reads them."""
+    """Tokens of one step on the device, where the next step reads them."""
 
     sequences: list[Sequence]
     tokens: torch.Tensor
@@ -63,17 +63,17 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True)
 class _Logprobs:
-    """Log probabilities of the rows that asked for them, on the host once the copy has ended."""
+    """Log probabilities of the rows that request them, on the host once the copy has ended."""
 
     rows: list[int]
     chosen: torch.Tensor
     """float32[len(rows)]"""
     values: torch.Tensor
-    """float32[len(rows), most asked for]"""
+    """float32[len(rows), most alternatives of a row]"""
     token_ids: torch.Tensor
-    """int64[len(rows), most asked for]"""
+    """int64[len(rows), most alternatives of a row]"""
     named: torch.Tensor
-    """float32[len(rows), most `logprob_token_ids`]: those of a row's own, then anything."""
+    """float32[len(rows), most `logprob_token_ids`]: the row's own first; the rest of the columns have no meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class TokensInFlight:
     sampled: SampledTokens
     eos_token_ids: tuple[int, ...]
     faults: Mapping[int, EngineFault]
-    """Why a row has no token to choose, by row."""
+    """Faults of rows without a token to choose, by row."""
     _tokens: torch.Tensor
     _logprobs: _Logprobs | None
     _arrived: torch.cuda.Event | None
@@ -132,7 +132,7 @@ class DeviceSampler:
         previous: SampledTokens | None,
         masks: TokenMasks | None = None,
     ) -> TokensInFlight:
-        """Sample from `logits` `[len(sequences), vocab]`; PENDING tokens of the sequences are `previous`'s.
+        """Sample from `logits` `[len(sequences), vocab]`; PENDING tokens of the sequences are taken from `previous`.
 
         `masks` removes tokens from `logits` in place.
         """
@@ -143,7 +143,7 @@ class DeviceSampler:
         else:
             allowed = self._allowed_only(logits, sequences)
             tokens = sample(allowed, self._batch(sequences, logits.shape[1], previous))
-            # The next step reads `tokens` as input ids, so they stay valid ids where the host is sent a fault.
+            # The next step reads `tokens` as input ids, so they stay valid ids even if the host gets a fault.
             is_valid = allowed.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
             tokens, reported = torch.where(is_valid, tokens, 0), torch.where(is_valid, tokens, _NO_TOKEN)
         sampled = SampledTokens(sequences, tokens, {sequence: row for row, sequence in enumerate(sequences)})
@@ -164,7 +164,8 @@ class DeviceSampler:
         self._biases.forget(request_id)
 
     def _allowed_only(self, logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-        """Return `logits`, or a copy where rows have `allowed_token_ids`: log probabilities are those of all tokens."""
+        """Return `logits`, or a copy if rows have `allowed_token_ids`, because log probabilities are those of all
+        tokens."""
         own = {row: ids for row, r in enumerate(sequences) if (ids := r.request.sampling.allowed_token_ids)}
         if not own:
             return logits
@@ -178,7 +179,7 @@ class DeviceSampler:
     def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
         params = [sequence.request.sampling for sequence in sequences]
         floats = [[_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS]
-        # A vocabulary has fewer than 2^31 tokens, so that a larger bound keeps all as well.
+        # A vocabulary has fewer than 2^31 tokens, so a larger bound keeps all tokens as well.
         ints = [[min(getattr(p, name), 2**31 - 1) for p in params] for name in _INTS]
         *own_ints, step = aligned_rows(
             np.array([*ints, [r.num_output_tokens for r in sequences]], dtype=np.int32), self._device
@@ -232,7 +233,7 @@ def _temperature(params: SamplingParams) -> float:
 
 
 def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    """Return an event behind everything that was launched so far; None where launches end before they return."""
+    """Return an event after everything that was launched so far; None if launches end before they return."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event()
@@ -241,12 +242,12 @@ def _record_event(device: torch.device) -> torch.cuda.Event | None:
 
 
 FIRST_WIDTH = 1024
-"""Tokens of the longest sequence that there is room for at first; the room doubles when it is too small."""
+"""Initial width of the table, in tokens of a sequence; it doubles when it is too small."""
 
 
 @dataclass(slots=True)
 class _Place:
-    """A row of the table, and how many of its tokens are written."""
+    """A row of the table, and the number of its tokens that are written."""
 
     row: int
     length: int = 0
@@ -255,7 +256,7 @@ class _Place:
 class TokenHistories:
     """A table on the device with a row for each sequence that has had penalties and has not ended.
 
-    It takes 4 bytes a token, far below a thousandth of the sequence's KV, and so is in no budget.
+    It takes 4 bytes a token, far below a thousandth of the sequence's KV, so no budget counts it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -267,10 +268,10 @@ class TokenHistories:
     def flat(
         self, sequences: list[Sequence], rows: list[int], drawn: torch.Tensor | None, sources: list[int]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return all tokens of `sequences`, one sequence after the other, after what is new of them was added.
+        """Add the new tokens of `sequences`; return all their tokens, one sequence after the other.
 
         A last token that is PENDING is `drawn[source]`. The results have N elements, on the device: the sequence's
-        element of `rows`, int32; the token, int32; whether the sequence generated it, bool.
+        element of `rows`, int32; the token, int32; True if the sequence generated it, bool.
         """
         places = [self._place(sequence) for sequence in sequences]
         self._append(sequences, places, drawn, sources)
@@ -342,21 +343,21 @@ class TokenHistories:
 
 
 _Key = tuple[tuple[int, str, bool], ...]
-"""Rows that have terms: number, request, and whether its ends are forbidden."""
+"""Rows that have terms: number, request, and True if its end tokens are forbidden."""
 
 
 class TokenBiases:
-    """The terms of the sequences that have had any and have not ended."""
+    """Terms of the sequences that have had any and have not ended."""
 
     def __init__(self, eos_token_ids: tuple[int, ...], device: torch.device) -> None:
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._terms: defaultdict[str, dict[tuple[bool, int], tuple[torch.Tensor, torch.Tensor]]] = defaultdict(dict)
-        """Token ids and values, by request and by whether its ends are forbidden and the logits' width."""
+        """Token ids and values by request, then by (end tokens are forbidden, the logits' width)."""
         self._joined: tuple[_Key, int, LogitBias | None] = ((), 0, None)
 
     def of_step(self, sequences: list[Sequence], vocab: int) -> LogitBias | None:
-        """Return the terms of a step whose i-th row of logits `[vocab]` is that of `sequences[i]`."""
+        """Return the terms of a step; its i-th row of logits `[vocab]` belongs to `sequences[i]`."""
         key = tuple(
             (row, sequence.id, sequence.num_output_tokens < params.min_tokens)
             for row, sequence in enumerate(sequences)

@@ -1,15 +1,15 @@
-"""Decoder layers with few operators: what transformers' own modules compute, in a third of the passes.
+"""Decoder layers with few operators: they compute the same as transformers' own modules in a third of the passes.
 
 Every family's layer is two sublayers, attention and feed-forward, on one residual stream x:
 
     x = x + factor * norm_after(sublayer(norm_before(x)))        either norm may be absent
 
-One pass adds a sublayer's result to x and normalises x for the next. Queries turn, and keys turn and go to their pages,
-in one pass; so do the activation of a gate and its product. The linears are the modules that `install` has put there.
-A layer whose parts are not all known stays as it is, and `attend` serves it.
+One pass adds a sublayer's result to x and normalises x for the next one. One pass rotates queries and keys and writes
+keys and values to their pages. One pass applies the activation of a gate and multiplies. The linears are the modules
+that `install` has put there. A layer whose parts are not all known stays as it is, and `attend` serves it.
 
-On a CPU all layers are one call (`DecoderLayers`), for steps whose adapters are pairs on linears. The modules below say
-what that call does, and serve all other steps.
+On a CPU all layers are one call (`DecoderLayers`) if the step's adapters are pairs on linears. The modules below define
+the result of that call, and serve all other steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ from loramux_kernels.tables import Norm, OwnWeights, Rotation
 
 
 def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
-    """Replace the decoder layers of `model` whose every part is known, and its last norm; return how many were."""
+    """Replace the decoder layers of `model` whose parts are all known, and its last norm; return the number of
+    layers."""
     family = family_of(model.config)
     if not family.fuses_layers:
         return 0
@@ -52,7 +53,8 @@ def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
 
 
 def _stack(decoder: Any, family: Family) -> None:
-    """Put layers that one call computes behind one module: all together, or each where some are left or turn apart."""
+    """Put layers that one call computes into one module. If some layers are not replaced, or rotate by different
+    angles, each layer gets its own module."""
     described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in decoder.layers]
     whole = [layer for layer in described if layer is not None]
     if len(whole) == len(described) and not family.angles_by_layer:
@@ -77,7 +79,7 @@ def _base_of(norm: nn.Module) -> Any:
 
 
 class FusedNorm(nn.Module):
-    """Replaces a norm. Families differ in what they store and where they round."""
+    """Replaces a norm. Families differ in the stored values and in the place of rounding."""
 
     def __init__(self, norm: nn.Module, form: NormForm) -> None:
         super().__init__()
@@ -96,15 +98,16 @@ class FusedNorm(nn.Module):
 
     @property
     def is_shared(self) -> bool:
-        """True where no adapter of the step may have a weight of its own for this norm."""
+        """True if no adapter of the step may have its own weight for this norm."""
         return self._own_weights() is None
 
     def normalise(self, x: torch.Tensor, delta: torch.Tensor | None = None, factor: float = 1.0) -> torch.Tensor:
         """Return the rows of `x`, `[T, width]` or heads `[T, heads, width]`, by the weights of each row's adapter.
 
-        With `delta`, `x` `[T, width]` is changed in place before: `x += factor * delta`.
+        With `delta`, `x` `[T, width]` is first changed in place: `x += factor * delta`.
         """
-        # Heads of a joined projection lie apart: a copy is normalised. A stream that is changed in place is whole.
+        # Heads of a joined projection are not contiguous, so a copy is normalised. A stream that is changed in place
+        # is.
         rows = x if delta is not None or x.is_contiguous() else x.contiguous()
         own = self._own_weights(x.shape[1] if x.ndim == 3 else 1)
         return rms_norm(rows.view(-1, x.shape[-1]), self.norm, delta, factor, own).view(x.shape)
@@ -209,7 +212,7 @@ class FusedFeedForward(nn.Module):
 
     @property
     def projections(self) -> list[nn.Module]:
-        """The linears of the gate and of what it multiplies."""
+        """The linears of the gate and of the factor that it multiplies."""
         return [self.gate_up_proj] if self.is_joined else [self.gate_proj, self.up_proj]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -223,7 +226,7 @@ class FusedFeedForward(nn.Module):
 
 
 class PackedFeedForward(nn.Module):
-    """Calls a feed-forward module that wants transformers' batch dimension, such as a mixture."""
+    """Calls a feed-forward module that needs transformers' batch dimension, such as a mixture."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -245,7 +248,7 @@ def _feed_forward(network: Any, activations: Set[str]) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Norms:
-    """The norms around both sublayers; None where a family has none."""
+    """The norms around both sublayers; None if a family has no such norm."""
 
     before_attention: FusedNorm | None
     after_attention: FusedNorm | None
@@ -254,7 +257,7 @@ class _Norms:
 
     @classmethod
     def of(cls, layer: Any, form: NormForm) -> _Norms:
-        """Find them: `post_attention_layernorm` stands before the network where no other norm does."""
+        """Find the norms. `post_attention_layernorm` is before the network if no other norm is."""
         named = {name: FusedNorm(norm, form) for name, norm in layer.named_children() if name.endswith("norm")}
         if "post_feedforward_layernorm" in named:
             return cls(
@@ -267,7 +270,7 @@ class _Norms:
 
 
 def describe(layer: FusedLayer) -> DecoderLayer | None:
-    """Return what one call computes in the place of `layer`; None where a part of it is none of the call's."""
+    """Return the description with which one call computes `layer`; None if the call cannot compute a part of it."""
     attention, network, norms = layer.self_attn, layer.mlp, layer.norms
     if not isinstance(network, FusedFeedForward) or (attention.norms and not attention.norms_heads):
         return None
@@ -302,7 +305,7 @@ def describe(layer: FusedLayer) -> DecoderLayer | None:
 
 
 def _one_product(members: Sequence[nn.Module]) -> GroupedLinear | None:
-    """Return what computes `members`, in this order and nothing else; None where nothing does, or ranks share it."""
+    """Return the group that computes exactly `members`, in this order; None if there is none, or ranks share it."""
     linears = [member for member in members if isinstance(member, LoraLinear)]
     if len(linears) < len(members) or any(linear.group is not linears[0].group for linear in linears):
         return None
@@ -352,10 +355,10 @@ class FusedLayer(nn.Module):
 
 
 class FusedStack(nn.Module):
-    """Replaces decoder layers that follow one another and turn queries and keys by the same angles."""
+    """Replaces consecutive decoder layers that rotate queries and keys by the same angles."""
 
     def __init__(self, layers: Sequence[FusedLayer], described: Sequence[DecoderLayer], is_last: bool) -> None:
-        """`described` is `describe` of each layer; behind the last stack only some rows are read."""
+        """`described` is `describe` of each layer. After the last stack only some rows are read."""
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._indices = [layer.self_attn.layer_idx for layer in layers]
@@ -368,7 +371,7 @@ class FusedStack(nn.Module):
     def run_in_one_call(
         self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> bool:
-        """Change the rows `x` in place; return False, with nothing done, for a step that needs the modules."""
+        """Change the rows `x` in place; for a step that needs the modules, do nothing and return False."""
         bank, kv = self._bank, [step.layers[index] for index in self._indices]
         native = self._described.native_for(x, kv) if bank.extras is None else None
         if native is None:

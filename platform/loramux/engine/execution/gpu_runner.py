@@ -1,17 +1,17 @@
 """Runs steps on a GPU; the host waits for it only when a step's tokens are read.
 
-Steps are replayed from CUDA graphs (see cuda_graphs): decode steps whole, others between the embedding and the head.
-Only steps of more rows than were recorded are launched operator by operator.
+Steps are replayed from CUDA graphs (see cuda_graphs): decode steps whole, other steps between the embedding and the
+head. Only steps of more rows than were recorded are launched operator by operator.
 
-A constraint allows tokens by the one before, which the host does not know when it launches a step. So the tokens of a
-step with a constrained row are chosen in a launch of their own, after those of the step before were read and while the
-forward runs; a step without one is launched whole.
+The tokens that a constraint allows depend on the previous token, which the host does not know when it launches a step.
+So the tokens of a step with a constrained row are chosen in a separate launch, after the previous step's tokens were
+read and while the forward runs. A step without such a row is launched whole.
 
 `warm_up` runs every kernel once before the first request. Triton compiles a kernel anew for each combination of its
-arguments' types, of constants, and of numbers that are 1 or divisible by 16; each takes seconds, in which no request is
-served. Recorded steps are compiled when they are recorded. `warm_up` compiles the others: one forward whose work lists
-are empty, of every height of tile that a step of many rows may need, and the choice of tokens with everything that a
-request may ask for.
+arguments' types, of constants, and of numbers that are 1 or divisible by 16; each compilation takes seconds, in which
+no request is served. Recorded steps are compiled when they are recorded. `warm_up` compiles the others: one forward
+whose work lists are empty, of every height of tile that a step of many rows may need, and the choice of tokens with
+every parameter of a request.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ from loramux_kernels.tables import Segments
 
 @dataclass(slots=True)
 class LaunchedForward:
-    """A step's forward, and its tokens once their choice is enqueued."""
+    """A launched forward, and its tokens once their choice is enqueued."""
 
     runner: GpuRunner
     logits: torch.Tensor
     """`[len(sequences), vocab]`, valid until the next forward."""
     sequences: list[Sequence]
     scores: PromptScores = NO_SCORES
-    """These and the vectors arrive with the tokens."""
+    """Scores of prompts; they and the vectors arrive with the tokens."""
     pooled: PooledVectors = NONE_POOLED
     tokens: TokensInFlight | None = None
 
@@ -84,7 +84,7 @@ class LaunchedForward:
 
 
 class GpuRunner:
-    """Launches steps without waiting; tokens that the host does not know yet are taken from the launch before."""
+    """Launches steps without waiting; tokens that the host does not know yet are taken from the previous launch."""
 
     runs_ahead = True
 
@@ -130,19 +130,19 @@ class GpuRunner:
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device)
         inputs = buffers.padded(1)
-        logits = forward(inputs, None)  # cuts the work lists, on the host, from lengths that are there
+        logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
         attention = ReservedAttention(attention_shapes(inputs.batch), buffers, device)
         hidden_size = forward.model.config.get_text_config().hidden_size
         decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits)
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size)
-        if device.type == "cuda":  # nothing else compiles kernels
+        if device.type == "cuda":  # other devices compile no kernels
             warm_up(forward, buffers, sampler, attention.shapes)
         return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, settings.block_size)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
-        """Enqueue one forward and, unless a constraint waits for the tokens before, the choice of its tokens."""
+        """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
         packed = pack(step, self._block_size)
         tokens = None if self._previous is None else self._previous.tokens
         inputs = self._buffers.fill(packed, self._sources(step, packed), tokens)
@@ -166,7 +166,8 @@ class GpuRunner:
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedForward) -> TokensInFlight:
-        """Enqueue the choice of a step's tokens; those of the step before are known where a constraint needs them."""
+        """Enqueue the choice of a step's tokens; if a constraint needs the previous step's tokens, they are known
+        now."""
         masks = None if self._constraints is None else self._constraints.masks(launched.sequences)
         in_flight = self._sampler.launch(launched.logits, launched.sequences, self._previous, masks)
         self._previous = in_flight.sampled
@@ -180,7 +181,7 @@ class GpuRunner:
             self._constraints.forget(request_id)
 
     def _sources(self, step: Step, packed: PackedStep) -> NDArray[np.int64]:
-        """Return int64[T]: for each PENDING token, its row among those sampled before; 0 elsewhere."""
+        """Return int64[T]: for each PENDING token, its row among the previous step's sampled rows; 0 elsewhere."""
         sources = np.zeros(len(packed.input_ids), dtype=np.int64)
         ends = packed.cu_seqlens[1:] - 1
         for chunk, last in zip(step.chunks, ends.tolist(), strict=True):
@@ -193,11 +194,11 @@ class GpuRunner:
 ROWS = 2
 EXAMPLES: dict[str, Any] = {name: parameter.example for name, parameter in PARAMETERS.items()}
 EVERYTHING = SamplingParams(max_tokens=4, min_tokens=2, logprobs=1, **EXAMPLES)
-"""Every parameter at once, none of them neutral."""
+"""Parameters of a request that uses every one of them, none with a neutral value."""
 
 
 def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shapes: Items[AttentionShape]) -> None:
-    """Compile what steps launch that are not recorded; `shapes` are the kinds of attention of the model's layers.
+    """Compile the kernels of steps that are not recorded; `shapes` are the kinds of attention of the model's layers.
 
     No adapter is installed yet and no page is read or written.
     """

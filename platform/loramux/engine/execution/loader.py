@@ -1,7 +1,7 @@
-"""Loading: a checkpoint becomes a model with a runner and, of several ranks, the team of the others.
+"""Loading: a checkpoint becomes a model with a runner and, if there are several ranks, the team of the others.
 
-Before the weights are read, `plan_memory` works out from the files' headers and the config what the base will take of
-the machine's memory. The plan is logged, or the base is refused with the settings that would fit.
+Before the weights are read, `plan_memory` computes from the files' headers and the config how much of the machine's
+memory the base will take. The plan is logged, or the base is refused with the settings that would fit.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 GB = 1e9
 TYPICAL_RANK = 64
-"""Of the adapters that a memory plan counts."""
+"""Rank of the adapters that a memory plan counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LoadedModel:
 
     runner: Runner
     constraints: Constraints | None
-    """None where grammars cannot read the model's tokenizer."""
+    """Constraints of answers; None if grammars cannot read the model's tokenizer."""
     base: BaseDescription
     weights: BaseWeights
     """The base's weights, which adapters are fitted to."""
@@ -70,15 +70,15 @@ class LoadedModel:
     weight_bytes: int
     """Bytes of weights that a step reads at least once, on each rank."""
     sharding: Sharding | None = None
-    """How the base is divided among ranks; None: it is not."""
+    """Division of the base among ranks; None: one rank has all."""
     team: RankTeam | None = None
     """The other ranks."""
 
 
 def load_model(settings: Settings) -> LoadedModel:
-    """Load `settings.model` and give the rest of the memory to one pool; start the other ranks where there are any.
+    """Load `settings.model` and give the rest of the memory to one pool; start the other ranks, if any.
 
-    Raises UnsupportedModel for a checkpoint that would be served wrong, and for settings that do not fit the machine.
+    Raises UnsupportedModel for a checkpoint that would be served wrongly, and for settings that do not fit the machine.
     """
     directory = Path(settings.model.path)
     if settings.engine.tensor_parallel_size == 1:
@@ -95,7 +95,7 @@ def load_model(settings: Settings) -> LoadedModel:
     _plan(settings, base, sharding)
     team = RankTeam(settings)
     try:
-        with LoadingProgress(settings.model.served_model_name) as progress:  # of all ranks this one reports
+        with LoadingProgress(settings.model.served_model_name) as progress:  # only this rank reports
             share = load_share(settings, 0, team.meeting, progress)
         ready = team.wait_ready()
         pages = [(share.num_pages, share.forward.bank.page_elements), *((r.num_pages, r.page_elements) for r in ready)]
@@ -111,7 +111,7 @@ def load_model(settings: Settings) -> LoadedModel:
 
 
 def _plan(settings: Settings, base: BaseDescription, sharding: Sharding) -> None:
-    """Log what the base will take of this machine's memory. Raises UnsupportedModel where that is too much."""
+    """Log how much of this machine's memory the base will take. Raises UnsupportedModel if that is too much."""
     directory, engine = Path(settings.model.path), settings.engine
     itemsize = itemsize_of(sharding.config, settings.model.dtype, torch.device("cpu"))
     has_fp8_kv = engine.kv_cache_dtype == "fp8"
@@ -129,9 +129,9 @@ def assemble(
     defaults: SamplingDefaults | None = None,
     progress: LoadingProgress | None = None,
 ) -> LoadedModel:
-    """Make `model`, which `base` describes, ready to serve where it is; its linears are replaced.
+    """Make `model`, which `base` describes, ready to serve on its device; its linears are replaced.
 
-    Raises UnsupportedModel where `settings` do not fit it.
+    Raises UnsupportedModel if `settings` do not fit it.
     """
     share = assemble_share(model, base, settings, progress=progress)
     return _served(share, base, share.local_weights, settings, defaults)
@@ -146,7 +146,7 @@ def _served(
     sharding: Sharding | None = None,
     team: RankTeam | None = None,
 ) -> LoadedModel:
-    """Put sampling around rank 0's model; `weights` are those of the whole base."""
+    """Add sampling to rank 0's model; `weights` are those of the whole base."""
     model, states = share.forward.model, share.states
     max_model_len = _max_model_len(settings, model)
     eos = _eos_token_ids(model)
@@ -201,7 +201,7 @@ def _runner(
     engine, pool = settings.engine, forward.bank.pool
     if not runs_triton(pool):
         return CpuRunner(forward, Sampler(eos), constraints, engine.block_size, state_pages, team)
-    # Only where it runs: it needs triton.
+    # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     return GpuRunner.build(forward, DeviceSampler(eos, pool.device), constraints, engine, max_model_len)
@@ -242,9 +242,9 @@ class MemoryPlan:
     weight_bytes: int
     pool_bytes: int
     page_bytes: int
-    """0 where it cannot be known without the weights."""
+    """Bytes of a page; 0 if it is not known without the weights."""
     adapter_bytes: int
-    """An adapter of TYPICAL_RANK on all linears."""
+    """Bytes of an adapter of TYPICAL_RANK on all linears."""
     is_quantized: bool = False
 
     @property
@@ -262,7 +262,8 @@ class MemoryPlan:
         )
 
     def check(self, memory: int) -> None:
-        """Raise UnsupportedModel where the machine's `memory` bytes are too few; the message says what would fit."""
+        """Raise UnsupportedModel if the machine's `memory` bytes are too few; the message names settings that would
+        fit."""
         if self.total_bytes <= memory:
             return
         left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
@@ -290,16 +291,16 @@ def plan_memory(
     *,
     has_fp8_kv: bool = False,
 ) -> MemoryPlan:
-    """Plan for weights and keys of `itemsize` bytes an element, and for codes as they are held.
+    """Plan the memory of weights and keys with `itemsize` bytes an element, and of codes as they are held.
 
-    Raises UnsupportedModel where the files are not safetensors.
+    Raises UnsupportedModel if the files are not safetensors.
     """
     widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in base.modules.items()}
     form = format_of(vars(sharding.config))
     quantized = () if form is None else quantized_linears(directory, form)
     with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
         weight_bytes = itemsize * sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
-    known = {name: base.modules[name] for name in quantized if name in base.modules}  # loading refuses the others
+    known = {name: base.modules[name] for name in quantized if name in base.modules}  # loading refuses other linears
     for name, num_bytes in held_bytes(directory, known).items():
         weight_bytes += num_bytes * math.prod(widths[name]) // base.modules[name].num_weights
     return MemoryPlan(
@@ -313,7 +314,7 @@ def plan_memory(
 
 
 def _page_bytes(sharding: Sharding, block_size: int, itemsize: int, has_fp8_kv: bool) -> int:
-    """Return the bytes of a page by a forward without memory; 0 for models whose forward needs values."""
+    """Return the bytes of a page, found by a forward on the meta device; 0 for models whose forward needs values."""
     try:
         return KvLayout(probe_layers(empty_model(sharding)), block_size, itemsize, has_fp8_kv).page_bytes
     except UnsupportedModel:  # some mixtures: which experts compute depends on values

@@ -1,9 +1,10 @@
 """Checkpoints whose linears are saved as codes: the formats, and how each stores a weight.
 
-A format says by which tensor a linear is known to be quantized (`marker`) and turns what is stored beside it into a
-`QuantizedWeight`. Linears that the checkpoint has as they are stay so. transformers makes the model and loads the rest:
-its quantizer, an extension point, puts a `QuantizedLinear` where codes are, so that no memory ever holds the weight
-itself. Activations are never rounded: of formats that would (W8A8), the weights are served, which is more exact.
+A format names the tensor by which a linear is known to be quantized (`marker`), and turns the linear's stored tensors
+into a `QuantizedWeight`. Linears that are not quantized stay as they are. transformers makes the model and loads the
+rest. Its quantizer, an extension point, puts a `QuantizedLinear` in the place of a linear with codes, so memory never
+holds the weight itself. Activations are never rounded: formats that would round them (W8A8) are served with rounded
+weights alone, which is more exact.
 
 Sources: the saved layouts of AutoGPTQ and GPTQModel, AutoAWQ's "gemm" version, bitsandbytes' quant_state,
 compressed-tensors' pack-, int- and float-quantized compressors, and block-wise FP8.
@@ -34,18 +35,18 @@ from loramux_adapters.families import MXFP4_FAMILIES
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, blocks_of_rows, pack_nibbles
 
 Stored = Mapping[str, torch.Tensor]
-"""What is stored of one linear, by the last part of its name."""
+"""Stored tensors of one linear, by the last part of their names."""
 Track = Callable[[Collection[tuple[str, QuantizedLinear]]], Iterable[tuple[str, QuantizedLinear]]]
-"""Goes through linears and reports how many of them are done."""
+"""Function that iterates over linears and reports the number done."""
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column of eight that each four bits of AWQ's integers are."""
+"""Column, of eight, to which each four bits of AWQ's integers belong."""
 
 
 CODES = frozenset(("qweight", "weight_packed", "weight"))
 SCALES = frozenset(("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax"))
 ZEROS = frozenset(("qzeros", "weight_zero_point"))
-"""Parts of a stored linear, for all formats."""
+"""Names of a stored linear's zero points, in all formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,18 @@ class WeightFormat:
     """A format of quantized checkpoints."""
 
     name: str
-    """As facts, logs and reports have it."""
+    """Name of the format in facts, logs and reports."""
     markers: tuple[str, ...]
-    """Last parts of names, of which a quantized linear has one."""
+    """Last parts of tensor names; a quantized linear has one of them."""
     read: Callable[[Stored, int, int], QuantizedWeight]
-    """From what is stored, in_features and out_features. Raises ValueError with a reason."""
+    """Function that makes the weight from the stored tensors, in_features and out_features. Raises ValueError with a
+    reason."""
 
 
 def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
-    """Return the format that `quantization_config` of config.json names; None where there is none.
+    """Return the format that `quantization_config` of config.json names; None if there is none.
 
-    Raises UnsupportedModel for one that no test has held to PEFT's answers.
+    Raises UnsupportedModel for a format that no test has compared with PEFT's answers.
     """
     fields: dict[str, Any] | None = config.get("quantization_config")
     if not fields:
@@ -95,7 +97,7 @@ def _gptq(fields: dict[str, Any]) -> WeightFormat:
     _require(bits in (4, 8), f"bits = {bits}")
     form = fields.get("checkpoint_format") or "gptq"
     _require(form in ("gptq", "gptq_v2"), f"checkpoint_format = {form!r}")
-    more = 1 if form == "gptq" else 0  # the first version saves zero points less one
+    more = 1 if form == "gptq" else 0  # the first version saves zero points minus one
 
     def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
         codes = _unpack(stored["qweight"].T, bits)[:, :in_features]
@@ -282,7 +284,7 @@ def _expanded(
 
 
 def _group_of(in_features: int, groups: int, size: int | None) -> int:
-    """Return the length of a group, of which there are `groups`; raises ValueError where config.json says otherwise."""
+    """Return the length of each of `groups` groups; raises ValueError if config.json has another length."""
     group = size if size is not None and size > 0 and groups > 1 else in_features
     _require(-(-in_features // group) == groups, f"{groups} groups of {group} for {in_features} inputs")
     return group
@@ -294,7 +296,7 @@ def _is_in_order(index: torch.Tensor, group: int) -> bool:
 
 @register_quantization_config("loramux")
 class _AsStored(QuantizationConfigMixin):
-    """Asks transformers for the model with its quantized linears left empty."""
+    """Quantization config with which transformers leaves the quantized linears empty."""
 
     def __init__(self, linears: list[str], quant_method: str = "loramux", **_: Any) -> None:
         self.quant_method = quant_method
@@ -303,7 +305,7 @@ class _AsStored(QuantizationConfigMixin):
 
 @register_quantizer("loramux")
 class _Replacing(HfQuantizer):
-    """Puts a QuantizedLinear where the checkpoint has codes, before transformers loads the rest."""
+    """Puts a QuantizedLinear in the place of each linear with codes, before transformers loads the rest."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         assert isinstance(self.quantization_config, _AsStored), "registered for it"
@@ -328,17 +330,17 @@ class _Replacing(HfQuantizer):
         self.remove_quantization_config(model)
 
     def is_serializable(self) -> bool:
-        """It is never saved."""
+        """Return False: the model is never saved."""
         return False
 
     @property
     def is_trainable(self) -> bool:
-        """It is never trained."""
+        """Return False: the model is never trained."""
         return False
 
 
 def quantized_linears(directory: Path, form: WeightFormat) -> list[str]:
-    """Return the names of the linears that the checkpoint in `directory` has as codes. Raises UnsupportedModel."""
+    """Return the names of the linears that the checkpoint in `directory` stores as codes. Raises UnsupportedModel."""
     endings = tuple(f".{marker}" for marker in form.markers)
     keys = _files_by_key(directory)
     found = sorted({key.removesuffix(ending) for key in keys for ending in endings if key.endswith(ending)})
@@ -358,8 +360,8 @@ def read_quantized(
 ) -> set[str]:
     """Fill the empty linears of `model` from the files in `directory`; returns the names of the tensors that were read.
 
-    One linear's tensors are in memory at a time; of each, `share` is kept (None: all). Raises UnsupportedModel for what
-    `form` cannot read, and for a linear whose groups the ranks cannot divide.
+    Only one linear's stored tensors are in memory at a time; `share` of each weight is kept (None: all). Raises
+    UnsupportedModel for tensors that `form` cannot read, and for a linear whose groups the ranks cannot divide.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     parts = _stored_parts(directory, linears)
@@ -380,8 +382,8 @@ def read_quantized(
 
 
 def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str, int]:
-    """Return the bytes that each of the quantized `linears` takes in memory, about: codes as stored, scales and zero
-    points in float32."""
+    """Estimate the bytes that each of the quantized `linears` takes in memory: codes as stored, scales and zero points
+    in float32."""
     found: dict[str, int] = {}
     for name, stored in _stored_parts(directory, linears).items():
         rows, codes, scales = linears[name].out_features, 0, linears[name].out_features
@@ -391,7 +393,7 @@ def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str,
                 shape, dtype = held.get_shape(), held.get_dtype()
             if part in CODES:
                 codes = math.prod(shape) * (4 if dtype == "I32" else 1)
-            elif part in SCALES:  # of several rows, where they are of blocks
+            elif part in SCALES:  # several rows, if the scales are of blocks
                 of_blocks = part.startswith("weight_scale") and len(shape) == 2
                 scales = max(rows * shape[1] if of_blocks else math.prod(shape), rows)
         found[name] = codes + 4 * scales * (2 if any(part in ZEROS for part in stored) else 1)

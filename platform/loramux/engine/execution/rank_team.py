@@ -4,10 +4,10 @@
                                   forward  <── all-reduce ──>  forward
              sampler <── logits gathered on rank 0
 
-Rank 0 is the engine as it is for one rank. The others decide nothing: their pools have the same pages, and what rank 0
-does with one (an adapter's blocks, KV that is saved) they do with theirs. `RankTeam` starts them and notices their end.
-`RankedBank`, `RankedHostKv` and `ranked_weights` stand for the bank, the host's KV and the base's weights of one rank,
-and act on all ranks.
+Rank 0 is the same as an engine with one rank. The other ranks decide nothing. Their pools have the same pages, and
+every change of rank 0's pages (an adapter's blocks, saved KV) is repeated on theirs. `RankTeam` starts them and notices
+their end. `RankedBank`, `RankedHostKv` and `ranked_weights` replace the bank, the host's KV and the base's weights of
+one rank, and act on all ranks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from loramux_adapters.weights import AdapterLayout, AdapterWeights, LoraWeights
 logger = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 5.0
-"""Seconds in which a rank that is told to stop has to end, before it is killed."""
+"""Seconds after which a rank that was told to stop and has not ended is killed."""
 
 
 class RankDied(RuntimeError):
@@ -70,7 +70,7 @@ class RankDied(RuntimeError):
 
 
 class OtherRank:
-    """One other rank: a process, or a thread where the engine itself is one."""
+    """One other rank: a process, or a thread if the engine itself is a thread."""
 
     def __init__(self, settings: Settings, rank: int, meeting: Path) -> None:
         self.rank = rank
@@ -86,7 +86,7 @@ class OtherRank:
         self.process = context.Process(
             target=serve_in_process, args=(os.getpid(), *arguments), name=f"loramux-rank-{rank}"
         )
-        # It inherits the mask: a Ctrl-C must not end it while it imports torch.
+        # The process inherits the signal mask: a Ctrl-C must not end it while it imports torch.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self.process.start()
@@ -108,7 +108,7 @@ class OtherRank:
         return answer
 
     def reason(self) -> str:
-        """Say how it ended."""
+        """Return a text that says how the rank ended."""
         if self.process is None:
             return f"rank {self.rank} has ended"
         self.process.join(END_TIMEOUT_S)
@@ -126,7 +126,7 @@ class RankTeam:
     """The ranks 1 to N-1 of this engine."""
 
     def __init__(self, settings: Settings) -> None:
-        """Start them; each loads its share of the base meanwhile."""
+        """Start the ranks; each then loads its share of the base."""
         self._folder = Path(tempfile.mkdtemp(prefix="loramux-ranks-"))
         self.meeting = self._folder / "meeting"
         self.size = settings.engine.tensor_parallel_size
@@ -145,7 +145,7 @@ class RankTeam:
             threading.Thread(target=self._watch, daemon=True, name="ranks").start()
 
     def wait_ready(self) -> list[RankReady]:
-        """Wait until each has loaded. Raises UnsupportedModel or RankDied where one cannot."""
+        """Wait until each rank has loaded. Raises UnsupportedModel or RankDied if one cannot."""
         found = []
         for other in self.others:
             try:
@@ -159,11 +159,11 @@ class RankTeam:
         return found
 
     def run(self, packed: PackedStep) -> None:
-        """Send a step; what only the sampler needs stays here."""
+        """Send a step without the parts that only the sampler needs."""
         self.tell(RunStep(replace(packed, scored=None)))
 
     def tell(self, message: Any) -> None:
-        """Send a message in the order of the steps."""
+        """Send a message to every rank, in order with the steps."""
         for other in self.others:
             try:
                 send(other.steps, message)
@@ -171,12 +171,12 @@ class RankTeam:
                 raise RankDied(other.reason()) from error
 
     def ensure_alive(self) -> None:
-        """Raise RankDied where a rank has ended."""
+        """Raise RankDied if a rank has ended."""
         if not self._dead.empty():
             raise RankDied(self._dead.get())
 
     def explained(self, error: Exception) -> Exception:
-        """Return why a step failed: the end of a rank where that is the cause, else `error`."""
+        """Return the cause of a step's failure: the end of a rank, or else `error`."""
         if isinstance(error, RankDied):
             return error
         ended = time.monotonic() + 1.0  # a collective fails at once, and the process is reaped a moment later
@@ -189,7 +189,7 @@ class RankTeam:
         return error
 
     def close(self) -> None:
-        """End the ranks: they are asked to, and killed where they do not."""
+        """End the ranks: tell them to stop, and kill those that do not."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -208,7 +208,7 @@ class RankTeam:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        """End all ranks with the first that ends: the others would wait for it in a collective."""
+        """End all ranks when the first one ends, because the others would wait for it in a collective."""
         processes = {other.process.sentinel: other for other in self.others if other.process is not None}
         ended = wait(list(processes))
         if self._is_closed:
@@ -224,7 +224,7 @@ class RankTeam:
 
 
 class RankedBank:
-    """The banks of all ranks as one: an adapter is in all of them, in the same slot and the same pages, or in none."""
+    """Banks of all ranks as one. An adapter is in all of them, in the same slot and the same pages, or in none."""
 
     def __init__(self, bank: AdapterBank, sharding: Sharding, team: RankTeam) -> None:
         """`bank` is rank 0's."""
@@ -243,7 +243,7 @@ class RankedBank:
     def install(
         self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: torch.cuda.Event | None
     ) -> int:
-        """Copy each rank's share into `pages` there, and return the slot that serves it."""
+        """Copy each rank's share into `pages` of that rank, and return the slot that serves the adapter."""
         slot = self._bank.install(shard_weights(weights, self._sharding, 0), layout, pages, fence)
         installed: list[OtherRank] = []
         try:
@@ -266,7 +266,7 @@ class RankedBank:
 
 
 class RankedHostKv:
-    """A `HostKv` whose copies every rank makes of its own share of a page, in the order of the steps."""
+    """A `HostKv` in which every rank copies its share of a page, in the order of the steps."""
 
     def __init__(self, own: HostPages, team: RankTeam) -> None:
         self._own = own
@@ -287,18 +287,18 @@ class RankedHostKv:
 
 @dataclass(frozen=True, slots=True)
 class RankedLinear:
-    """A linear whose weights lie on several ranks."""
+    """A linear whose weights are spread over several ranks."""
 
     name: str
     own: FittedLinear
     bias: torch.Tensor | None
-    """`[out_features]` of the whole."""
+    """`[out_features]` of the whole linear."""
     out_features: int
     sharding: Sharding
     others: Sequence[OtherRank]
 
     def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
-        """Add up the ranks' parts, or lay them side by side; see FittedLinear."""
+        """Add up the ranks' parts, or join them; see FittedLinear."""
         own = self.own.merged_squares(self._share(pair, 0))
         if not (self.sharding.is_row_parallel(self.name) or self.sharding.outputs(self.name, 0, self.out_features)):
             return own
@@ -328,11 +328,11 @@ class RankedLinear:
 
 @dataclass(frozen=True, slots=True)
 class RankedMatrix:
-    """A matrix with a row for each token, of which each rank has as many."""
+    """A matrix with a row for each token; each rank has an equal number of rows."""
 
     name: str
     own: BaseMatrix
-    """Rank 0's; the last rank's may be filled up."""
+    """Rank 0's part; the last rank's may be filled up."""
     num_tokens: int
     others: Sequence[OtherRank]
 
@@ -340,7 +340,7 @@ class RankedMatrix:
         return self.num_tokens
 
     def holds(self, start: int, rows: torch.Tensor) -> bool:
-        """Ask each rank about those that are its own."""
+        """Compare each rank's own rows on that rank."""
         each, stop = len(self.own), start + len(rows)
         for rank in range(len(self.others) + 1):
             first, last = max(start, rank * each), min(stop, (rank + 1) * each)
@@ -357,7 +357,7 @@ class RankedMatrix:
 
 
 def place_shares(whole: torch.Tensor, shares: Sequence[range], part: torch.Tensor) -> None:
-    """Put a rank's `part` `[n]` where its `shares` lie in `whole`; what stands behind them is filling."""
+    """Copy a rank's `part` `[n]` to its `shares` of `whole`; elements of `part` after them only fill it up."""
     start = 0
     for share in shares:
         whole[share.start : share.stop] = part[start : start + len(share)]
@@ -390,7 +390,7 @@ def ranked_weights(
 def _bias(
     name: str, own: FittedLinear, out_features: int, sharding: Sharding, ready: Sequence[RankReady]
 ) -> torch.Tensor | None:
-    """Join the ranks' biases; that of a sum is rank 0's alone."""
+    """Join the ranks' biases. If the outputs are a sum, only rank 0 has the bias."""
     if own.bias is None:
         return None
     whole = own.bias.new_zeros(out_features)

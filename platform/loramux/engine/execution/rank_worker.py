@@ -1,9 +1,9 @@
-"""The ranks 1 to N-1 of a tensor-parallel engine: load a share of the base, then do what rank 0 sends.
+"""The ranks 1 to N-1 of a tensor-parallel engine: load a share of the base, then execute the messages of rank 0.
 
-Messages are plain data, pickled over pipes of their own. Pipes and not collectives carry them: an idle engine waits
+Messages are plain data, pickled over pipes. Pipes are used instead of collectives because an idle engine then waits
 without a time-out, and the end of a process is noticed at once. There are two pipes for each rank, because adapters are
 loaded while steps run: one in the order of the steps (`RunStep`, `SaveKv`, `RestoreKv`, `Stop`), without answers, and
-one for questions about adapters (`InstallAdapter`, `DropAdapter`, `MergedSquares`, `HoldsRows`), each with an answer.
+one for calls about adapters (`InstallAdapter`, `DropAdapter`, `MergedSquares`, `HoldsRows`), each with an answer.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RestoreKv:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End."""
+    """End the rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,16 @@ class RankReady:
     num_pages: int
     page_elements: int
     biases: dict[str, torch.Tensor]
-    """`[out_features]` of each linear that has one, the rank's own."""
+    """The rank's own biases `[out_features]`, by linear."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRefused:
-    """The rank's answer where it cannot serve."""
+    """The rank's answer if it cannot serve."""
 
     reason: str
     is_refusal: bool
-    """The settings or the base are at fault, and the reason is a sentence."""
+    """True if the settings or the base are at fault; the reason is then a sentence."""
 
 
 # Messages about adapters. Each has an answer: a tensor, a bool, None, or an exception.
@@ -116,7 +116,7 @@ class MergedSquares:
 
 @dataclass(frozen=True, slots=True)
 class HoldsRows:
-    """Return whether the rank's rows of a matrix are these, from `start` on."""
+    """Return True if the rank's rows of a matrix, from `start` on, are these."""
 
     module: str
     start: int
@@ -129,14 +129,14 @@ def send(connection: Connection, message: Any) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Wait for a message. Raises EOFError or OSError where the other end is gone."""
+    """Wait for a message. Raises EOFError or OSError if the other end is gone."""
     return pickle.loads(connection.recv_bytes())  # noqa: S301 - both ends are processes of one engine
 
 
 def serve_in_process(
     parent: int, settings: Settings, rank: int, meeting: Path, steps: Connection, adapters: Connection
 ) -> None:
-    """Serve in a process that `parent` has started, until rank 0 says Stop or is gone."""
+    """Serve in a process that `parent` has started, until rank 0 sends Stop or is gone."""
     _kill_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -146,9 +146,10 @@ def serve_in_process(
 
 
 def _kill_with_parent(parent: int) -> None:
-    """Have the kernel kill this process with the thread that started it, even where this one is stopped or hangs."""
+    """Make the kernel kill this process when the thread that started it ends, even if this process is stopped or
+    hangs."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the call
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 
@@ -160,7 +161,8 @@ def serve_rank(
     adapters: Connection,
     loaded: Callable[[], None] = lambda: None,
 ) -> None:
-    """Load, call `loaded`, and serve until rank 0 says Stop, is gone, or a step fails: rank 0's fails with it."""
+    """Load, call `loaded`, and serve until rank 0 sends Stop, is gone, or a step fails; the step then fails on rank 0
+    too."""
     try:
         share = load_share(settings, rank, meeting)
     except (UnsupportedModel, BaseUnusable) as refusal:
@@ -178,7 +180,7 @@ def serve_rank(
         _run(share, settings, steps)
     except (EOFError, OSError):
         pass  # rank 0 is gone: there is nothing left to serve
-    except RuntimeError as error:  # a collective whose other end has died or does not answer
+    except RuntimeError as error:  # a collective with a rank that has died or does not answer
         logger.error("rank %d ends: %s", rank, str(error).partition("\n")[0])
     finally:
         steps.close()
@@ -186,7 +188,7 @@ def serve_rank(
 
 
 def _refuse(steps: Connection, refusal: RankRefused) -> None:
-    with contextlib.suppress(OSError):  # rank 0 may have refused the same, and be gone
+    with contextlib.suppress(OSError):  # rank 0 may have refused for the same reason, and be gone
         send(steps, refusal)
 
 
@@ -196,7 +198,7 @@ def _biases(share: AssembledModel) -> dict[str, torch.Tensor]:
 
 
 def _run(share: AssembledModel, settings: Settings, steps: Connection) -> None:
-    """Run steps, and copies of KV, in the order in which rank 0 asks for them."""
+    """Run steps, and copies of KV, in the order in which rank 0 sends them."""
     bank = share.forward.bank
     has_kv_swap = not share.states.num_pages
     host_kv = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes) if has_kv_swap else None
@@ -215,7 +217,7 @@ def _run(share: AssembledModel, settings: Settings, steps: Connection) -> None:
 
 
 def _answer(share: AssembledModel, adapters: Connection) -> None:
-    """Answer what rank 0 asks about adapters, on a thread beside the steps."""
+    """Answer rank 0's calls about adapters, on another thread than the steps."""
     while True:
         try:
             question = receive(adapters)

@@ -3,13 +3,13 @@
 A step's chunks are packed one after the other into `[total_tokens]` rows without padding. Rows of one adapter are
 contiguous, base rows come last, and `cu_seqlens` says which rows belong to which sequence: the layout of
 FlashAttention's variable-length kernels and of Punica's segmented LoRA. transformers sees a batch of one. `Runner` is
-the interface that the pipeline runs steps by; `CpuRunner` is here, `gpu_runner` has the other one.
+the interface through which the pipeline runs steps. `CpuRunner` is here, `GpuRunner` in `gpu_runner`.
 
 **Pooling.** The hidden states of a prompt become one vector, chunk by chunk, in the steps of generating sequences.
 `last` is the state of the last token, which causal embedding models read. `classify` puts it through the trained head
-of the request's adapter. `mean` is the mean of all states, for which a sum goes on from chunk to chunk. A sequence that
-was preempted goes over some of its tokens again; the sum knows how many it has, and takes each once. The states are
-those behind the last norm, which the output head reads too: transformers' `last_hidden_state`.
+of the request's adapter. `mean` is the mean of all states, whose sum is continued from chunk to chunk. A preempted
+sequence computes some of its tokens again. The number of summed tokens is kept, so each token is added once. The states
+are those after the last norm, which the output head reads too: transformers' `last_hidden_state`.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from loramux_kernels.tables import AttentionBatch, KvLayer, Segments
 
 Ints = NDArray[np.signedinteger[Any]]
 HeadOf = Callable[[int], PagedRows | None]
-"""Returns the head `[labels, hidden]` of the adapter in a slot; None: it is no classifier."""
+"""Function that returns the head `[labels, hidden]` of the adapter in a slot; None: it is not a classifier."""
 NO_HEAD = EngineFault("not_a_classifier", "The model has no classification head.", field="model")
 
 
 class LaunchedStep(Protocol):
-    """A step that was started."""
+    """A started step."""
 
     scores: PromptScores
-    """Log probabilities of prompts that the step has computed; to be read after `events`."""
+    """Log probabilities of prompts that the step has computed; read them after `events`."""
     pooled: PooledVectors
-    """Vectors of the prompts of `step.pooled` that are whole now; to be read after `events`."""
+    """Vectors of the prompts of `step.pooled` that are complete now; read them after `events`."""
 
     def sample(self) -> None:
-        """Start the choice of its tokens, where the launch left it until the tokens of the step before are known."""
+        """Start the choice of the step's tokens, if the launch postponed it until the previous step's tokens are
+        known."""
 
     def events(self) -> list[TokenEvent]:
-        """Return an event with its token for each of `step.sampling`, and for each accepted draft behind it, in row
-        order; waits until the device has them."""
+        """Return an event with its token for each of `step.sampling`, and for each accepted draft after it, in row
+        order. Waits until the device has them."""
 
 
 class StepGraphs(NamedTuple):
@@ -72,10 +73,10 @@ class Runner(Protocol):
     """Starts steps, in order."""
 
     runs_ahead: bool
-    """True where a step may be launched before the tokens of the one before it have been read."""
+    """True if a step may be launched before the previous step's tokens were read."""
 
     bank: AdapterBank
-    """The adapters that steps may name."""
+    """Adapters that steps may use."""
 
     graphs: StepGraphs
     """Its recordings of steps; none on a CPU."""
@@ -84,7 +85,7 @@ class Runner(Protocol):
         """Start a step."""
 
     def forget(self, request_id: str) -> None:
-        """Drop what was kept for a request that has ended."""
+        """Drop the state of a request that has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class PackedStep:
     """A step's T rows over S chunks, as arrays on the host."""
 
     input_ids: Ints
-    """int64[T]; PENDING where the host has yet to learn the token."""
+    """int64[T]; PENDING if the host does not know the token yet."""
     position_ids: Ints
     """int64[T]"""
     slot_mapping: Ints
@@ -102,20 +103,20 @@ class PackedStep:
     context_lens: Ints
     """int32[S]; tokens of context after the step."""
     block_table: Ints
-    """int32[S, most pages of a sequence]; 0 past a sequence's last page, where nothing reads."""
+    """int32[S, most pages of a sequence]; 0 after a sequence's last page, which is never read."""
     state_tables: Ints
-    """int64[S, pages of a sequence's recurrent states]; no columns where the model has none."""
+    """int64[S, pages of a sequence's recurrent states]; no columns if the model has none."""
     sampled_rows: Ints
-    """int64: the rows whose logits are wanted, in row order: the last own row of each chunk that samples, its drafts'
-    rows, and the rows of prompts that `scored` lists."""
+    """int64: the rows whose logits are needed, in row order. These are the last own row of each chunk that samples, its
+    drafts' rows, and the rows of prompts in `scored`."""
     segments: Segments | None
-    """None where no row has an adapter."""
+    """Rows by adapter; None if no row has an adapter."""
     scored: ScoredRows | None = None
-    """None where no prompt's log probabilities are wanted."""
+    """Rows of prompts whose log probabilities are needed; None if there are none."""
 
     @property
     def decodes(self) -> bool:
-        """Is every row a sequence of its own that samples?"""
+        """Is every row a separate sequence that samples?"""
         return len(self.input_ids) == len(self.sampled_rows) == len(self.context_lens)
 
 
@@ -170,13 +171,13 @@ class StepInputs:
     """int64[T]"""
     batch: AttentionBatch
     sampled_rows: torch.Tensor
-    """int64: the rows whose logits are wanted."""
+    """int64: the rows whose logits are needed."""
     state_tables: torch.Tensor | None = None
-    """int64[S, state pages]; None where the model has no recurrent states."""
+    """int64[S, state pages]; None if the model has no recurrent states."""
 
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
-"""Maps a step's embeddings `[T, hidden]` to its hidden states behind the last norm, `[T, hidden]`."""
+"""Function from a step's embeddings `[T, hidden]` to its hidden states after the last norm, `[T, hidden]`."""
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -206,10 +207,10 @@ class Forward:
         extras: StepExtras | None = None,
         decode: Decode | None = None,
     ) -> torch.Tensor:
-        """Return the logits `[len(sampled_rows), vocab]`; wider where an adapter of the step has more tokens.
+        """Return the logits `[len(sampled_rows), vocab]`; wider if an adapter of the step has more tokens.
 
-        `extras` holds what the step's adapters have besides LoRA pairs on linears: vectors, biases, vocabulary rows.
-        `decode` stands for `hidden_states`; the embedding before it and the head behind it are the model's own.
+        `extras` holds the parts of the step's adapters other than LoRA pairs on linears: vectors, biases, vocabulary
+        rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
         with self.bank.serving(segments, extras, inputs.batch.slot_mapping), self._decoding_by(decode):
             logits: torch.Tensor = self.model(
@@ -226,7 +227,7 @@ class Forward:
     def hidden_states(
         self, embeddings: torch.Tensor, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None
     ) -> torch.Tensor:
-        """Return the hidden states `[T, hidden]` behind the last norm, of `embeddings` `[T, hidden]`."""
+        """Return the hidden states `[T, hidden]`, after the last norm, of `embeddings` `[T, hidden]`."""
         with self.bank.serving(segments, extras, inputs.batch.slot_mapping):
             hidden: torch.Tensor = self._run_decoder(
                 inputs_embeds=embeddings[None],
@@ -243,16 +244,16 @@ class Forward:
 
     @contextmanager
     def _decoding_by(self, decode: Decode | None) -> Iterator[None]:
-        """Put `decode` in the place of the decoder's own forward."""
+        """Replace the decoder's own forward by `decode`."""
         if decode is None:
             yield
             return
-        # What is around the decoder differs from family to family: factors and caps of logits, text among images.
+        # The modules around the decoder differ from family to family: factors and caps of logits, text among images.
         self._decoder.forward = partial(self._call, decode)
         try:
             yield
         finally:
-            del self._decoder.forward  # the class's again
+            del self._decoder.forward  # the class's forward again
 
     def _call(
         self,
@@ -261,18 +262,19 @@ class Forward:
         inputs_embeds: torch.Tensor | None = None,
         **_: Any,
     ) -> MoeModelOutputWithPast:
-        """Answer a call of the decoder: with the fields of every family's output."""
+        """Compute a call of the decoder; the result has the fields of every family's output."""
         if inputs_embeds is None:
             inputs_embeds = self._decoder.get_input_embeddings()(input_ids)
         assert inputs_embeds is not None, "a decoder gets token ids or embeddings"
         return MoeModelOutputWithPast(last_hidden_state=decode(inputs_embeds[0])[None])
 
     def keep_hidden(self, keeps: bool) -> None:
-        """Say whether forwards keep their hidden states from now on."""
+        """Set if forwards keep their hidden states from now on."""
         self._keeps_hidden = keeps
 
     def take_hidden(self) -> torch.Tensor:
-        """Return `[T, hidden]` of the latest forward, which kept them: the head's inputs, behind the last norm."""
+        """Return the hidden states `[T, hidden]` that the latest forward kept: the head's inputs, after the last
+        norm."""
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "it was told to keep them"
         return hidden
@@ -284,13 +286,13 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class PooledVectors:
-    """The vectors of a step's prompts that are whole, on the host once the step's tokens are there."""
+    """Vectors of a step's complete prompts. They are on the host once the step's tokens are."""
 
     found: list[tuple[str, torch.Tensor | None]]
-    """Requests, and float32 vectors; None: its adapter has no head."""
+    """Requests and their float32 vectors; None: the request's adapter has no head."""
 
     def events(self) -> list[TokenEvent]:
-        """Return the only event of each."""
+        """Return the only event of each request."""
         return [_pooled_event(request_id, vector) for request_id, vector in self.found]
 
 
@@ -298,15 +300,15 @@ NONE_POOLED = PooledVectors([])
 
 
 class Pooler:
-    """Keeps the sums of prompts that are not computed whole."""
+    """Keeps the sums of incomplete prompts, and makes the vectors of complete ones."""
 
     def __init__(self, head_of: HeadOf) -> None:
         self._head_of = head_of
         self._sums: dict[str, tuple[torch.Tensor, int]] = {}
-        """Sums, and the number of leading tokens that are in each."""
+        """Sum and number of leading tokens in it, by request."""
 
     def pool(self, hidden: torch.Tensor, chunks: Iterable[tuple[int, Chunk]]) -> PooledVectors:
-        """Return the vectors of the prompts that are whole now; on a GPU nothing waits for it.
+        """Return the vectors of the prompts that are complete now, without waiting for a GPU.
 
         *Semantics*: `last`: `hidden[e - 1]`; `classify`: `hidden[e - 1] @ head.T`; `mean`: `sum(hidden[b:e]) / n` over
         all chunks [b, e) of the n tokens, in float64. `hidden` is `[T, hidden]`, any float dtype; `chunks` come with
@@ -330,7 +332,7 @@ class Pooler:
         self._sums.pop(request_id, None)
 
     def _mean(self, chunk: Chunk, rows: torch.Tensor) -> torch.Tensor:
-        """Add the rows that are not in the sum yet; return the mean of all so far."""
+        """Add the rows that are not in the sum yet; return the mean of all rows so far."""
         total, known = self._sums.get(chunk.sequence.id, (None, 0))
         assert chunk.start <= known, "nothing of it is found in the prefix cache"
         new = rows[known - chunk.start :].sum(dim=0, dtype=torch.float64)
@@ -357,10 +359,10 @@ class CompletedStep:
     pooled: PooledVectors = NONE_POOLED
 
     def sample(self) -> None:
-        """Do nothing: they are chosen."""
+        """Do nothing: the tokens are chosen."""
 
     def events(self) -> list[TokenEvent]:
-        """Return them; never waits."""
+        """Return the events; never waits."""
         return self.tokens
 
 
@@ -368,10 +370,10 @@ class OtherRanks(Protocol):
     """The other ranks of an engine, as a runner needs them."""
 
     def run(self, packed: PackedStep) -> None:
-        """Have them run a step's forward."""
+        """Make them run a step's forward."""
 
     def explained(self, error: Exception) -> Exception:
-        """Return why a step failed: the end of a rank where that is the cause, else `error`."""
+        """Return the cause of a step's failure: the end of a rank, or else `error`."""
 
 
 @torch.inference_mode()
@@ -389,7 +391,8 @@ def run_forward(forward: Forward, packed: PackedStep) -> torch.Tensor:
 
 
 class CpuRunner:
-    """Runs each step to its end and samples on the host: on a CPU there is no device that could work meanwhile."""
+    """Runs each step to its end and samples on the host: on a CPU there is no device that could work at the same
+    time."""
 
     runs_ahead = False
     graphs = StepGraphs()
@@ -428,7 +431,7 @@ class CpuRunner:
         return CompletedStep(events, scores, pooled)
 
     def forget(self, request_id: str) -> None:
-        """Drop what sampling and pooling keep of the request, and the state of its constraint."""
+        """Drop the request's state in sampling, pooling and constraints."""
         self._sampler.forget(request_id)
         self._pooler.forget(request_id)
         if self._constraints is not None:

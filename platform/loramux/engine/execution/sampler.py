@@ -4,23 +4,23 @@ Tokens that a request's constraint does not allow are removed first, as if the m
 probabilities are those of the allowed tokens.
 
 The order is then the OpenAI API's and vLLM's: penalties and bias change logits, temperature scales them, then top-k,
-top-p and min-p each remove tokens from what is left. A draw depends on the request's seed and its number of generated
-tokens alone: not on the rows beside it, nor on which engine has generated the tokens before.
+top-p and min-p each remove tokens from the rest. A draw depends on the request's seed and its number of generated
+tokens alone: not on other rows, nor on the engine that generated the tokens before.
 
-A chunk with drafts has a row for each of them as well (speculative decoding). Each row's token is chosen from the
-model's distribution behind the tokens before it, with the draw of its place in the answer, as if it ran alone; the next
-row counts only where the token is the draft that this row was computed with. So an answer is the same with drafts and
-without, seeded or not: nothing has to be corrected as in rejection sampling (Leviathan et al., 2023).
+A chunk with drafts also has a row for each draft (speculative decoding). Each row's token is chosen from the model's
+distribution after the tokens before it, with the draw of its place in the answer, as if it ran alone. The next row was
+computed with the draft as its input, so it counts only if the chosen token is that draft. So an answer is the same with
+drafts and without, seeded or not, and needs no correction as in rejection sampling (Leviathan et al., 2023).
 
 A vocabulary has 150,000 tokens and every sampled row pays for its passes over them, so one request's parameters can
-delay every row of the step: nothing sorts the vocabulary, draws a number for each token, or counts a history from its
-beginning; and rows that no penalty or bias changes are drawn from together (`draw_tokens`).
+delay every row of the step. Therefore no code here sorts the vocabulary, draws a number for each token, or counts a
+history from its beginning. Rows that no penalty or bias changes are drawn from together (`draw_tokens`).
 
-**Log probabilities of a prompt's own tokens** say how well the model expected each, given those before it. Row p of a
-prompt's chunk has the logits for token p + 1, so that the rows of a prompt but its last are scored and the last one is
-sampled from. A step scores few rows (`scheduling.sequence.MAX_SCORED_ROWS`): each takes as long as choosing a token
-does, and the other rows of the step wait for it. Temperature, penalties and constraints do not apply: these are the
-model's own numbers, as in vLLM and in OpenAI's completions with `echo`.
+**Log probabilities of a prompt's own tokens** say how well the model expected each token, given those before it. Row p
+of a prompt's chunk has the logits for token p + 1. So all rows of a prompt but the last are scored, and the last row is
+sampled from. A step scores few rows (`scheduling.sequence.MAX_SCORED_ROWS`), because scoring a row takes as long as
+choosing a token, and the other rows of the step wait for it. Temperature, penalties and constraints do not apply: these
+are the model's own numbers, as in vLLM and in OpenAI's completions with `echo`.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _KEEPING = tuple(name for name in DRAWING if name != "temperature")
 """Parameters that remove tokens from a draw."""
 
 MIN_TEMPERATURE = 1e-4
-"""Lower temperatures count as this one: the same tokens."""
+"""Least temperature; lower ones count as this one, and give the same tokens."""
 
 LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token and, where asked for, its log probability and its most likely alternatives."""
+    """A token and, if requested, its log probability and its most likely alternatives."""
 
     token_id: int
     logprob: float | None = None
@@ -93,8 +93,8 @@ class RequestState:
             self.counts.index_add_(0, fresh, torch.ones(len(fresh)))
 
     def accept(self, token_id: int) -> None:
-        """Count a draft that the sequence gets only when the step is committed; the next row of the chunk follows
-        it."""
+        """Count an accepted draft, because the next row of the chunk follows it. The sequence gets it only when the
+        step is committed."""
         self._num_counted += 1
         if len(self.seen):
             self.seen[token_id] = True
@@ -156,7 +156,7 @@ class Sampler:
         self._states.pop(request_id, None)
 
     def _draw_unsteered(self, logits: torch.Tensor, chunks: Items[Chunk], finite: list[int]) -> dict[int, int]:
-        """Draw the tokens of all `finite` rows that nothing but their own logits and number decides, in one call."""
+        """Draw in one call the tokens of all `finite` rows that depend on nothing but their own logits and number."""
         places = [(chunk.sequence, offset) for chunk in chunks for offset in range(1 + len(chunk.drafts))]
         draws = []
         for row in finite:
@@ -176,8 +176,7 @@ class Sampler:
         return state
 
     def _choose(self, logits: torch.Tensor, sequence: Sequence, num_output: int) -> SampledToken | None:
-        """Return the token of one row, behind `num_output` generated ones; None where steering leaves none to
-        choose."""
+        """Return the token of one row, after `num_output` generated ones; None if steering leaves none to choose."""
         params, state = sequence.request.sampling, self._state_of(sequence, len(logits))
         steered = self._forbid_early_end(steer(logits, sequence, state), sequence, num_output)
         highest, best = steered.max(dim=0)
@@ -206,15 +205,15 @@ class Sampler:
 
 
 def top_logprobs(token_ids: list[int], logprobs: list[float]) -> list[TopLogprob]:
-    """Return the alternatives of a position; a token that is not allowed is none."""
+    """Return the alternatives at a position, without tokens that are not allowed."""
     return [TopLogprob(*pair) for pair in zip(token_ids, logprobs, strict=True) if pair[1] > _NEVER]
 
 
 def token_event(sequence: Sequence, token: SampledToken, eos_token_ids: tuple[int, ...]) -> TokenEvent:
-    """Return the event of one sampled token, with `stop` where it ends the answer."""
+    """Return the event of one sampled token, with `stop` if it ends the answer."""
     params = sequence.request.sampling
     ends = sequence.request.eos_token_ids or eos_token_ids
-    ends_at_eos = not params.ignore_eos or sequence.request.constraint is not None  # it allows an end where it is met
+    ends_at_eos = not params.ignore_eos or sequence.request.constraint is not None  # its mask allows the end
     ended = token.token_id in params.stop_token_ids or (token.token_id in ends and ends_at_eos)
     return TokenEvent(
         request_id=sequence.id,
@@ -226,7 +225,8 @@ def token_event(sequence: Sequence, token: SampledToken, eos_token_ids: tuple[in
 
 
 def fault_event(sequence: Sequence, fault: EngineFault | None = None) -> TokenEvent:
-    """Return the end of an answer whose next token cannot be chosen: for `fault`, or its logits are NaN or infinite."""
+    """Return the end of an answer whose next token cannot be chosen, because of `fault`, or because its logits are NaN
+    or infinite."""
     model = "adapter" if sequence.digest else "base model"
     fault = fault or EngineFault(
         "adapter_not_finite" if sequence.digest else "internal_error",
@@ -238,8 +238,8 @@ def fault_event(sequence: Sequence, fault: EngineFault | None = None) -> TokenEv
 
 
 def forbidden_ends(sequence: Sequence, num_output: int, eos_token_ids: tuple[int, ...]) -> set[int]:
-    """Return the tokens that would end the answer, of `num_output` tokens so far, before it has `min_tokens`; a
-    constraint's masks forbid them. None where nothing else is allowed."""
+    """Return the tokens that would end an answer of `num_output` tokens before it has `min_tokens`. None if no other
+    token is allowed. In a constrained answer the masks forbid them."""
     params = sequence.request.sampling
     if num_output >= params.min_tokens or sequence.request.constraint is not None:
         return set()
@@ -248,7 +248,7 @@ def forbidden_ends(sequence: Sequence, num_output: int, eos_token_ids: tuple[int
 
 
 def is_plain_greedy(sequence: Sequence) -> bool:
-    """Is each token the most likely one that may come, with nothing to change or report?"""
+    """Is each token the most likely allowed one, with nothing to change or report?"""
     p = sequence.request.sampling
     return p.greedy and p.logprobs is None and not is_steered(sequence)
 
@@ -259,7 +259,7 @@ def is_steered(sequence: Sequence) -> bool:
 
 
 def draw_of(params: SamplingParams, seed: int, num_output: int, row: int) -> Draw:
-    """Return how the token behind `num_output` generated ones is drawn from a row of logits."""
+    """Return the draw, from a row of logits, of the token after `num_output` generated ones."""
     temperature = min(max(params.temperature, MIN_TEMPERATURE), LARGEST)
     number = uniform(seed, num_output)
     return Draw(row, temperature, number, **{name: getattr(params, name) for name in _KEEPING})
@@ -269,7 +269,7 @@ def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torc
     """Return one row of float32 logits `[vocab]` after penalties, bias and allowed tokens, in a new tensor.
 
     The repetition penalty (Keskar et al., 2019) counts tokens of the prompt and the output; presence and frequency
-    penalties count tokens of the output only, as in the OpenAI API. What leaves float32's range is set to its limit;
+    penalties count tokens of the output only, as in the OpenAI API. Values beyond float32's range are set to its limit;
     -inf stays.
     """
     p = sequence.request.sampling
@@ -293,7 +293,8 @@ def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torc
 
 
 def _bounded(values: torch.Tensor) -> torch.Tensor:
-    """Return float64 `values` as float32: at its limits where they are beyond; -inf, which forbids a token, stays."""
+    """Return float64 `values` as float32; values beyond its range become its limits, but -inf, which forbids a token,
+    stays."""
     return torch.where(values == _NEVER, values, values.clamp(-LARGEST, LARGEST)).float()
 
 
@@ -305,12 +306,12 @@ def uniform(seed: int, step: int) -> float:
 
 @dataclass(slots=True)
 class ScoredRows:
-    """The scored rows of a step, among those whose logits are computed."""
+    """Scored rows of a step, among those whose logits are computed."""
 
     rows: list[int] = field(default_factory=list)
     """Places among the step's `sampled_rows`."""
     spans: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    """A sequence, and the first and one past the last of its tokens that the rows stand for."""
+    """A sequence, and the first and one past the last of the tokens that its rows score."""
 
     def add(self, sequence: Sequence, first: int, last: int, place: int) -> None:
         """Add the tokens [first, last), whose logits begin at `place`."""
@@ -320,18 +321,18 @@ class ScoredRows:
 
     @property
     def targets(self) -> list[int]:
-        """The token that follows each row's."""
+        """Token after each row's token."""
         return [token for sequence, first, last in self.spans for token in sequence.token_ids[first + 1 : last + 1]]
 
     @property
     def most_asked(self) -> int:
-        """The most alternatives that any of them asks for."""
+        """Most alternatives that any of the requests needs."""
         return max(sequence.request.sampling.prompt_logprobs or 0 for sequence, _, _ in self.spans)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Scores of a step's rows, on the host once the step's tokens are there."""
+    """Scores of a step's rows. They are on the host once the step's tokens are."""
 
     scored: ScoredRows
     logprobs: torch.Tensor
@@ -339,9 +340,9 @@ class PromptScores:
     ranks: torch.Tensor
     """int64[rows]"""
     values: torch.Tensor
-    """float32[rows, most asked for]"""
+    """float32[rows, most alternatives]"""
     token_ids: torch.Tensor
-    """int64[rows, most asked for]"""
+    """int64[rows, most alternatives]"""
 
     def events(self) -> list[TokenEvent]:
         """Return an event for each sequence."""
@@ -365,7 +366,7 @@ NO_SCORES = PromptScores(ScoredRows(), *(torch.empty(0) for _ in range(4)))
 def split_scored(logits: torch.Tensor, scored: ScoredRows | None) -> tuple[torch.Tensor, PromptScores]:
     """Return the logits that tokens are sampled from, and the scores of the other rows.
 
-    Scores of logits on a device are copied to the host behind what was enqueued before.
+    Scores of logits on a device are copied to the host after the work that was enqueued before.
     """
     if scored is None:
         return logits, NO_SCORES

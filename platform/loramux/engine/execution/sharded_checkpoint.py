@@ -1,7 +1,7 @@
 """A checkpoint as one rank reads it: the tensors of a narrower model, of which only the rank's shares are read.
 
-transformers loads a model from lazily read slices of safetensors files. Here each slice is a rank's share instead, and
-the model is one of the narrowed config, so that renaming, stacking of experts and tying are transformers' own.
+transformers loads a model from lazily read slices of safetensors files. Here each slice is a rank's share, and the
+model is made from the narrowed config. So transformers itself renames, stacks experts and ties weights.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ShardedTensor:
     """A rank's share of one tensor of a file; read when it is indexed by `...`."""
 
     def __init__(self, source: Any, key: str, sharding: Sharding, rank: int) -> None:
-        """`source`: what safetensors' `get_slice` returns."""
+        """`source`: the result of safetensors' `get_slice`."""
         self._source = source
         shape: list[int] = source.get_shape()
         cuts = sharding.tensor_cuts(key, shape, rank)
@@ -87,8 +87,8 @@ class ShardedTensor:
 def sharded_tensors(
     directory: Path, sharding: Sharding, rank: int, without: Collection[str] = ()
 ) -> Iterator[dict[str, ShardedTensor]]:
-    """Open a checkpoint's files and yield the rank's share of every tensor but those of the modules `without`, whose
-    biases are yielded. Raises UnsupportedModel."""
+    """Open a checkpoint's files and yield the rank's share of every tensor. Of the modules `without`, only biases are
+    yielded. Raises UnsupportedModel."""
     with ExitStack() as files:
         found: dict[str, ShardedTensor] = {}
         for path in safetensors_of(directory):
@@ -100,7 +100,8 @@ def sharded_tensors(
 
 
 def module_of(key: str, modules: Collection[str]) -> str | None:
-    """Return the one of `modules` that the tensor `key` belongs to, whose own name may have dots; None: none."""
+    """Return the module, of `modules`, that the tensor `key` belongs to; the tensor's own name may have dots. None:
+    none."""
     name = key
     while name:
         name = name.rpartition(".")[0]
@@ -110,7 +111,7 @@ def module_of(key: str, modules: Collection[str]) -> str | None:
 
 
 def safetensors_of(directory: Path) -> list[Path]:
-    """Return the files of a checkpoint. Raises UnsupportedModel where they are of another format."""
+    """Return the files of a checkpoint. Raises UnsupportedModel if they have another format."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         names = json.loads(index.read_bytes())["weight_map"].values()
@@ -136,7 +137,7 @@ def load_share_of(
     share: CheckpointShare,
     quantized: Collection[str] = (),
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a share, and transformers' report; the linears `quantized` are left empty.
+    """Load a share; return it with transformers' report. The linears `quantized` are left empty.
 
     Raises UnsupportedModel, CannotShard.
     """
@@ -150,7 +151,7 @@ def load_share_of(
             state_dict=tensors,
             dtype=_dtype(config, tensors) if dtype == "auto" else dtype,
             output_loading_info=True,
-            experts_implementation="eager",  # others want rows of whole cache lines; ours replace it after the probe
+            experts_implementation="eager",  # others need rows of whole cache lines; ours replace it later
             ignore_mismatched_sizes=True,  # they are in the report, which is checked
         )
     _restore_vocabulary(model, config)
@@ -175,7 +176,7 @@ def _narrowed_class(sharding: Sharding) -> tuple[Any, PretrainedConfig]:
     model_class = auto_class(narrowed)._model_mapping[type(narrowed)]
     if sharding.family.derives_head_width:
         narrowed, model_class = copy.deepcopy(sharding.config), _with_narrow_parameters(model_class, sharding)
-    if model_class.config_class is narrowed.sub_configs.get("text_config"):  # the text by itself, as AutoModel does
+    if model_class.config_class is narrowed.sub_configs.get("text_config"):  # the text alone, as AutoModel does
         narrowed = narrowed.get_text_config()
     return model_class, narrowed
 
@@ -195,13 +196,13 @@ def _with_narrow_parameters(model_class: Any, sharding: Sharding) -> Any:
             if isinstance(module, nn.Linear):
                 module.out_features, module.in_features = module.weight.shape
 
-    # Under the name and the module of the class: transformers looks up by both how checkpoints are renamed.
+    # The new class has the old one's name and module, because transformers finds the renamings of checkpoints by both.
     names = {"__init__": make, "__module__": model_class.__module__}
     return type(model_class.__name__, (model_class,), names)
 
 
 def _restore_vocabulary(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Say how large the whole vocabulary is: some models compare token ids with it."""
+    """Set the size of the whole vocabulary, because some models compare token ids with it."""
     whole, text = config.get_text_config().vocab_size, model.config.get_text_config()
     for module in model.modules():
         if getattr(module, "vocab_size", None) == text.vocab_size:

@@ -1,6 +1,6 @@
-"""Plans, prices and subscriptions: read from an operator's TOML file, stored, and turned into the tariff of budgets.
+"""Price plans and subscriptions: read from an operator's TOML file, stored, and turned into the tariff of budgets.
 
-A file is checked whole before anything of it is stored. Prices are only ever added, and never to a closed period.
+The whole file is checked before any part of it is stored. Prices are only ever added, and never to a closed period.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class StepSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PriceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A price: one number, or steps of volume; `free` units a period cost nothing before it begins to count."""
+    """A price: one number, or steps of volume. The first `free` units of a period cost nothing."""
 
     meter: str
     base_model: str = ANY
@@ -86,7 +86,7 @@ class PlanSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     name: str
     currency: str
     minimum: str = "0"
-    """The least that a month costs."""
+    """Least amount that a month costs."""
     prices: tuple[PriceSpec, ...] = ()
 
     def check(self) -> None:
@@ -112,13 +112,13 @@ class PlanSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class PlanFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """[[plans]] and [[plans.prices]]."""
+    """Contents of a file: [[plans]] and [[plans.prices]]."""
 
     plans: tuple[PlanSpec, ...]
 
 
 def read_plans(path: Path) -> tuple[PlanSpec, ...]:
-    """Read the plans in a file. Raises InvalidPlan naming the file and the field."""
+    """Read the plans in a file. Raises InvalidPlan with the names of the file and the field."""
     try:
         plans = msgspec.convert(tomllib.loads(path.read_text()), PlanFile).plans
     except OSError as error:
@@ -141,11 +141,12 @@ def day_of(microseconds: int) -> str:
 
 
 LONGEST_REQUEST = DAY
-"""No request runs longer: its settlement finds the prices of its opening, or those of the next day."""
+"""Longest time that a request runs, in microseconds: its settlement finds the prices of its opening, or those of the
+next day."""
 
 
 class PricePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with all its prices. `minimum` in minor units of the currency."""
+    """A price plan with all its prices. `minimum` is in minor units of the currency."""
 
     id: str
     name: str
@@ -155,7 +156,7 @@ class PricePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subscriptions(msgspec.Struct, frozen=True):
-    """The plans that one tenant had, each with the moment that it began at, oldest first."""
+    """Plans that one tenant had, each with the moment at which it began, oldest first."""
 
     plans: tuple[tuple[int, PricePlan], ...]
 
@@ -180,7 +181,7 @@ class Catalog:
     """The operator's plans and the tenants' subscriptions; every change is audited."""
 
     def __init__(self, database: Database, changes: Changes | None = None) -> None:
-        """`changes`: those of the author; None: of the user that runs this process."""
+        """`changes`: the author of the changes; None: the user that runs this process."""
         self._database = database
         self._changes = changes or Changes.local(database)
 
@@ -193,7 +194,7 @@ class Catalog:
     async def apply(self, specs: Sequence[PlanSpec]) -> int:
         """Add the missing plans and prices and return the number of rows. Raises InvalidPlan, and then adds nothing.
 
-        What is there already must be the same: a price that changes is a new one with a later `valid_from`.
+        Plans and prices that exist already must be the same: a changed price is a new one with a later `valid_from`.
         """
         async with self._changes.begin() as change:
             await advisory_lock(change.session, PRICES)
@@ -203,9 +204,9 @@ class Catalog:
     async def subscribe(self, tenant_name: str, plan_name: str, month: Month, *, replace: bool = False) -> None:
         """Assign a plan to a tenant from the first day of a month on, until another is assigned.
 
-        `replace` takes the place of a plan that was assigned from the same month on; the month's usage is then charged
-        at the new plan's prices. Raises InvalidPlan for a closed month, an unknown tenant or plan, another currency
-        than the tenant's other plans, or a plan that is assigned already and not replaced.
+        With `replace` the plan replaces one that was assigned from the same month on; the month's usage is then charged
+        at the new plan's prices. Raises InvalidPlan for a closed month, an unknown tenant or plan, a currency that is
+        not that of the tenant's other plans, or a plan that is assigned already and not replaced.
         """
         async with self._changes.begin() as change:
             session = change.session
@@ -242,9 +243,10 @@ class Catalog:
             )
 
     async def unsubscribe(self, tenant_name: str, month: Month) -> None:
-        """Take back the plan that was assigned from a month on, while the month is not closed.
+        """Remove the plan that was assigned from a month on, if the month is not closed yet.
 
-        The tenant then has the plan from before, or none. Raises InvalidPlan for a closed month or without such a plan.
+        The tenant then has the plan from before, or none. Raises InvalidPlan if the month is closed or has no such
+        plan.
         """
         async with self._changes.begin() as change:
             session = change.session
@@ -327,7 +329,7 @@ class Catalog:
 class PlanTariff:
     """The prices of some tenants' plans at one moment, each meter at its dearest step and without free quotas.
 
-    So a budget never falls behind the invoice, whichever quotas and steps the whole period reaches.
+    So a budget never counts less than the invoice, whichever quotas and steps the whole period reaches.
     """
 
     def __init__(self, plans: Mapping[TenantId, Subscriptions], at: int) -> None:

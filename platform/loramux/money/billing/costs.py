@@ -1,7 +1,7 @@
 """Bills divided: costs by day and group for OpenAI's costs endpoint, and margins for the operator.
 
-A margin is a model's revenue beside its share of the GPUs' cost. Shares are counted in the scheduler's service units:
-a computed prompt token is one, a generated one two. A share counts waived work, revenue does not.
+A margin compares a model's revenue with its share of the GPUs' cost. Shares are counted in the scheduler's service
+units: a computed prompt token is one, a generated one two. A share counts waived work, revenue does not.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CostResult(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "organization.costs.result"
     amount: Amount
     quantity: int | None = None
-    """Units of the meter, where grouped by line_item."""
+    """Units of the meter, if the sums are grouped by line_item."""
     line_item: str | None = None
     project_id: str | None = None
     api_key_id: str | None = None
@@ -85,7 +85,8 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def costs_of(bills: Iterable[Bill], group_by: Sequence[str]) -> list[Cost]:
-    """List every part of these bills, which were divided by `group_by`; a minimum falls on its period's last day."""
+    """List every part of these bills, which were divided by `group_by`; a minimum is a cost of its period's last
+    day."""
     costs = []
     for bill in bills:
         for line, part in bill.charges():
@@ -99,7 +100,7 @@ def costs_of(bills: Iterable[Bill], group_by: Sequence[str]) -> list[Cost]:
 
 
 def cost_page(query: CostsQuery, costs: Iterable[Cost], now: int) -> CostPage:
-    """Return the page of days that `query` asks for; `now` in seconds."""
+    """Return the page of days of `query`; `now` in seconds."""
     plan = query.plan(now)
     by_day: dict[int, dict[tuple[str | None, ...], list[Cost]]] = {day: {} for day in plan.indices}
     for cost in costs:
@@ -134,7 +135,7 @@ class Margin(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     currency: str
     units: int
-    """The share of the GPUs, in service units."""
+    """Share of the GPUs, in service units."""
     price: Decimal
     cost: Decimal
     margin: Decimal
@@ -182,7 +183,7 @@ def margins(revenues: Sequence[Revenue], gpu_cost: int | Mapping[str, int]) -> l
 
 
 def _by_currency(cost: int | Mapping[str, int], needed: Set[str]) -> Mapping[str, int]:
-    """Return the cost by currency, with all that are needed. Raises MissingCurrency."""
+    """Return the cost by currency, with every currency that is needed. Raises MissingCurrency."""
     if isinstance(cost, int) and len(needed) <= 1:
         return {next(iter(needed), NO_CURRENCY.code): cost}
     given = {} if isinstance(cost, int) else cost

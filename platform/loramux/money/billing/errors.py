@@ -1,16 +1,13 @@
 """Errors of billing.
 
-BillingError
-├── InvalidPlan            400  a plan, price or subscription that is inconsistent, or would change a closed month
-├── PeriodNotOpen          400  the period is closed already, not over yet, or an earlier one is still open
-├── InvalidPeriod          400  a malformed month
-├── InvoiceNotFound        404  the caller has no invoice of that month
-├── UnknownEntry           400  a correction of an entry that is not in the ledger
-├── InvalidCorrection      400  a correction of another correction, or one that makes a quantity negative
-├── MissingCurrency        400  the GPUs' cost is not given in a currency that plans of the month have
-├── LedgerAltered          500  a closed month, a frozen invoice or a checkpoint does not agree with the ledger
-├── ReconciliationRuns     409  another reconciliation is under way
-└── LedgerDrift            500  the engines' counts and the ledger do not agree
+BillingError ├── InvalidPlan            400  a plan, price or subscription that is inconsistent, or would change a
+closed month ├── PeriodNotOpen          400  the period is closed already, not over yet, or an earlier one is still open
+├── InvalidPeriod          400  a malformed month ├── InvoiceNotFound        404  the caller has no invoice of that
+month ├── UnknownEntry           400  a correction of an entry that is not in the ledger ├── InvalidCorrection      400
+a correction of another correction, or one that makes a quantity negative ├── MissingCurrency        400  the GPUs' cost
+is not given in a currency that plans of the month have ├── LedgerAltered          500  a closed month, a frozen invoice
+or a checkpoint does not agree with the ledger ├── ReconciliationRuns     409  another reconciliation runs └──
+LedgerDrift            500  the engines' counts and the ledger do not agree
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from http import HTTPStatus
 from loramux.common.errors import LoramuxError
 
 SHOWN = 20
-"""Problems that a message lists."""
+"""Most problems that a message lists."""
 
 
 class BillingError(LoramuxError):
@@ -29,15 +26,15 @@ class BillingError(LoramuxError):
 
 
 class InvalidPlan(BillingError):
-    """Prices are only ever added."""
+    """The plan is inconsistent, or would change a price: prices are only ever added."""
 
 
 class PeriodNotOpen(BillingError):
-    """Periods close once, in order, when they are over."""
+    """The period cannot close: periods close once, in order, when they are over."""
 
 
 class InvalidPeriod(BillingError):
-    """A period is a calendar month, written 2026-11."""
+    """The text is not a calendar month, written 2026-11."""
 
 
 class InvoiceNotFound(BillingError):
@@ -48,11 +45,11 @@ class InvoiceNotFound(BillingError):
 
 
 class UnknownEntry(BillingError):
-    """The message names the event."""
+    """The entry is not in the ledger; the message names the event."""
 
 
 class InvalidCorrection(BillingError):
-    """The message names the quantity and what is left of it."""
+    """The correction is not possible; the message names the quantity and the rest of it."""
 
 
 class MissingCurrency(BillingError):
@@ -60,7 +57,7 @@ class MissingCurrency(BillingError):
 
 
 class LedgerAltered(BillingError):
-    """The message lists everything that does not agree, `problems` has each of them."""
+    """The ledger was changed. The message lists everything that does not agree; `problems` has each problem."""
 
     code = "ledger_altered"
     status = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -73,14 +70,14 @@ class LedgerAltered(BillingError):
 
 
 class ReconciliationRuns(BillingError):
-    """This server verifies the ledger already."""
+    """This server is verifying the ledger already."""
 
     code = "reconciliation_under_way"
     status = HTTPStatus.CONFLICT
 
 
 class LedgerDrift(BillingError):
-    """The message has the numbers."""
+    """The engines' counts and the ledger differ; the message has the numbers."""
 
     code = "ledger_drift"
     status = HTTPStatus.INTERNAL_SERVER_ERROR

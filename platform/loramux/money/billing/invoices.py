@@ -43,14 +43,14 @@ UNITS = {
 }
 """The units of `quantity` and `per`."""
 GIB_HOUR = (1 << 30) * 3600
-"""Byte-seconds in the unit that people read."""
+"""Byte-seconds in one GiB-hour, the unit that people read."""
 SIX_DIGITS = Decimal("0.000001")
 MINIMUM = "minimum_commitment"
 TAX_SCALE = 10_000
-"""Parts of a percent that a tax can have."""
+"""Parts of a percent: the precision of a tax rate."""
 
 NO_CURRENCY = Currency("XXX", 0)
-"""ISO 4217's code for no currency: tenants without a plan have it, and are charged nothing."""
+"""ISO 4217's code for no currency. Tenants without a plan have it, and pay nothing."""
 
 
 class InvoiceStep(msgspec.Struct, frozen=True):
@@ -87,12 +87,12 @@ class InvoiceParty(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tax(msgspec.Struct, frozen=True, kw_only=True):
-    """A tax on the whole of an invoice."""
+    """A tax on a whole invoice."""
 
     name: str
     percent: Decimal
     is_exempt: bool = False
-    """The buyer pays no tax, or accounts for it (reverse charge)."""
+    """True if the buyer pays no tax, or accounts for it (reverse charge)."""
 
     def of(self, subtotal: int, currency: Currency) -> int:
         """Return the tax in minor units, rounded once for the whole invoice."""
@@ -102,7 +102,7 @@ class Tax(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything on an invoice that does not follow from the ledger: it is frozen with the invoice."""
+    """Everything on an invoice that does not follow from the ledger. It is frozen with the invoice."""
 
     seller: InvoiceParty | None = None
     buyer: InvoiceParty | None = None
@@ -131,11 +131,11 @@ class Invoice(msgspec.Struct, frozen=True, kw_only=True):
     currency: str
     lines: tuple[InvoiceLine, ...]
     subtotal: Decimal | None = None
-    """Sum without tax; None on invoices of releases that knew no tax."""
+    """Sum without tax; None on invoices of earlier releases, which had no tax."""
     tax_amount: Decimal | None = None
     total: Decimal
     waived: dict[str, int]
-    """Used and not billed, by meter."""
+    """Quantities that were used but not billed, by meter."""
     terms: Terms = Terms()
 
 
@@ -153,7 +153,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def usage_total(self) -> int:
-        """Minor units, without the minimum."""
+        """Sum of the lines in minor units, without the minimum."""
         return sum(line.amount for line in self.lines)
 
     @property
@@ -164,7 +164,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def subtotal(self) -> int:
-        """Minor units, without tax."""
+        """Sum in minor units, with the minimum and without tax."""
         return self.usage_total + self.shortfall
 
     @property
@@ -174,11 +174,11 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        """Minor units, with tax."""
+        """Sum in minor units, with tax."""
         return self.subtotal + self.tax_amount
 
     def amount(self, minor: int) -> Decimal:
-        """Minor units as a number in the currency."""
+        """Convert minor units to a number in the currency."""
         return to_decimal(minor, self.currency.digits)
 
     def charges(self) -> list[tuple[PricedLine, Charge]]:
@@ -234,7 +234,7 @@ def invoice(of: Bill, tenant_id: TenantId, tenant_name: str, terms: Terms) -> In
 
 
 def document(made: Invoice) -> str:
-    """Encode the invoice as JSON; amounts are texts, so that no reader makes floats of them."""
+    """Encode the invoice as JSON. Amounts are texts, so no reader turns them into floats."""
     return encode_money(made).decode()
 
 
@@ -249,7 +249,7 @@ def digest(text: str) -> str:
 
 
 def invoice_lines(of: Bill) -> list[InvoiceLine]:
-    """Return the lines of a bill as an invoice shows them, the shortfall to the minimum last."""
+    """Return the lines of a bill as an invoice shows them. The difference to the minimum is the last line."""
     lines = [
         InvoiceLine(
             description=_description(line),
@@ -297,7 +297,7 @@ def display_prices(line: InvoiceLine) -> list[str]:
     for step in line.steps:
         above = f"above {display_quantity(line.meter, step.above)}: " if len(line.steps) > 1 else ""
         if UNITS.get(line.meter) == "byte-seconds":
-            # six digits that count, not six places: byte-seconds are cheap
+            # six significant digits, not six decimal places: byte-seconds are cheap
             hourly = Context(prec=6).create_decimal(step.price * GIB_HOUR / line.per)
             shown.append(f"{above}{hourly.normalize():,f} per GiB-hour")
         else:

@@ -14,7 +14,7 @@ from loramux.money.billing.errors import InvalidPeriod, PeriodNotOpen
 
 _month = re.compile(r"([0-9]{4})-(0[1-9]|1[0-2])")
 YEARS = range(1970, 9999)
-"""The last one ends before the latest date that Python has."""
+"""Years of valid months; the last one ends before Python's latest date."""
 
 
 class Month(msgspec.Struct, frozen=True, order=True):
@@ -49,7 +49,7 @@ class Month(msgspec.Struct, frozen=True, order=True):
 
     @property
     def ends_at(self) -> int:
-        """The next one's first microsecond."""
+        """The next month's first microsecond."""
         return self.next.starts_at
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Month(msgspec.Struct, frozen=True, order=True):
 
 
 class Period(msgspec.Struct, frozen=True, kw_only=True):
-    """A month and the ledger entries that are billed in it; an open one has no last entry yet, and no digest."""
+    """A month and the ledger entries that are billed in it. An open period has no last entry yet, and no digest."""
 
     month: Month
     span: Span
@@ -66,7 +66,7 @@ class Period(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_closed(self) -> bool:
-        """Return whether it can no longer change."""
+        """Return True if the period can no longer change."""
         return self.digest is not None
 
 

@@ -1,19 +1,19 @@
 """The proof of the ledger: its checkpoints outside the database, its reconciliation, and its state for operators.
 
-A reconciliation compares the engines' counts with the ledger, weights by weights, over settled requests: prompt
-tokens, those of them found in a cache, and output tokens, billed and waived together. What an engine counted is written
-in the transaction that settles, so that both survive a crash or neither does; the numbers themselves come from two
-sides (the steps that ran; the texts and events that the gateway saw). Requests that were interrupted, or whose engine
-died, are in neither: their use is unknown, and it is not charged.
+A reconciliation compares the engines' counts with the ledger, separately for each set of weights, over settled
+requests. It compares prompt tokens, prompt tokens found in a cache, and output tokens, billed and waived together. The
+settlement's transaction also writes the engine's count, so both survive a crash or neither does. The two numbers have
+different sources: the steps that ran, and the texts and events that the serving layer saw. Requests that were
+interrupted, or whose engine died, are in neither count: their use is unknown, and it is not charged.
 
-A hash chain proves that entries follow from each other, not that they are the ones that were written: with write access
-to the database an old entry can be changed and every later hash computed again. So every closed period must still end
-with the hash that it was closed with, every frozen invoice must still have its digest and follow from the ledger and
-the prices, and every checkpoint must agree.
+A hash chain proves that entries follow from each other. It does not prove that they are the original ones: with write
+access to the database, an old entry can be changed and every later hash computed again. So three more conditions are
+checked. Every closed period must still end with the hash that it was closed with. Every frozen invoice must still have
+its digest, and follow from the ledger and the prices. Every checkpoint must agree.
 
 A checkpoint is the number and the hash of the last entry at some moment, signed with a key that the database does not
-hold. It goes to the object storage, under a name that contains all of it, and to the operator's webhooks. Nothing
-overwrites a checkpoint: a rewritten ledger contradicts every checkpoint of a later entry.
+hold. It goes to the object storage, under a name that contains all of it, and to the operator's webhooks. A checkpoint
+is never overwritten, so a rewritten ledger contradicts every checkpoint of a later entry.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class Checkpoints:
         self._listeners = listeners
 
     async def write(self) -> Checkpoint | None:
-        """Store a checkpoint of the present head; None where the newest one is of the same entry, or on a failure.
+        """Store a checkpoint of the present head; None if the newest one is of the same entry, or on a failure.
 
-        A storage that does not answer is logged: the next checkpoint covers this one. Nothing is stored over a ledger
-        that contradicts the newest checkpoint, since an anchor must not cover an alteration up: that is logged as an
-        error, and `reconcile` reports it.
+        If the storage does not answer, this is logged, and the next checkpoint covers this one. If the ledger
+        contradicts the newest checkpoint, no new one is stored, because a checkpoint must not hide a change. This is
+        logged as an error, and `reconcile` reports it.
         """
         try:
             return await self._write()
@@ -122,7 +122,8 @@ class Checkpoints:
         return [one for one in await self._listed() if self._is_signed(one)]
 
     async def contradictions(self) -> tuple[int, list[str]]:
-        """Compare all checkpoints with the ledger; return the number of signed ones, and a sentence a conflict."""
+        """Compare all checkpoints with the ledger; return the number of signed ones, and one sentence for each
+        conflict."""
         known, problems = await self._listed(), []
         async with self._database.read() as session:
             hashes = await PeriodRepository(session).hashes_at([one.sequence for one in known])
@@ -131,7 +132,7 @@ class Checkpoints:
                 problems.append(f"entry {one.sequence}, which has a checkpoint, is not in the ledger any more")
             elif hashes[one.sequence] != one.hash:
                 problems.append(f"entry {one.sequence} or one before it is not what its checkpoint says")
-        # One that another pepper has signed is compared and does not count: it proves nothing.
+        # A checkpoint signed with another pepper is compared but not counted, because it proves nothing.
         return sum(map(self._is_signed, known)), problems
 
     async def _listed(self) -> list[Checkpoint]:
@@ -154,7 +155,7 @@ class Checkpoints:
 
 
 class LedgerComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """One set of weights, by both counts."""
+    """Both counts for one set of weights."""
 
     base_model: str
     adapter_digest: str
@@ -162,18 +163,18 @@ class LedgerComparison(msgspec.Struct, frozen=True, kw_only=True):
     engine: TokenCounts
     ledger: TokenCounts
     drift: int
-    """Tokens by which they differ; 0 if all is well."""
+    """Difference of both counts in tokens; 0 if they agree."""
 
 
 class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of things that were verified, and both token counts."""
+    """Numbers of verified items, and both token counts."""
 
     entries: int
-    """Length of the chain, every link of which was computed again."""
+    """Length of the chain; every link of it was computed again."""
     periods: int
     invoices: int
     checkpoints: int
-    """Outside the database; 0 where none was written yet, and then a rewritten open month is not noticed."""
+    """Checkpoints outside the database. If it is 0, none was written yet, and a rewritten open month is not noticed."""
     drift_tokens: int
     weights: tuple[LedgerComparison, ...]
 
@@ -255,7 +256,7 @@ async def _bill_again(session: AsyncSession, row: InvoiceRow, period: Period, te
 
 
 def _agree(kept: Invoice, again: Bill, row: InvoiceRow) -> bool:
-    """Compare what decides the amounts; descriptions may differ between releases."""
+    """Compare the fields that decide the amounts; descriptions may differ between releases."""
     frozen, computed = (
         [(one.meter, one.price_id, one.quantity, one.amount) for one in lines]
         for lines in (kept.lines, invoice_lines(again))
@@ -270,29 +271,29 @@ class ReconciliationOutcome(msgspec.Struct, frozen=True, kw_only=True):
     at: int
     """Microseconds since the epoch."""
     entries: int
-    """Verified; 0 where the chain is broken."""
+    """Verified entries; 0 if the chain is broken."""
     drift_tokens: int
     problems: list[str]
-    """Empty: every entry, period, invoice and checkpoint agrees."""
+    """Problems found; empty if every entry, period, invoice and checkpoint agrees."""
 
 
 class LedgerState(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger at one moment."""
 
     sequence: int
-    """Of the last entry."""
+    """Sequence number of the last entry."""
     hash: str
     checkpoint: Checkpoint | None
-    """The newest anchor outside the database."""
+    """The newest checkpoint outside the database."""
     sinks: Sequence[SinkProgress]
     parked: Sequence[ParkedEvent]
-    """The latest."""
+    """The latest parked events."""
     reconciliation: ReconciliationOutcome | None
-    """The last one by this server."""
+    """This server's last reconciliation."""
 
 
 class LedgerProof:
-    """Questions about the ledger's integrity, for operators."""
+    """An operator's checks of the ledger's integrity."""
 
     def __init__(self, database: Database, checkpoints: Checkpoints) -> None:
         self._database = database
@@ -301,7 +302,7 @@ class LedgerProof:
         self._running = asyncio.Lock()
 
     async def state(self) -> LedgerState:
-        """Return the chain's head, its newest checkpoint, and how far the sinks are."""
+        """Return the chain's head, its newest checkpoint, and the progress of the sinks."""
         async with self._database.read() as session:
             head = await LedgerRepository(session).head()
             sinks = await sink_progress(session)

@@ -1,4 +1,4 @@
-"""Billing: from the ledger and the catalogue to closed periods and frozen invoices."""
+"""Billing: closed periods and frozen invoices, computed from the ledger and the price plans."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ from loramux.money.usage.errors import InvalidQuery
 MAX_TEXT = 200
 MAX_LINES = 8
 MAX_ROWS = 50_000
-"""Groups by day in one answer about costs: more would keep the server busy for other callers."""
+"""Most groups, counted by day, in one answer about costs: more would delay other callers."""
 
 CORRECTABLE = tuple(name for name in QUANTITIES if name != "requests")
 PARTS = (("cached_tokens", "input_tokens"), ("waived_cached_tokens", "waived_input_tokens"))
-"""Quantities that are part of another one."""
+"""Pairs of quantities: the first is a part of the second."""
 
 
 class _DryRun(Exception):
-    """Rolls a transaction back after all its checks."""
+    """Signal that rolls a transaction back after all its checks."""
 
 
 class Correction(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry's totals, its corrections included, before and after another one."""
+    """An entry's totals, earlier corrections included, before and after this correction."""
 
     corrects: str
     entry: LedgerEntry | None
@@ -103,16 +103,16 @@ class BillingService:
         async with self._database.read() as session:
             terms = await self._terms(session, tenant, period)
             made = await _bill(session, tenant, period, group_by, terms)
-        # invoices of releases that knew no seller have none
+        # invoices of earlier releases have no seller
         return msgspec.structs.replace(made, issuer=made.issuer or self._settings.issuer)
 
     async def close(self, month: Month, *, dry_run: bool = False) -> list[Invoice]:
         """Freeze a month: its range of entries, their digest, and the invoice of every tenant with a plan.
 
-        `dry_run` returns the invoices and freezes nothing; the month may still run, and then they are as of now.
+        `dry_run` returns the invoices and freezes nothing. If the month still runs, the invoices are as of now.
 
-        The range runs from the end of the period before to the last entry that was written before the month's end.
-        Later entries belong to the next period, whatever they are about. Raises PeriodNotOpen.
+        The range begins after the previous period's last entry and ends with the last entry that was written before the
+        month's end. Later entries belong to the next period, even if their usage is older. Raises PeriodNotOpen.
         """
         made: list[Invoice] = []
         with suppress(_DryRun):
@@ -152,7 +152,7 @@ class BillingService:
     async def invoice(self, tenant_name: str, month: Month) -> Invoice:
         """Return a tenant's invoice: the frozen one of a closed month, a draft of the open one.
 
-        Raises BillingError where there is no such tenant, and PeriodNotOpen for a later month.
+        Raises BillingError if there is no such tenant, and PeriodNotOpen for a later month.
         """
         async with self._database.read() as session:
             tenant = await named_tenant(session, tenant_name)
@@ -178,7 +178,7 @@ class BillingService:
             subscriptions = await subscriptions_of(session, principal.tenant)
             repository = QuantityRepository(session, principal.tenant)
             named = await _top_models(session, principal, query, now)
-            # steps of a price count the whole month; only the days that are asked for are divided
+            # steps of a price count the whole month; only the requested days are divided
             division = Division(divided_by, plan.indices, named)
             for period in await _periods(session, self._database.now()):
                 if not await _may_have_costs(session, period, plan.indices):
@@ -205,10 +205,10 @@ class BillingService:
         return await run_blocking(principal.tenant, compute)
 
     async def margins(self, month: Month, gpu_cost: int | Mapping[str, int]) -> list[Margin]:
-        """Return the revenue of every tenant's models in a month next to their share of the GPUs' cost.
+        """Return the revenue of every tenant's models in a month and their shares of the GPUs' cost.
 
-        `gpu_cost` in nano-units, by currency if the plans have several. Raises MissingCurrency, and PeriodNotOpen for
-        a month without entries of its own.
+        `gpu_cost` is in nano-units, by currency if the plans have several. Raises MissingCurrency, and PeriodNotOpen
+        for a month without entries.
         """
         async with self._database.read() as session:
             known = [one for one in await _periods(session, self._database.now()) if one.month == month]
@@ -221,11 +221,11 @@ class BillingService:
     async def correct(
         self, event_id: str, changes: dict[str, int], reason: str, *, dry_run: bool = False
     ) -> Correction:
-        """Correct an entry by `changes` (signed quantities), as a new entry in the open period that names it.
+        """Correct an entry by `changes` (signed quantities): a new entry in the open period names the corrected one.
 
-        The same correction with the same reason again changes nothing. `dry_run` writes nothing. Raises UnknownEntry,
-        or InvalidCorrection for a quantity that entries do not have, for a total below zero, more cached than prompt
-        tokens, or the correction of a correction.
+        The same correction with the same reason again changes nothing. `dry_run` writes nothing. Raises UnknownEntry.
+        Raises InvalidCorrection for an unknown quantity, a total below zero, more cached than prompt tokens, or the
+        correction of a correction.
         """
         unknown = sorted(set(changes) - set(CORRECTABLE))
         if unknown or not any(changes.values()):
@@ -340,9 +340,9 @@ class BillingService:
 
 
 async def _may_have_costs(session: AsyncSession, period: Period, days: range) -> bool:
-    """Return whether a period's entries may be about these days; late entries are about earlier months."""
+    """Return True if a period's entries may be about these days; late entries are about earlier months."""
     if period.is_closed and period.month.next.ends_at <= days.start * DAY:
-        return False  # entries that were written in a month are about it, or about days before it
+        return False  # entries written in a month are about that month or about earlier days
     if period.month.starts_at < days.stop * DAY:
         return True
     earliest = await DailyUsageRepository(session).earliest_subject(period.span.first, period.span.last)
@@ -352,7 +352,7 @@ async def _may_have_costs(session: AsyncSession, period: Period, days: range) ->
 async def _top_models(
     session: AsyncSession, principal: Principal, query: CostsQuery, now: int
 ) -> tuple[str, ...] | None:
-    """Return the models that keep their names: all for a key that may use some only, which sees those alone."""
+    """Return the models that keep their names. A key with a list of models sees only those, so it gets all names."""
     if query.top_models is None or principal.models is not None:
         return None
     start, end = query.whole(now)

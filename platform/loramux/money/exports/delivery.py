@@ -1,8 +1,9 @@
 """Delivers the ledger to sinks and budget alerts to webhooks: each event at least once, under an id that never changes.
 
-The ledger goes to a sink in order, in batches that stay the same until they are over, by one server at a time. A sink
-that gets an event twice recognises it by its id, but only for a while (`Sink.window`). A batch whose fate is unknown
-for longer than that is parked: an operator decides, since sending it again could bill it twice.
+One server at a time sends the ledger to a sink, in order, in batches. A batch stays the same until the sink has taken
+it. A sink that gets an event twice recognises it by its id, but only for a limited time (`Sink.window`). If it is
+unknown for longer than that whether a batch arrived, the batch is parked. An operator then decides, because sending it
+again could bill it twice.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from loramux.money.pricing import METERS
 logger = logging.getLogger(__name__)
 
 LEASE = 120 * SECOND
-"""Longer than any sink may take for a batch."""
+"""Microseconds of a server's lease on a sink: longer than any sink may take for a batch."""
 ALERTS_PER_PAGE = 100
 BUDGET_ALERT = "budget.threshold_reached"
 
@@ -38,13 +39,13 @@ class MeterEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A quantity of one meter; one ledger entry has one event for every meter that it bills."""
 
     id: str
-    """Derived from the entry: the same on every server and in every attempt."""
+    """Id derived from the entry: the same on every server and in every attempt."""
     sequence: int
     tenant_id: str
     tenant_name: str
     meter: str
     quantity: int
-    """Negative in a correction."""
+    """Quantity of the meter; negative in a correction."""
     occurred_at: int
     """Microseconds since the epoch."""
     model: str
@@ -83,7 +84,8 @@ def meter_events(entries: Sequence[LedgerEntry], tenants: Mapping[TenantId, str]
 
 
 def _tags(entry: LedgerEntry) -> dict[str, str]:
-    """Decode an entry's tags; damaged ones must not keep its quantities, and everything behind it, from the sink."""
+    """Decode an entry's tags. Damaged tags count as none: they must not keep this entry and all later ones from the
+    sink."""
     try:
         return msgspec.json.decode(entry.tags, type=dict[str, str]) if entry.tags else {}
     except msgspec.MsgspecError:
@@ -92,7 +94,7 @@ def _tags(entry: LedgerEntry) -> dict[str, str]:
 
 
 class NotDelivered(Exception):
-    """The sink surely has not taken the batch: it may be tried again at any time."""
+    """The sink certainly has not taken the batch: it may be sent again at any time."""
 
 
 class DeliveryUnknown(Exception):
@@ -111,9 +113,9 @@ class Sink(Protocol):
 
     name: str
     window: int
-    """Microseconds for which the sink recognises a repeated event."""
+    """Microseconds during which the sink recognises a repeated event."""
     max_entries: int
-    """Ledger entries in a batch, at most."""
+    """Most ledger entries in a batch."""
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:
         """Deliver the events; return those that it will never take. Raises NotDelivered or DeliveryUnknown."""
@@ -127,10 +129,11 @@ class SinkDelivery:
         self._database = database
         self._holder = new_id("delivery")
         self.counters: Counter[tuple[str, str]] = Counter()
-        """Ledger entries that were `delivered` and events that were `parked`, and attempts that `failed`, by sink."""
+        """Counts by sink: ledger entries that were `delivered`, events that were `parked`, attempts that `failed`."""
 
     async def run(self, sink: Sink) -> int:
-        """Deliver until the sink has everything, fails, or is another server's; return the number of entries."""
+        """Deliver until the sink has everything, fails, or is leased by another server; return the number of
+        entries."""
         delivered = 0
         try:
             while done := await self._batch(sink):
@@ -190,7 +193,7 @@ class SinkDelivery:
 
 
 async def _entries(ledger: LedgerRepository, state: SinkState, sink: Sink) -> list[LedgerEntry]:
-    """Return the batch that is under way, or else the next one."""
+    """Return the unfinished batch, or the next one if there is none."""
     return await ledger.after(state.cursor, sink.max_entries, state.trying_until)
 
 
@@ -209,7 +212,7 @@ class WebhookMessage(msgspec.Struct, frozen=True):
 
 
 class MessageReceiver(Protocol):
-    """A sink that takes messages besides usage."""
+    """A sink that takes messages in addition to usage."""
 
     name: str
 

@@ -1,8 +1,8 @@
 """FOCUS 1.2, the FinOps Foundation's Cost and Usage Specification: a tenant's bill as its rows.
 
 A row is one part of an invoice line: one day, adapter, project, key and set of tags. BilledCost adds up, over an
-invoice's rows, to the invoice. https://focus.finops.org/focus-specification/v1-2/; its rules for programs are the
-model 1.2.0.1 that the foundation's `focus-validator` brings.
+invoice's rows, to the invoice. https://focus.finops.org/focus-specification/v1-2/; its machine-readable rules are the
+model 1.2.0.1 of the foundation's `focus-validator`.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ NAMES = (
 FOCUS_COLUMNS = tuple(
     Column(name, "decimal" if name in DECIMALS else "time" if name in TIMES else "text") for name in NAMES
 )
-"""The specification's columns but those about zones, regions, capacity reservations and commitment discounts, which
-this service does not have; one of them (always null) because rules about others look at it; and one of ours (`x_`, as
-the specification asks).
+"""The specification's columns, without those about zones, regions, capacity reservations and commitment discounts,
+which this service does not have. One of these is included, always null, because rules about other columns read it. One
+column is our own, with the prefix `x_` that the specification requires.
 """
 
 UNITS = {
@@ -66,7 +66,7 @@ UNITS = {
 
 
 class Seller(msgspec.Struct, frozen=True, kw_only=True):
-    """The seller and the buyer."""
+    """Names of the seller and the buyer."""
 
     provider: str
     """The provider, publisher and issuer of invoices."""
@@ -90,7 +90,7 @@ def _usage(bill: Bill, seller: Seller, line: PricedLine, part: Charge) -> Row:
     is_late = part.day < bill.period.month.starts_at // DAY
     row = _common(bill, seller, part.day, cost) | {
         "ChargeCategory": "Usage",
-        "ChargeClass": "Correction" if is_late else None,  # of a period that was invoiced already; null within one
+        "ChargeClass": "Correction" if is_late else None,  # of an invoiced period; else null
         "ChargeDescription": f"{MEANINGS[line.meter]} of {model}",
         "ChargeFrequency": "Usage-Based",
         "ConsumedQuantity": Decimal(part.quantity),
@@ -110,7 +110,7 @@ def _usage(bill: Bill, seller: Seller, line: PricedLine, part: Charge) -> Row:
 
 
 def _priced(line: PricedLine, part: Charge, cost: Decimal) -> Row:
-    """A blended unit price for the part, since one price's steps meet in it."""
+    """Return a blended unit price for the part, because it may include several steps of the price."""
     assert line.price is not None
     unit = (cost / part.quantity).quantize(Decimal(1).scaleb(-NANO_DIGITS)) if part.quantity else Decimal(0)
     details = {

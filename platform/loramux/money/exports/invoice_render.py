@@ -1,6 +1,6 @@
 """Renders invoices: as the JSON document itself, as a page of HTML, and as a PDF by fpdf2 (https://py-pdf.github.io/fpdf2/).
 
-All that is printed is first made into texts (`PrintedInvoice`), so that page and PDF say the same.
+Everything that is printed is first turned into texts (`PrintedInvoice`), so the page and the PDF say the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ InvoiceFormat = Literal["json", "html", "pdf"]
 MARGIN = 20
 """Millimetres, of an A4 page."""
 COLUMNS = (56, 38, 48, 28)
-"""Widths: description, quantity, price, amount."""
+"""Widths in millimetres: description, quantity, price, amount."""
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -113,7 +113,7 @@ class PrintedInvoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_invoice(invoice: Invoice, kind: InvoiceFormat, settings: BillingSettings) -> bytes:
-    """Return the file's content. Raises ExportError where a PDF's font lacks a letter."""
+    """Return the file's content. Raises ExportError if a PDF's font lacks a letter."""
     if kind == "json":
         return document(invoice).encode()
     printed = print_invoice(invoice, settings)
@@ -124,7 +124,8 @@ def write_invoice(invoice: Invoice, kind: InvoiceFormat, settings: BillingSettin
 
 
 def print_invoice(invoice: Invoice, settings: BillingSettings) -> PrintedInvoice:
-    """Turn an invoice into texts; one from before sellers were frozen takes the seller of the settings."""
+    """Turn an invoice into texts. An invoice of an earlier release, which froze no seller, takes the seller of the
+    settings."""
     terms, is_final = invoice.terms, invoice.status == "final"
     seller = terms.seller or InvoiceParty(name=settings.issuer, address=settings.address, tax_id=settings.tax_id)
     buyer = terms.buyer or InvoiceParty(name=invoice.tenant_name)
@@ -200,12 +201,13 @@ def render_html(invoice: PrintedInvoice) -> str:
 
 
 def render_pdf(invoice: PrintedInvoice, moment: datetime, font: Path | None = None) -> bytes:
-    """Draw the document; the same invoice gives the same bytes. `font`: a TrueType file, for letters beyond Latin-1.
+    """Draw the document; the same invoice gives the same bytes. `font`: a TrueType file, needed for letters beyond
+    Latin-1.
 
-    Raises ExportError where the letters need a font, or the font cannot be read.
+    Raises ExportError if the letters need a font, or the font cannot be read.
     """
     try:
-        from fpdf import FPDF  # takes a while to import
+        from fpdf import FPDF  # slow to import
         from fpdf.errors import FPDFException, FPDFUnicodeEncodingException
     except ImportError:
         raise ExportError("A PDF needs fpdf2: pip install 'loramux[finance]'") from None

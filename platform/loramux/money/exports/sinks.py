@@ -39,14 +39,15 @@ SENT_AND_LOST = (
     httpx.WriteTimeout,
     ReplyRefused,
 )
-"""The request may have arrived."""
+"""Errors after which the request may have arrived."""
 
 
 class HttpSink(ABC):
     """Posts to one address; maps tenants to the sink's own customers."""
 
     window: int
-    """As Sink has it; each receiver says its own, for a longer one than it keeps would bill twice."""
+    """Microseconds during which the receiver recognises a repeated event, as in Sink. A value longer than the
+    receiver's own would bill events twice."""
     max_entries = 100
 
     def __init__(self, name: str, client: httpx.AsyncClient, url: str, customers: Mapping[str, str]) -> None:
@@ -83,7 +84,7 @@ class HttpSink(ABC):
 class WebhookSink(HttpSink):
     """Batches as JSON, signed and laid out (`type`, `timestamp`, `data`) as Standard Webhooks 1.0.0 says.
 
-    The receiver knows `webhook-id` again for as long as it likes, and every event by its own id.
+    The receiver decides how long it recognises a `webhook-id`. It also recognises every event by the event's id.
     https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
     """
 
@@ -100,7 +101,7 @@ class WebhookSink(HttpSink):
         return []
 
     async def receive_checkpoint(self, checkpoint: Checkpoint, now: int) -> None:
-        """Deliver a checkpoint of the ledger; one that is lost is covered by the next."""
+        """Deliver a checkpoint of the ledger; the next checkpoint covers a lost one."""
         data = {"sequence": checkpoint.sequence, "hash": checkpoint.hash, "signature": checkpoint.signature}
         message = WebhookMessage("ledger.checkpoint", f"msg_{checkpoint.hash[:32]}", checkpoint.created_at, data)
         try:
@@ -120,8 +121,8 @@ class WebhookSink(HttpSink):
 class OpenMeterSink(HttpSink):
     """A batch of CloudEvents 1.0 to POST /api/v1/events: https://openmeter.io/docs/metering/events/usage-events.
 
-    OpenMeter recognises (source, id) for as long as it is configured to (`dedupe.config.expiration`, a day unless
-    set otherwise: https://github.com/openmeterio/openmeter).
+    OpenMeter recognises (source, id) for a configured time (`dedupe.config.expiration`, a day unless set otherwise:
+    https://github.com/openmeterio/openmeter).
     """
 
     window = 23 * HOUR
@@ -179,7 +180,7 @@ class LagoSink(HttpSink):
     """Batches of at most 100 to POST /api/v1/events/batch: https://docs.getlago.com/api-reference/events/batch.
 
     Lago recognises a transaction_id for ever. A batch with one bad or repeated event is refused whole
-    (https://github.com/getlago/lago-api/issues/3049); it is sent again without those that Lago names.
+    (https://github.com/getlago/lago-api/issues/3049); it is sent again without the events that Lago names.
     """
 
     window = FOREVER
@@ -224,7 +225,7 @@ KINDS: dict[str, type[HttpSink]] = {
 
 
 def cloud_event(event: MeterEvent) -> dict[str, Any]:
-    """CloudEvents 1.0, with the fields that OpenMeter's meters sum and group by in `data`."""
+    """Return a CloudEvent 1.0; its `data` has the fields that OpenMeter's meters sum and group by."""
     return {
         "specversion": "1.0",
         "id": event.id,
@@ -246,7 +247,7 @@ def cloud_event(event: MeterEvent) -> dict[str, Any]:
 
 
 def make_sink(settings: SinkSettings, client: httpx.AsyncClient) -> Sink:
-    """Make the sink that the settings describe. Raises ExportError where its secret cannot be read."""
+    """Make the sink that the settings describe. Raises ExportError if its secret cannot be read."""
     secret = _secret(settings)
     if settings.kind == "webhook":
         return WebhookSink(settings.name, client, settings.url, secret)
@@ -257,7 +258,7 @@ def make_sink(settings: SinkSettings, client: httpx.AsyncClient) -> Sink:
 
 @contextmanager
 def _after(delivered: int) -> Iterator[None]:
-    """Turn NotDelivered into DeliveryUnknown where an earlier part of the batch was delivered."""
+    """Turn NotDelivered into DeliveryUnknown if an earlier part of the batch was delivered."""
     try:
         yield
     except NotDelivered as error:
@@ -274,7 +275,7 @@ def _secret(settings: SinkSettings) -> str:
             read_secret(secret)
     except OSError as error:
         raise ExportError(f"{where}: {error.strerror}") from None
-    except ValueError:  # no UTF-8, or no base64
+    except ValueError:  # not UTF-8, or not base64
         secret = ""
     if not (secret and secret.isascii() and secret.isprintable()):
         kind = "a webhook's secret, whsec_ and base64" if settings.kind == "webhook" else "an API key, on one line"
@@ -283,7 +284,7 @@ def _secret(settings: SinkSettings) -> str:
 
 
 def _lago_errors(response: httpx.Response) -> dict[int, str]:
-    """Return Lago's errors by the event's place in the batch."""
+    """Return Lago's errors by the event's index in the batch."""
     try:
         details = response.json()["error_details"]
         return {int(place): str(why) for place, why in details.items()}

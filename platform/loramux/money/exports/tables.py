@@ -32,10 +32,10 @@ class ExportError(LoramuxError):
 
 
 Kind = Literal["text", "integer", "decimal", "time"]
-"""Integers have 64 bits, decimals 9 digits behind the point, times are UTC to the microsecond."""
+"""Type of a column: integers have 64 bits, decimals 9 digits after the point, times are UTC to the microsecond."""
 
 Row = dict[str, Any]
-"""str, int, decimal.Decimal, datetime or None, by column."""
+"""Values by column: str, int, decimal.Decimal, datetime or None."""
 
 
 class Column(msgspec.Struct, frozen=True):
@@ -50,7 +50,7 @@ OpenWriter = Callable[[Path, Sequence[Column]], AbstractContextManager[Write]]
 
 
 class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file and what must be found in it. The same is beside it, as NAME.manifest.json."""
+    """A file and the facts that verify it, which are also in NAME.manifest.json next to the file."""
 
     file: str
     rows: int
@@ -60,7 +60,7 @@ class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def csv_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
-    """RFC 4180, UTF-8, a header; null is an empty field."""
+    """Write CSV: RFC 4180, UTF-8, with a header; null is an empty field."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([column.name for column in columns])
@@ -73,7 +73,7 @@ def csv_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
 
 @contextmanager
 def jsonl_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
-    """One JSON object a line; decimals are numbers with all their digits, times RFC 3339."""
+    """Write one JSON object a line; decimals are numbers with all their digits, times RFC 3339."""
     encoder = msgspec.json.Encoder(decimal_format="number")
     with path.open("wb") as file:
 
@@ -86,7 +86,7 @@ def jsonl_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
 
 @contextmanager
 def parquet_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
-    """Parquet with zstd; decimals are decimal128(38, 9)."""
+    """Write Parquet with zstd; decimals are decimal128(38, 9)."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -151,12 +151,12 @@ def _sha256(path: Path) -> str:
 def _text(value: Any) -> Any:
     if isinstance(value, Decimal):
         text = format(value, "f")
-        return text if "." in text else text + ".0"  # readers that guess types take the column for decimals
+        return text if "." in text else text + ".0"  # readers that guess types then see decimals
     return value.isoformat().replace("+00:00", "Z") if isinstance(value, datetime) else value
 
 
 INTEGERS = frozenset(one.name for one in msgspec.structs.fields(LedgerEntry) if one.type in (int, int | None))
-"""Times are integer microseconds here, as they are hashed."""
+"""Integer columns; times are integer microseconds here, as in the hash."""
 FIRST = ("sequence", "event_id", "kind")
 LEDGER_COLUMNS = tuple(
     Column(name, "integer" if name in INTEGERS else "text")
@@ -165,7 +165,8 @@ LEDGER_COLUMNS = tuple(
 
 
 async def ledger_pages(database: Database, span: Span) -> AsyncIterator[list[Row]]:
-    """Yield the entries of a span of sequences, none skipped or repeated, whatever is appended meanwhile."""
+    """Yield the entries of a span of sequence numbers. None is skipped or repeated, even if entries are appended at the
+    same time."""
     after = span.first - 1
     while True:
         async with database.read() as session:

@@ -1,10 +1,10 @@
 """Admission by limits: which requests of a batch may begin, under the locks of one transaction.
 
-Admission and the row that says `open` are one transaction; so are settlement and release. A crash in between leaves an
-open row and its holds, and the sweep that settles the one releases the other.
+Admission and the row in state `open` are one transaction; settlement and release are another. A crash between them
+leaves an open row and its holds. The sweep that settles the row also releases the holds.
 
-The functions over `SubjectLimits` and `SubjectCounter` are plain arithmetic; `AdmissionBatch` locks and reads what a
-batch of requests touches, applies them in memory, and writes the outcome once.
+The functions over `SubjectLimits` and `SubjectCounter` are plain arithmetic; `AdmissionBatch` locks and reads the rows
+that a batch of requests touches, applies these functions in memory, and writes the outcome once.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from loramux.money.limits.definitions import (
 from loramux.money.limits.errors import LimitReached, QueueFull, RateReached, RequestTooLarge, TooManyRunning
 
 RETRY = SECOND
-"""Time to wait for a place among the running requests: when one ends is not known, and a second is a fair guess."""
+"""Microseconds after which a caller may retry if too many requests run. The end of a running request is not known, so
+this is a guess."""
 
 
 COUNTED_LIMITS = ("requests_per_minute", "tokens_per_minute", "concurrent_requests", "queued_requests")
 
 
 class SubjectLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits of one subject that count requests; None: no limit."""
+    """One subject's limits on requests and tokens; None: no limit."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     concurrent_requests: int | None = None
     queued_requests: int | None = None
     prefix: str = ""
-    """Of the limits' names in messages."""
+    """Prefix of the limits' names in messages."""
 
     @classmethod
     def of_pool(cls, pool: str, values: Mapping[str, int]) -> SubjectLimits | None:
-        """Return the limits of a pool (`pools_of`) among its subject's limits by name; None where it has none."""
+        """Return the limits of a pool (`pools_of`) from its subject's limits by name; None if it has none."""
         prefix = BATCH_LIMIT if pool.startswith(BATCH_POOL) else ""
         found = {name: values[prefix + name] for name in COUNTED_LIMITS if prefix + name in values}
         return cls(**found, prefix=prefix) if found else None
@@ -84,14 +85,14 @@ class SubjectCounter(msgspec.Struct, frozen=True):
         )
 
     def without_request(self, unused: int) -> SubjectCounter:
-        """Return the counter with one request less, and with the tokens that it had reserved and did not use."""
+        """Return the counter with one request less, and with the reserved but unused tokens given back."""
         tokens = self.tokens.plus(unused)
         return SubjectCounter(
             self.requests, TokenBucket(min(tokens.free, MAX_INTEGER), tokens.at), max(0, self.running - 1)
         )
 
     def status(self, limits: SubjectLimits) -> RateLimitStatus:
-        """Return what the refilled counter has left by the minute."""
+        """Return the rest of the minute's limits of the refilled counter."""
         return RateLimitStatus(
             _rate_limit(self.requests, limits.requests_per_minute), _rate_limit(self.tokens, limits.tokens_per_minute)
         )
@@ -143,7 +144,7 @@ def ensure_rate(owner: str, kind: str, bucket: TokenBucket, limit: int | None, q
 
 
 async def check_request_rate(session: AsyncSession, principal: Principal, now: int) -> None:
-    """Raise RateReached where the caller's limits leave no request in this minute; nothing is locked or counted."""
+    """Raise RateReached if the caller's limits leave no request in this minute; nothing is locked or counted."""
     owners = subjects_of_caller(principal.tenant, principal.project, principal.lineage or (principal.key_id,))
     tier = tier_subject(principal.tier)
     rows = await LimitRepository(session).limits({*owners, tier})
@@ -172,7 +173,8 @@ class AdmissionBatch:
         self._ended: list[str] = []
 
     async def read(self, opened: Sequence[OpenedRequest], ended: Collection[str], prices: Prices) -> None:
-        """Look up and lock what these requests touch. A transaction that locks the ledger's head too locks it first."""
+        """Look up and lock the rows that these requests touch. A transaction that also locks the ledger's head locks it
+        first."""
         if opened:
             await self._read_limits(opened)
         limited = (request.id for request in opened if not pools_of(request).keys().isdisjoint(self._limits))
@@ -190,10 +192,10 @@ class AdmissionBatch:
         await self._budgets.read(opened, ended, prices)
 
     def admit(self, request: OpenedRequest) -> RateLimitStatus:
-        """Take what the request needs, of every subject or of none.
+        """Take what the request needs from all its subjects, or from none.
 
-        Once per request: one that is admitted again, because the answer of the first time was lost, has it already.
-        Raises LimitReached or RequestTooLarge.
+        This counts once per request. A request that is admitted again, because the first result was lost, changes
+        nothing. Raises LimitReached or RequestTooLarge.
         """
         owners = {pool: word for pool, word in pools_of(request).items() if pool in self._limits}
         counters = {id: self._counters[id].refilled(self._limits[id], self._now) for id in owners}
@@ -216,13 +218,13 @@ class AdmissionBatch:
         return self._status(counters)
 
     def holds(self, request_id: str) -> bool:
-        """Return whether the request has taken anything, now or before."""
+        """Return True if the request has taken anything, now or before."""
         return request_id in self._held or request_id in self._new or self._budgets.holds(request_id)
 
     def release(self, request_id: str, used: ChargedUsage, unbilled: TokenCounts, tokens: int) -> None:
         """Give back what the request holds and did not use; a second release changes nothing.
 
-        `used` and `unbilled` count against budgets, `tokens` against limits by the minute.
+        `used` and `unbilled` count against budgets, `tokens` against limits per minute.
         """
         if self.holds(request_id):
             self._ended.append(request_id)
@@ -232,7 +234,7 @@ class AdmissionBatch:
         self._budgets.release(request_id, used, unbilled)
 
     async def write(self) -> None:
-        """Write what has changed."""
+        """Write the changed counters and holds."""
         await self._counter_rows.write_counters([_row(*item) for item in sorted(self._counters.items())])
         await self._counter_rows.add_holds(list(chain.from_iterable(self._new.values())))
         await self._budgets.write()

@@ -1,6 +1,6 @@
-"""Budgets: the most money in a period, what open requests hold of it, and the alerts at its thresholds.
+"""Budgets: the most money in a period, the part of it that open requests hold, and the alerts at its thresholds.
 
-Money is in nano-units of the tenant's currency. A request holds the most that it can cost from admission to settlement,
+Money is in nano-units of the tenant's currency. From admission to settlement a request holds the most that it can cost,
 so requests that arrive together cannot overspend together.
 """
 
@@ -39,17 +39,17 @@ class Tariff(Protocol):
     """The prices of some tenants at one moment."""
 
     def most_it_can_cost(self, request: OpenedRequest) -> int:
-        """Return a bound that `cost` never exceeds for this request, also where it is settled a day later."""
+        """Return a bound that `cost` never exceeds for this request, even if it is settled a day later."""
 
     def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
-        """Return the cost of requests that used so much, at the prices of `at` (microseconds); None: the tariff's."""
+        """Return the cost of this usage at the prices of `at` (microseconds); None: the tariff's."""
 
 
 class Prices(Protocol):
     """The source of tariffs."""
 
     async def tariff(self, session: AsyncSession, tenants: Collection[TenantId]) -> Tariff:
-        """Return the tariff of these tenants; called only where one of them has a budget."""
+        """Return the tariff of these tenants; called only if one of them has a budget."""
 
 
 class NoPrices:
@@ -80,16 +80,16 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
-    """A budget with what the current period has spent and holds, in nano-units."""
+    """A budget with the amounts that are spent and held in the current period, in nano-units."""
 
     budget: Budget
     currency: str
-    """The tenant's, ISO 4217; empty for a tenant without a plan."""
+    """The tenant's currency, ISO 4217; empty for a tenant without a plan."""
     start: int
     spent: int
     held: int
     abandoned: int = 0
-    """The part of `spent` that is not billed: tokens computed for callers that left before they could read them."""
+    """Part of `spent` that is not billed: tokens computed for callers that left before they could read them."""
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -98,7 +98,7 @@ class Spent(msgspec.Struct, frozen=True):
     spent: int
     held: int
     abandoned: int = 0
-    """The part of `spent` that is not billed."""
+    """Part of `spent` that is not billed."""
 
     def __add__(self, other: Spent) -> Spent:
         """Add another cost of the same period."""
@@ -118,7 +118,7 @@ def budget_of(row: Any) -> Budget:
 
 
 def period_start(period: str, now: int) -> int:
-    """Return the start of the period that `now` lies in, UTC; 0 for `total`. Both in microseconds."""
+    """Return the start of the period that contains `now`, UTC; 0 for `total`. Both are in microseconds."""
     if period == "total":
         return 0
     today = datetime.fromtimestamp(now // SECOND, UTC).replace(hour=0, minute=0, second=0)
@@ -152,7 +152,7 @@ class BudgetBatch:
         self._currencies: dict[TenantId, str] = {}
 
     async def read(self, opened: Sequence[OpenedRequest], ended: Collection[str], prices: Prices) -> None:
-        """Look up and lock the budgets of these requests, and those that ended requests hold something of."""
+        """Look up and lock the budgets of these requests, and the budgets of which ended requests hold a part."""
         limits = LimitRepository(self._session)
         subjects = {subject for request in opened for subject in subjects_of(request)}
         self._know(await limits.budgets(subjects) if subjects else ())
@@ -172,11 +172,12 @@ class BudgetBatch:
             self._spendings[row.budget_id, row.start] = Spent(row.spent, row.held, row.abandoned)
 
     def holds(self, request_id: str) -> bool:
-        """Return whether the request holds anything, now or before."""
+        """Return True if the request holds anything, now or before."""
         return request_id in self._held or request_id in self._new
 
     def ensure_affordable(self, request: OpenedRequest) -> int:
-        """Return the most that the request can cost. Raises BudgetSpent unless each of its budgets has so much left."""
+        """Return the most that the request can cost. Raises BudgetSpent unless each of its budgets has this much
+        left."""
         budgets = self._budgets_of(request)
         if not budgets or self._tariff is None:
             return 0
@@ -190,14 +191,15 @@ class BudgetBatch:
         return cost
 
     def hold(self, request: OpenedRequest, cost: int) -> None:
-        """Hold so much of every budget of the request."""
+        """Hold this amount of every budget of the request."""
         for budget in self._budgets_of(request):
             period = self._period(budget)
             self._spendings[period] += Spent(0, cost)
             self._new[request.id].append(hold_row(request, budget.id, period[1], cost))
 
     def release(self, request_id: str, used: ChargedUsage, unbilled: TokenCounts) -> None:
-        """Spend what was used, billed or not, and give back the rest, in the period in which the request began."""
+        """Count the used amount, billed or not, as spent and give back the rest, in the period in which the request
+        began."""
         for row in self._held.pop(request_id, ()):
             assert self._tariff is not None
             budget, period = self._by_id[row.budget_id], (row.budget_id, row.start)
@@ -230,7 +232,7 @@ class BudgetBatch:
 
 
 def ensure_affordable(owner: str, state: BudgetState, cost: int, now: int) -> None:
-    """Raise BudgetSpent unless a request that may cost so much fits into what is left."""
+    """Raise BudgetSpent unless a request that may cost this much fits into the rest of the budget."""
     budget = state.budget
     left = budget.amount - state.spent - state.held
     if cost <= left and left > 0:
@@ -247,7 +249,7 @@ def ensure_affordable(owner: str, state: BudgetState, cost: int, now: int) -> No
 
 
 def spent_by(price: Callable[[ChargedUsage], int], used: ChargedUsage, unbilled: TokenCounts) -> Spent:
-    """Return what billed and unbilled tokens cost a budget: priced together, so that each meter is rounded once."""
+    """Return the cost of billed and unbilled tokens for a budget: priced together, so each meter is rounded once."""
     billed = price(used)
     if unbilled == TokenCounts():
         return Spent(billed, 0)
@@ -258,7 +260,7 @@ def spent_by(price: Callable[[ChargedUsage], int], used: ChargedUsage, unbilled:
 async def spent_so_far(
     session: AsyncSession, tenant: TenantId, subject: str, start: int, span: Span, tariff: Tariff
 ) -> Spent:
-    """Return what the subject's requests have cost since the period's `start`, of the ledger's entries in `span`.
+    """Return the cost of the subject's requests since the period's `start`, from the ledger's entries in `span`.
 
     Each day's tokens of one base model and tier are priced together, at that day's prices.
     """
@@ -272,9 +274,9 @@ async def spent_so_far(
 async def begin_period(
     session: AsyncSession, budget: Budget, start: int, spent: Spent, tariff: Tariff, now: int
 ) -> None:
-    """Begin the first period of a new budget: with what is spent of it, and what the open requests may still cost.
+    """Begin the first period of a new budget, with the amount spent and the most that open requests may still cost.
 
-    The caller has locked the ledger's head, so none of these requests ends meanwhile.
+    The caller has locked the ledger's head, so none of these requests ends at the same time.
     """
     running = await SubjectRepository(session, budget.tenant, budget.subject).open(start)
     holds = [hold_row(request, budget.id, start, tariff.most_it_can_cost(request)) for request in running]
@@ -300,7 +302,7 @@ def spending_row(budget_id: str, start: int, spent: Spent) -> dict[str, Any]:
 
 
 def hold_row(request: OpenedRequest, budget_id: str, start: int, amount: int) -> dict[str, Any]:
-    """Return the row of what a request holds of a budget."""
+    """Return the row of a request's hold on a budget."""
     return {
         "request_id": request.id,
         "budget_id": budget_id,

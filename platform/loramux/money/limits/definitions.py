@@ -1,8 +1,7 @@
-"""The limits by name, the subjects that they are on, and the token bucket that counts those by the minute.
+"""The limits by name, the subjects that they are on, and the token bucket that counts limits per minute.
 
-A bucket refills evenly, in exact integers. It counts in parts of a minute's microseconds: a limit of L a minute adds L
-parts every microsecond, and one request (or token) costs PART parts. Nothing is ever rounded, so the bucket is exact
-to the token.
+A bucket refills evenly, in exact integers. A limit of L a minute adds L parts every microsecond, and one request (or
+token) costs PART parts, the microseconds of a minute. No value is rounded, so the bucket is exact to the token.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ BATCH_LIMIT = "batch_"
 
 
 class TokenBucket(msgspec.Struct, frozen=True):
-    """`free` parts as of the microsecond `at`. A clock that goes back refills nothing."""
+    """`free` parts as of the microsecond `at`. If the clock goes back, nothing is refilled."""
 
     free: int
     at: int
@@ -68,7 +67,7 @@ class TokenBucket(msgspec.Struct, frozen=True):
 
 
 class RateLimit(msgspec.Struct, frozen=True):
-    """One limit by the minute: its value, what is left, and the microseconds until all of it is there again."""
+    """One limit per minute: its value, the rest, and the microseconds until it is full again."""
 
     limit: int
     remaining: int
@@ -76,13 +75,14 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class RateLimitStatus(msgspec.Struct, frozen=True):
-    """The tightest limits by the minute that a request met, for the x-ratelimit headers; None where there is none."""
+    """The tightest limits per minute that apply to a request, which the x-ratelimit headers show; None: there is
+    none."""
 
     requests: RateLimit | None = None
     tokens: RateLimit | None = None
 
     def tightest(self, other: RateLimitStatus) -> RateLimitStatus:
-        """Return, for requests and for tokens, the limit with less left."""
+        """Return the limit with less left, separately for requests and tokens."""
         return RateLimitStatus(_tighter(self.requests, other.requests), _tighter(self.tokens, other.tokens))
 
 
@@ -93,12 +93,12 @@ def _tighter(one: RateLimit | None, other: RateLimit | None) -> RateLimit | None
 
 
 class LimitDefinition(msgspec.Struct, frozen=True):
-    """The meaning of one limit."""
+    """Meaning of one limit."""
 
     meaning: str
     max_value: int
     everywhere: bool
-    """Also on a project, a key or a member; else on a tier and a tenant only."""
+    """True if the limit may be on a project, a key or a member too; False: on a tier and a tenant only."""
 
 
 LIMITS = {
@@ -119,15 +119,16 @@ LIMITS = {
 
 
 def tier_subject(tier: str) -> str:
-    """Return the subject of a tier's limits, which hold for tenants that have none of their own."""
+    """Return the subject of a tier's limits, which apply to tenants without such limits."""
     return f"tier:{tier}"
 
 
 def subjects_of(request: OpenedRequest) -> dict[str, str]:
-    """Return the subjects whose limits the request meets, each with its word in messages.
+    """Return the subjects whose limits apply to the request, each with its word in messages.
 
-    The key's subject is the head of its lineage, which a rotation keeps. The keys and members that made the key follow:
-    a key cannot escape its own limits by making others. A shadow meets no limit: its caller did not ask for it.
+    The key's subject is the head of its lineage, which a rotation keeps. The keys and members that made the key follow,
+    so a key cannot escape its limits by making other keys. No limit applies to a shadow, because no caller requested
+    it.
     """
     if is_shadow(request.tier):
         return {}
@@ -135,7 +136,7 @@ def subjects_of(request: OpenedRequest) -> dict[str, str]:
 
 
 def subjects_of_caller(tenant: str, project: str | None, lineage: Sequence[str]) -> dict[str, str]:
-    """Return the same of a caller. `lineage`: its key, then the makers of the key."""
+    """Return the subjects whose limits apply to a caller. `lineage`: its key, then the makers of the key."""
     of_project = {} if project is None else {str(project): "project"}
     key, *makers = lineage
     above = dict.fromkeys(makers, "key's maker")
@@ -145,8 +146,8 @@ def subjects_of_caller(tenant: str, project: str | None, lineage: Sequence[str])
 def pools_of(request: OpenedRequest) -> dict[str, str]:
     """Return the counters that the request takes from, each with the word of its subject in messages.
 
-    Lines of batches have counters of their own, so that a batch never uses up what interactive requests need. Money is
-    one: budgets are on the subjects themselves.
+    Lines of batches have separate counters, so a batch never uses up the limits of interactive requests. Money is not
+    separate: budgets are on the subjects themselves.
     """
     subjects = subjects_of(request)
     if service_tier(request.tier) != "batch":
@@ -155,19 +156,19 @@ def pools_of(request: OpenedRequest) -> dict[str, str]:
 
 
 class AdapterQuota(msgspec.Struct, frozen=True):
-    """A tenant's limits on the number and size of its adapters; None: no limit of its own."""
+    """A tenant's limits on the number and size of its adapters; None: no such limit is set."""
 
     adapters: int
     rank: int
     file_bytes: int
-    """Bytes of one adapter's weights."""
+    """Most bytes of one adapter's weights."""
     modules: int | None
-    """Modules that one adapter changes."""
+    """Most modules that one adapter changes."""
     total_bytes: int | None
 
 
 async def tenant_limits(session: AsyncSession, principal: Principal) -> dict[str, int]:
-    """Return the tenant's limits by name, its own before its tier's."""
+    """Return the tenant's limits by name; its own replace its tier's."""
     tier = tier_subject(principal.tier)
     rows = await LimitRepository(session).limits({principal.tenant, tier})
     values = {row.name: row.value for row in rows if row.subject == tier}
@@ -175,7 +176,7 @@ async def tenant_limits(session: AsyncSession, principal: Principal) -> dict[str
 
 
 async def adapter_quota(session: AsyncSession, principal: Principal, server: AdapterLimits) -> AdapterQuota:
-    """Return the tenant's own limits, else its tier's, and never more than the server accepts from any tenant."""
+    """Return the tenant's own limits, or its tier's, but never more than the server accepts from any tenant."""
     values = await tenant_limits(session, principal)
     return AdapterQuota(
         adapters=min(values.get("adapters", server.max_adapters_per_tenant), server.max_adapters_per_tenant),

@@ -1,10 +1,8 @@
 """Refusals of limits and budgets.
 
-LimitsError
-├── InvalidLimit            a limit or a budget out of range: 400
-├── LimitNotFound           no such limit, budget or subject: 404
-├── RequestTooLarge         more tokens than a whole minute's limit, so it could never begin: 400
-└── LimitReached            not now: 429, with `retry_after` where waiting helps
+LimitsError ├── InvalidLimit            a limit or a budget out of range: 400 ├── LimitNotFound           no such limit,
+budget or subject: 404 ├── RequestTooLarge         more tokens than a whole minute's limit, so it could never begin: 400
+└── LimitReached            not now: 429, with `retry_after` if waiting helps
     ├── RateReached         the minute's requests or tokens are used up
     ├── TooManyRunning      the concurrency limit is reached
     ├── QueueFull           the queue limit is reached
@@ -49,10 +47,10 @@ class LimitReached(LimitsError):
     kind = "requests"
 
     def __init__(self, message: str, *, wait: int | None, rate_limits: RateLimitStatus | None = None) -> None:
-        """`wait` in microseconds; None where waiting does not help."""
+        """`wait` is in microseconds; None if waiting does not help."""
         super().__init__(message)
         self.retry_after = None if wait is None else max(1, -(-wait // SECOND))
-        """Whole seconds."""
+        """Whole seconds until the caller should try again."""
         self.rate_limits = rate_limits
 
 
@@ -67,13 +65,13 @@ class RateReached(LimitReached):
 
 
 class TooManyRunning(LimitReached):
-    """The limit of concurrent requests is reached."""
+    """The limit on concurrent requests is reached."""
 
     code = "concurrency_limit_exceeded"
 
 
 class QueueFull(LimitReached):
-    """The limit of requests that wait for their first token is reached."""
+    """The limit on requests that wait for their first token is reached."""
 
     code = "queue_limit_exceeded"
 

@@ -1,4 +1,5 @@
-"""Setting limits and budgets: operators for tiers and tenants, tenants for their projects, keys and members."""
+"""Changes of limits and budgets: operators set those of tiers and tenants, tenants those of their projects, keys and
+members."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountedSpending(msgspec.Struct, frozen=True):
-    """The cost of a period's requests up to an entry of the ledger; of none where that entry is 0."""
+    """Cost of a period's requests up to an entry of the ledger; no requests if that entry is 0."""
 
     start: int
     """The period's start in microseconds."""
@@ -54,7 +55,7 @@ class Limits:
     """Sets limits and budgets, with audit entries; they apply from the next request on."""
 
     def __init__(self, changes: Changes, prices: Prices | None = None) -> None:
-        """`prices` price what a period has used before its budget is made; None: nothing costs anything."""
+        """`prices` price the usage of a period before its budget was made; None: everything is free."""
         self._changes = changes
         self._prices = prices or NoPrices()
 
@@ -66,7 +67,7 @@ class Limits:
         return [_limit(row) for row in rows if row.subject != tier_subject(tier) or row.name not in own]
 
     async def of_tier(self, tier: str) -> list[Limit]:
-        """Return the limits that a tier's tenants have unless they override them."""
+        """Return a tier's limits, which its tenants have unless they override them."""
         async with self._changes.database.read() as session:
             return [_limit(row) for row in await LimitRepository(session).limits([tier_subject(tier)])]
 
@@ -152,7 +153,8 @@ class Limits:
         return after
 
     async def _count(self, tenant: TenantId, subject: str, period: str) -> CountedSpending:
-        """Add up what a new budget's period has cost, before the ledger is locked: settlements wait for that lock."""
+        """Add up the cost of a new budget's period before the ledger is locked, because settlements wait for that
+        lock."""
         now = self._changes.database.now()
         async with self._changes.database.read() as session:
             limits = LimitRepository(session)
@@ -167,7 +169,7 @@ class Limits:
         return CountedSpending(start, last, spent)
 
     async def _begin(self, session: AsyncSession, budget: Budget, counted: CountedSpending, now: int) -> None:
-        """Begin a new budget's period with what `counted` has, and what has ended since."""
+        """Begin a new budget's period with the cost in `counted` and of requests that have ended since."""
         start = period_start(budget.period, now)
         if counted.start != start:
             counted = CountedSpending(start, 0, NOTHING_SPENT)
@@ -177,7 +179,7 @@ class Limits:
         await begin_period(session, budget, start, spent, tariff, now)
 
     async def remove_budget(self, tenant: TenantId, subject: str, period: str) -> Budget:
-        """Remove a budget, and what was counted of it. Raises LimitNotFound."""
+        """Remove a budget and its counts. Raises LimitNotFound."""
         async with self._changes.begin() as change:
             limits = LimitRepository(change.session)
             subject = await limits.subject(tenant, subject) or subject
@@ -218,7 +220,7 @@ async def _ensure_prices(limits: LimitRepository, tenant: TenantId) -> None:
 
 
 async def _owned_subject(session: AsyncSession, tenant: TenantId | None, subject: str) -> str:
-    """Return the subject that requests meet, for any id that names it. Raises LimitNotFound."""
+    """Return the subject that limits are counted on, from any id that names it. Raises LimitNotFound."""
     owned = await LimitRepository(session).subject(tenant, subject)
     if owned is None:
         raise LimitNotFound(f"there is no project, key, member or tier {subject[:80]!r} of yours", "subject")

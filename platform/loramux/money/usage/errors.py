@@ -1,12 +1,10 @@
 """Refusals of usage.
 
-UsageError
-├── InvalidQuery                   a query that cannot be answered: 400
-├── RequestRefused                 a request or settlement that the database refuses (our own fault: 500)
-├── IdempotencyMismatch            the key came with another request before: 422
-├── StillRunning                   the key's request has no answer yet: 409
-├── UnknownRequest                 a settlement for a request that was never opened (likewise)
-└── UsageClosed                    the writer is not running
+UsageError ├── InvalidQuery                   a query that cannot be answered: 400 ├── RequestRefused                 a
+request or settlement that the database refuses (our own fault: 500) ├── IdempotencyMismatch            the key came
+with another request before: 422 ├── StillRunning                   the key's request has no answer yet: 409 ├──
+UnknownRequest                 a settlement of a request that was never opened (our own fault: 500) └── UsageClosed
+the writer is not running
 """
 
 from __future__ import annotations
@@ -17,11 +15,11 @@ from loramux.common.errors import LoramuxError
 
 
 class UsageError(LoramuxError):
-    """Base of what this package raises."""
+    """Base of this package's errors."""
 
 
 class InvalidQuery(UsageError):
-    """The message names the field's limit and a value that works."""
+    """The query cannot be answered; the message names the field's limit and a value that works."""
 
 
 class IdempotencyMismatch(UsageError):

@@ -1,11 +1,12 @@
 """One writer, many waiters: operations that arrive during a commit are committed together by the next.
 
-A durable commit costs a sync of the disk however little it holds. An idle writer commits a lone operation at once, a
-busy one takes everything that was queued meanwhile: so an operation waits for one commit before its own.
+A durable commit costs a sync of the disk, even for one operation. An idle writer commits a lone operation at once. A
+busy writer next commits everything that was queued during its commit. So an operation waits for one commit before its
+own.
 
-Lines of a batch, whose caller does not wait, would make that the rule with theirs. They are *patient*: until
-QUIET_SECONDS after another operation they wait PATIENCE to be committed together, apart from the others, and after
-those that wait by then.
+No caller waits for the lines of a batch. If they were committed at once, other operations would nearly always wait for
+such a commit. So they are *patient*: if another operation came less than QUIET_SECONDS ago, they wait PATIENCE. Then
+they are committed together, separately from the other operations, and after those that wait at that moment.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ MAX_BATCH = 1024
 PATIENCE = 0.25
 """Seconds that patient operations wait for more of them."""
 PAUSES = (0.05, 0.25, 1.0, 3.0)
-"""Seconds between attempts while the database does not answer."""
+"""Seconds between attempts if the database does not answer."""
 
 Commit = Callable[[Sequence[Operation]], Awaitable[Sequence[Outcome | Exception]]]
-"""Commit all of a batch and return each operation's outcome in order, or raise and have committed nothing."""
+"""Function that commits a whole batch and returns each operation's outcome in order, or raises and commits nothing."""
 
 
 class GroupCommit(Generic[Operation, Outcome]):
@@ -43,9 +44,9 @@ class GroupCommit(Generic[Operation, Outcome]):
         self._waiting: deque[tuple[Operation, asyncio.Future[Outcome]]] = deque()
         self._patient: deque[tuple[Operation, asyncio.Future[Outcome]]] = deque()
         self._patience: asyncio.TimerHandle | None = None
-        """Runs while the patient ones wait for more."""
+        """Timer that runs while patient operations wait for more."""
         self._last_at = -math.inf
-        """When the latest operation came that is not patient, in the loop's time."""
+        """Arrival of the latest operation that is not patient, in the loop's time."""
         self._wake = asyncio.Event()
         self._writer: asyncio.Task[None] | None = None
 
@@ -62,14 +63,14 @@ class GroupCommit(Generic[Operation, Outcome]):
             await writer
 
     async def submit(self, operation: Operation, *, patient: bool = False) -> Outcome:
-        """Commit the operation and return its outcome; raises what it failed with, or UsageClosed.
+        """Commit the operation and return its outcome; raises the operation's error, or UsageClosed.
 
-        A caller that is cancelled stops waiting; the operation is committed all the same.
+        A cancelled caller stops waiting, but the operation is still committed.
         """
         return await self.post(operation, patient=patient)
 
     def post(self, operation: Operation, *, patient: bool = False) -> asyncio.Future[Outcome]:
-        """Queue the operation for the next commit, or `patient` for one soon; the future has its outcome. Raises
+        """Queue the operation for the next commit, or for a later one if `patient`. The future has its outcome. Raises
         UsageClosed."""
         if self._writer is None:
             raise UsageClosed("usage is not being written: start() has not run, or stop() has")
@@ -93,7 +94,7 @@ class GroupCommit(Generic[Operation, Outcome]):
         self._wake.set()
 
     async def _write(self) -> None:
-        """Commit what waits until the end, which is when `stop` has forgotten the writer and nothing waits."""
+        """Commit waiting operations until `stop` has forgotten the writer and none waits."""
         while self._writer is not None or self._waiting or self._patient:
             await self._wake.wait()
             self._wake.clear()
@@ -115,7 +116,7 @@ class GroupCommit(Generic[Operation, Outcome]):
             return await self._attempt(batch)
         except RecordsUnavailable as error:
             return [error] * len(batch)
-        except Exception as error:  # the caller gets any failure; the writer must live on
+        except Exception as error:  # the caller gets any failure; the writer must go on
             if len(batch) == 1:
                 return [error]
         half = len(batch) // 2

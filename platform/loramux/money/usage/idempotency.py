@@ -1,10 +1,10 @@
-"""Idempotency keys: of several requests under one key one runs, and the others get its answer.
+"""Idempotency keys: if several requests have one key, one of them runs, and the others get its answer.
 
 A claim is made in the transaction that opens the request and concluded in the one that settles it. So after a crash at
-any moment a repeated request finds either the whole answer or a free key.
+any moment, a repeated request finds either the whole answer or a free key.
 
-An answer repeats what the model wrote, so it is stored encrypted, and the request's digest under a key: both keys are
-derived from the pepper, which no database holds.
+An answer contains the model's text, so it is stored encrypted. The request's digest is keyed. Both keys are derived
+from the pepper, which is not in the database.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from loramux.data.records.requests import ClaimRepository
 from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
 
 ENCRYPTED = b"\x01"
-"""First byte of an encrypted answer; releases before it wrote plain JSON."""
+"""First byte of an encrypted answer; earlier releases wrote plain JSON."""
 
 
 class AnswerStorage:
-    """Storage of answers: encrypted with AES-256-GCM under a key derived from the pepper, for `retention`."""
+    """Storage of answers during `retention`, encrypted with AES-256-GCM under a key derived from the pepper."""
 
     def __init__(self, pepper: bytes, retention: int = DAY) -> None:
         """`retention` in microseconds."""
@@ -43,7 +43,8 @@ class AnswerStorage:
         return cls(os.urandom(32))
 
     def digest(self, fingerprint: str) -> str:
-        """Return what is stored of a request's fingerprint: it confirms no guess of the request."""
+        """Return a keyed digest of a request's fingerprint. Without the key it cannot confirm a guess of the
+        request."""
         return hmac.digest(self._digest_key, fingerprint.encode(), "sha256").hex()
 
     def encrypt(self, answer: bytes, request_id: str) -> bytes:
@@ -51,7 +52,7 @@ class AnswerStorage:
         return ENCRYPTED + self._encryption.encrypt(answer, request_id)
 
     def decrypt(self, stored: bytes, request_id: str) -> bytes | None:
-        """Return the answer; None where it was stored under another pepper."""
+        """Return the answer; None if it was stored under another pepper."""
         if not stored.startswith(ENCRYPTED):
             return stored
         return self._encryption.decrypt(stored.removeprefix(ENCRYPTED), request_id)
@@ -69,7 +70,7 @@ class Claimant(Protocol):
 
     @property
     def id(self) -> str:
-        """The id that the claim is made for."""
+        """Id of the request or change that makes the claim."""
 
     @property
     def tenant_id(self) -> TenantId:
@@ -77,7 +78,7 @@ class Claimant(Protocol):
 
     @property
     def key_id(self) -> str:
-        """The caller: idempotency keys of different callers are different."""
+        """The caller's id: idempotency keys of different callers are different."""
 
     @property
     def claim(self) -> IdempotencyClaim | None:
@@ -91,7 +92,7 @@ Rejection = StoredAnswer | IdempotencyMismatch | StillRunning
 async def claim_keys(
     session: AsyncSession, claimants: Sequence[Claimant], now: int, storage: AnswerStorage
 ) -> dict[str, Rejection]:
-    """Claim the keys that are free; by id, the reasons why the other claimants must not run."""
+    """Claim the free keys; return by id the reasons why the other claimants must not run."""
     keyed = [(one, one.claim) for one in claimants if one.claim is not None]
     if not keyed:
         return {}
@@ -105,7 +106,7 @@ async def claim_keys(
 
 
 async def conclude_claims(session: AsyncSession, answers: Mapping[str, bytes | None], storage: AnswerStorage) -> None:
-    """Store the answers of these requests; the keys of requests without an answer are free again."""
+    """Store the answers of these requests; keys of requests without an answer become free again."""
     claims = ClaimRepository(session)
     stored = {id: storage.encrypt(answer, id) for id, answer in answers.items() if answer is not None}
     if stored:
@@ -126,7 +127,7 @@ class IdempotencyGuard:
     async def find_answer(self, session: AsyncSession, now: int) -> bytes | None:
         """Return the stored answer of a change that was made before; otherwise claim the key and return None.
 
-        Raises IdempotencyMismatch, or StillRunning where the key belongs to a request that generates.
+        Raises IdempotencyMismatch, or StillRunning if the key belongs to a request that is running.
         """
         rejection = (await claim_keys(session, [self], now, self._storage)).get(self.id)
         if isinstance(rejection, Exception):

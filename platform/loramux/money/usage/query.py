@@ -1,6 +1,6 @@
 """OpenAI's usage query and its answer, field for field: sums in buckets of time, in pages.
 
-`BucketQuery` is what the usage and the costs endpoint have in common.
+`BucketQuery` has the fields that the usage and costs endpoints share.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from loramux.money.usage.errors import InvalidQuery
 Result = TypeVar("Result")
 
 MAX_FILTER = 100
-"""Values in one filter."""
+"""Most values in one filter."""
 LATEST = 1 << 40
-"""The latest time in seconds that fits in microseconds of 64 bits, with room to spare."""
+"""Latest time in seconds: in microseconds it fits well into 64 bits."""
 
 _page = re.compile(r"page_([0-9a-f]{1,11})_([0-9a-f]{1,11})")
 
 
 class BucketWidth(msgspec.Struct, frozen=True):
-    """A width by its OpenAI name: seconds, and how many buckets a page has by default and at most."""
+    """A width by its OpenAI name: its seconds, and the default and the largest number of buckets a page."""
 
     seconds: int
     default_limit: int
@@ -68,7 +68,7 @@ class BucketPlan(msgspec.Struct, frozen=True):
 
     @property
     def indices(self) -> range:
-        """The indices of the buckets, counted since the epoch."""
+        """Indices of the buckets, counted since the epoch."""
         return range(self.start // self.width, -(-self.end // self.width))
 
     def page(self, results: Mapping[int, Sequence[Result]]) -> Page[Result]:
@@ -97,10 +97,10 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
     bucket_width: str = "1d"
     group_by: tuple[str, ...] = ()
     limit: int | None = None
-    """Buckets a page."""
+    """Most buckets a page."""
     page: str | None = None
     top_models: int | None = None
-    """Grouped by model: the number of models that are named, those with the most tokens from start to end."""
+    """Number of models that keep their names if grouped by model: those with the most tokens from start to end."""
 
     def __post_init__(self) -> None:
         if self.bucket_width not in self.widths:
@@ -136,13 +136,13 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
         return start, end
 
     def plan(self, now: int) -> BucketPlan:
-        """Return the page that is asked for; a later page keeps its first page's end. `now` in seconds."""
+        """Return the requested page; a later page keeps its first page's end. `now` is in seconds."""
         start, final = self._page_span() if self.page is not None else self._span(now)
         width, limit = self.width.seconds, self.limit or self.width.default_limit
         return BucketPlan(width, start, min(final, (start // width + limit) * width), final)
 
     def whole(self, now: int) -> tuple[int, int]:
-        """Return the start and the end of the whole answer, in seconds, however many pages it has."""
+        """Return the start and the end of the whole answer over all its pages, in seconds."""
         return self.cut(self.start_time, 0)[0], self.plan(now).final
 
     def _span(self, now: int) -> tuple[int, int]:
@@ -209,19 +209,20 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
         )
 
     def whole_window(self, window: UsageWindow, now: int) -> UsageWindow:
-        """Return the window over all pages, as one bucket of days where its ends are."""
+        """Return the window over all pages, in buckets of a day."""
         start, end = self.whole(now)
         return msgspec.structs.replace(window, start=start * SECOND, end=end * SECOND, width=DAY)
 
     def answer(self, totals: list[UsageTotals], now: int) -> UsagePage:
-        """Return the page of these sums."""
+        """Return the page with these sums."""
         by_bucket: dict[int, list[UsageResult]] = {}
         for (bucket, *_), total in self._merged(totals).items():
             by_bucket.setdefault(bucket, []).append(self._result(total))
         return self.plan(now).page(by_bucket)
 
     def _merged(self, totals: list[UsageTotals]) -> dict[tuple[Any, ...], UsageTotals]:
-        """Add up the sums that differ only in what was not asked for: a tenant's tiers, and perhaps service tiers."""
+        """Add up the sums that differ only in columns that were not requested: a tenant's tiers, and perhaps service
+        tiers."""
         merged: dict[tuple[Any, ...], UsageTotals] = {}
         for total in totals:
             tier = None if total.tier is None else service_tier(total.tier)
@@ -262,7 +263,8 @@ class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
     output_audio_tokens: int = 0
     num_model_requests: int
     waived_input_tokens: int | UnsetType = UNSET
-    """Computed and not charged: of shadows, and of answers that no caller could read. Only by service tier."""
+    """Input tokens computed but not charged: for shadows, and for answers that no caller could read. Only if grouped by
+    service tier."""
     waived_output_tokens: int | UnsetType = UNSET
     project_id: str | None = None
     user_id: str | None = None

@@ -1,6 +1,7 @@
 """Usage: requests are opened and settled, adapters' storage and pins are metered, and tenants' use is summed.
 
-The storage meter writes bytes times seconds of stored and of pinned revisions, as one ledger entry a day for each.
+The storage meter writes bytes times seconds of stored and of pinned revisions: one ledger entry for each revision and
+day.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from loramux.money.usage.query import UsagePage, UsageQuery
 from loramux.money.usage.settlement import Settlement, SettlementOutcome, SettlementWriter, UsageOperation, unused
 
 SUM_BATCH = 1_000
-"""Entries that one transaction adds to the daily sums: a settlement on SQLite waits for it, some 10 ms."""
+"""Entries that one transaction adds to the daily sums. A settlement on SQLite waits for this transaction, some 10
+ms."""
 MAX_ROWS = 50_000
-"""Sums in one answer: more would keep the server busy for other callers."""
+"""Most sums in one answer: more would delay other callers."""
 
 Kind = Literal["storage", "residency"]
 METERED = {"storage": STORED, "residency": PINNED}
 STATUS = {"storage": "stored", "residency": "pinned"}
 GRACE = 600 * SECOND
-"""Microseconds between a day's end and its entries: by then, every row that began on that day is committed."""
+"""Microseconds between a day's end and its entries. After this time every row that began on that day is committed."""
 BATCH = 500
 
 
@@ -53,14 +55,15 @@ class UsageService:
         *,
         bill_abandoned: bool = False,
     ) -> None:
-        """`prices` price the requests of tenants with a budget; None: nothing costs anything.
+        """`prices` price the requests of tenants with a budget; None: everything is free.
 
-        `answers` stores those of requests with an idempotency key; None: no other process can read them.
-        `bill_abandoned`: bill what was computed for callers that left before they could read it.
+        `answers` stores the answers of requests with an idempotency key; None: no other process can read them.
+        `bill_abandoned`: bill tokens that were computed for callers that left before they could read them.
         """
         self._database = database
         self.server_id = new_id("server")
-        """Between `start` and `stop`, other servers see that it is alive (`records.database.dead_servers`)."""
+        """Id under which other servers see this one alive between `start` and `stop`
+        (`records.database.dead_servers`)."""
         self._answers = answers or AnswerStorage.temporary()
         self._operations = SettlementWriter(
             database, self.server_id, prices or NoPrices(), self._answers, bill_abandoned=bill_abandoned
@@ -68,10 +71,10 @@ class UsageService:
         self._writer: GroupCommit[UsageOperation, SettlementOutcome] = GroupCommit(self._operations.commit)
         self._life = AsyncExitStack()
         self.drift_tokens = 0
-        """Tokens by which what this server settled differs from what its engine counted for it."""
+        """Difference in tokens between this server's settlements and its engines' counts."""
 
     def guard(self, principal: Principal, claim: IdempotencyClaim) -> IdempotencyGuard:
-        """Return what makes a change once under the caller's idempotency key."""
+        """Return the guard that makes a change once under the caller's idempotency key."""
         return IdempotencyGuard(principal, claim, self._answers)
 
     async def start(self) -> None:
@@ -80,20 +83,20 @@ class UsageService:
         self._writer.start()
 
     async def stop(self) -> None:
-        """Write what was submitted, then release the lock."""
+        """Write the submitted operations, then release the lock."""
         await self._writer.stop()
         await self._life.aclose()
 
     async def ensure_rate(self, principal: Principal) -> None:
-        """Raise RateReached where the caller's limits leave no request in this minute."""
+        """Raise RateReached if the caller's limits leave no request in this minute."""
         async with self._database.read() as session:
             await check_request_rate(session, principal, self._database.now())
 
     async def open(self, request: OpenedRequest) -> RateLimitStatus | StoredAnswer:
         """Admit the request and write its row, durably, before the engine sees it.
 
-        Returns StoredAnswer where its idempotency key was answered before; then nothing is opened. A caller that is
-        cancelled while it waits leaves no open row: the request is settled with nothing used. Raises what
+        Returns StoredAnswer if its idempotency key was answered before; then no row is opened. A caller that is
+        cancelled while it waits leaves no open row: the request is settled without usage. Raises what
         `AdmissionBatch.admit` raises, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
         """
         try:
@@ -107,9 +110,9 @@ class UsageService:
     async def settle(self, settlement: Settlement, *, patient: bool = False) -> LedgerEntry:
         """Append the request's entry to the ledger, durably, before its client sees the usage.
 
-        Once per request: settling again returns the existing entry. A caller that is cancelled while it waits has
-        settled all the same; one that is `patient` lets others go first. Raises UnknownRequest, RequestRefused,
-        UsageClosed.
+        A request is settled once: settling again returns the existing entry. If the caller is cancelled while it waits,
+        the request is still settled. A `patient` settlement lets others go first. Raises UnknownRequest,
+        RequestRefused, UsageClosed.
         """
         entry = await self._writer.submit(settlement, patient=patient)
         assert isinstance(entry, LedgerEntry)
@@ -125,17 +128,17 @@ class UsageService:
     async def sweep(self) -> int:
         """Close the requests that dead servers left open, as interrupted and free of charge; return their number.
 
-        Runs at start-up. A server that was thought dead and settles later is billed all the same.
+        This runs at start-up. If a server that seemed dead settles later, its usage is still billed.
         """
         return await self._operations.sweep()
 
     async def accrue(self) -> int:
-        """Bill adapters' storage and pins up to the last day that is over; return the number of entries."""
+        """Bill adapters' storage and pins up to the last full day; return the number of entries."""
         stored = await StorageMeter(self._database, "storage").accrue()
         return stored + await StorageMeter(self._database, "residency").accrue()
 
     async def sum_days(self) -> int:
-        """Add the entries that are new to the daily sums; return their number."""
+        """Add new entries to the daily sums; return their number."""
         summed = 0
         while batch := await self._sum_batch():
             summed += batch
@@ -179,9 +182,9 @@ class UsageService:
         *,
         background: bool = True,
     ) -> list[AnsweredRequest]:
-        """List the caller's requests to `adapter` of its own, or to `tenant/adapter`, newest first.
+        """List the caller's requests to the tenant's `adapter`, or to `tenant/adapter`, newest first.
 
-        `before`: the id of the last page's last request. `background`: those without a waiting caller too.
+        `before`: the id of the previous page's last request. `background`: include requests without a waiting caller.
         """
         owner, _, name = adapter.rpartition("/")
         owner = owner or principal.tenant_name
@@ -193,7 +196,7 @@ class UsageService:
             )
 
     async def rows(self, tenant: TenantId) -> list[UsageTotals]:
-        """Sum everything that the tenant used, by model."""
+        """Sum all usage of the tenant, by model."""
         async with self._database.read() as session:
             return await UsageRepository(session, tenant).by_model()
 
@@ -214,7 +217,7 @@ def _retrieve_exception(outcome: asyncio.Future[SettlementOutcome]) -> None:
 
 
 class StorageMeter:
-    """Brings the ledger up to the last day that is over. Idempotent, and safe on several servers at once."""
+    """Adds storage and pins to the ledger up to the last full day. Idempotent, and safe on several servers at once."""
 
     def __init__(self, database: Database, kind: Kind) -> None:
         self._database = database
@@ -239,7 +242,7 @@ class StorageMeter:
 
 
 def _end(span: UnbilledSpan) -> int:
-    """The end of its first day that is not billed yet."""
+    """Return the end of its first day that is not billed yet."""
     return min((span.counted_until // DAY + 1) * DAY, span.until)
 
 

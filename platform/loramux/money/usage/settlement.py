@@ -1,7 +1,7 @@
 """The two operations on a request's row, open and settle, and the transaction that writes a batch of them.
 
-Opening is durable before the engine sees the request; settling is durable before the client sees its usage. The rule
-of what is billed is `Settlement.billed`, in one place: what was delivered, unless the platform itself failed.
+Opening is durable before the engine sees the request; settling is durable before the client sees its usage.
+`Settlement.billed` is the only rule of billing: delivered tokens are billed, unless the platform itself failed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STATUS: dict[EndedBy, str] = {"completion": "completed", "caller": "cancelled", 
 
 NOTHING = TokenCounts()
 MAX_BILLED_LOADS = 1
-"""Adapter loads that a request is billed for: a preempted request's later ones are on the platform's account."""
+"""Most adapter loads that a request is billed for: the platform pays for later loads of a preempted request."""
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,19 +69,19 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     adapter_loads: int = 0
     """Reads of adapter weights into the pool for this request."""
     answer: bytes | None = None
-    """The answer for a repetition under the same idempotency key; None frees the key."""
+    """Answer to a repetition under the same idempotency key; None frees the key."""
     engine_count: TokenCounts | None = None
-    """The engine's own count of delivered and undelivered tokens; None where the engine died, and then both are 0."""
+    """The engine's own count of delivered and undelivered tokens; None if the engine died, and then both are 0."""
     is_shadow: bool = False
-    """No caller asked for it: nothing is billed."""
+    """True if no caller requested it: nothing is billed."""
     prompt_tokens: int | None = None
-    """The request's prompts, each once; None: as many as were computed."""
+    """Tokens of the request's prompts, each once; None: as many as were computed."""
     bills_abandoned: bool = False
-    """`abandoned` is billed too."""
+    """True if `abandoned` is billed too."""
 
     @property
     def status(self) -> str:
-        """The ledger's word for how the request ended."""
+        """The ledger's word for the request's end."""
         return STATUS[self.ended_by]
 
     @property
@@ -97,7 +97,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def billed(self) -> TokenCounts:
-        """All delivered tokens, however the request ended, unless the platform failed or no caller asked for it."""
+        """All delivered tokens, for every end of the request; none if the platform failed or no caller requested it."""
         if self.ended_by == "platform" or self.is_shadow:
             return NOTHING
         return self.delivered + self.abandoned if self.bills_abandoned else self.delivered
@@ -109,17 +109,17 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waived(self) -> TokenCounts:
-        """Everything else that the engine computed."""
+        """All other tokens that the engine computed."""
         return self.delivered + self.undelivered - self.billed
 
     @property
     def limited_tokens(self) -> int:
-        """The tokens that limits by the minute count: also what a caller that left has made the engine compute."""
+        """The tokens that limits per minute count, including those computed for a caller that has left."""
         return (self.delivered + self.undelivered if self.ended_by == "caller" else self.billed).total
 
     @property
     def billed_loads(self) -> int:
-        """The adapter load, of a request that was answered at all."""
+        """Adapter loads that are billed; none for a request without any answer."""
         return min(self.adapter_loads, MAX_BILLED_LOADS) if self.billed.prompt else 0
 
 
@@ -139,7 +139,7 @@ SettlementOutcome = LedgerEntry | RateLimitStatus | StoredAnswer
 
 
 def unused(request_id: str, ended_by: EndedBy) -> Settlement:
-    """The end of a request that is recorded and costs nothing."""
+    """Return the settlement of a request that is recorded and costs nothing."""
     return Settlement(request_id=request_id, finish_reason=None, ended_by=ended_by)
 
 
@@ -158,7 +158,7 @@ class SettlementWriter:
     async def commit(self, batch: Sequence[UsageOperation]) -> list[SettlementOutcome | Exception]:
         """Write the whole batch in one transaction, and settlements of requests that it opens in a second one.
 
-        Raises RequestRefused, and then nothing was written and the batch can be written again.
+        Raises RequestRefused; then nothing was written, and the batch can be written again.
         """
         opened = [operation for operation in batch if isinstance(operation, OpenedRequest)]
         settled = {one.request_id: one for one in reversed(batch) if isinstance(one, Settlement)}
@@ -187,7 +187,7 @@ class SettlementWriter:
         outcomes: dict[str, SettlementOutcome | Exception] = {}
         entries: dict[str, LedgerEntry | Exception] = {}
         async with self._database.begin() as session:
-            # Lock order: the ledger's head first, then limits and budgets. Everything that locks both keeps it.
+            # Lock order: the ledger's head first, then limits and budgets. All code that locks both keeps this order.
             head = await LedgerRepository(session).lock() if settled else None
             requests, admission = RequestRepository(session), AdmissionBatch(session, self._database.now())
             closed = await requests.close(settled, SETTLED, self._database.now()) if settled else {}
@@ -206,7 +206,8 @@ class SettlementWriter:
     ) -> dict[str, SettlementOutcome | Exception]:
         """Insert the rows of admitted requests.
 
-        A row that is there already is this server's own after a lost connection; another server's is refused.
+        If the row exists and is this server's, an earlier commit's answer was lost with the connection. Another
+        server's row is refused.
         """
         requests, now = RequestRepository(session), self._database.now()
         outcomes: dict[str, SettlementOutcome | Exception] = {**await claim_keys(session, opened, now, self._answers)}
@@ -248,7 +249,7 @@ class SettlementWriter:
         return {entry.request_id: entry for entry in appended}
 
     def _end_of(self, row: BilledRequest, settlement: Settlement) -> Settlement:
-        """Return the settlement with what the request's row knows: its tier says whether it is a shadow."""
+        """Return the settlement with facts of the request's row: its tier says if it is a shadow."""
         return msgspec.structs.replace(
             settlement,
             is_shadow=is_shadow(row.tier),

@@ -49,7 +49,7 @@ def clock() -> Clock:
 
 @contextmanager
 def statements(database: Database) -> Iterator[list[str]]:
-    """The statements that run meanwhile."""
+    """Yield the statements that run within the block."""
     seen: list[str] = []
     engine = database._reader.sync_engine
 

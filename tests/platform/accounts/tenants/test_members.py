@@ -1,4 +1,4 @@
-"""Members, projects and tiers: who may appoint whom, and what is still needed."""
+"""Members, projects and tiers: rights to appoint, and rows that are still needed."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ class Harness:
         return asyncio.run(self.do(read, name)())
 
     def restart(self) -> None:
-        """What a server does when it starts, a minute later; then every content that is kept is there, and no other."""
+        """Start a server a minute later; then every kept content is there, and no other."""
 
         async def check(shelf: Shelf, acme: Principal, _: str) -> None:
             shelf.pass_time(61)

@@ -1,4 +1,4 @@
-"""Who else may call an adapter, who keeps it in the pool, and what is noted of all changes."""
+"""Grants to call an adapter, pins that keep it in the pool, and the audit of all changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer saves beside the weights becomes one bundle, or is refused by the name of its file and field."""
+"""Files that a trainer saves next to the weights become one bundle, or are refused by the name of file and field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion in a process of its own, and its report."""
+"""Conversion in a separate process, and its report."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_jailed_job_reaches_no_process_of_the_server(jailed: Jailed) -> None:
 
 
 def test_jail_holds_for_children_and_leaves_python_whole(tmp_path: Path) -> None:
-    """In a process of its own: the folder that it was started from is not Python's, though it is on sys.path."""
+    """Runs in a separate process: the folder that it was started from is not Python's, although it is on sys.path."""
     (tmp_path / "secret").write_text("x")
     (tmp_path / "own").mkdir()
     code = (

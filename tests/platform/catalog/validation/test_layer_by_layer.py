@@ -87,7 +87,7 @@ def report_on(
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FormatZoo:
-    """A base with a head of its own, and one whose head is the embedding, which it scales."""
+    """A base with a separate head, and one whose head is the embedding, which it scales."""
     return FormatZoo(request.param, tmp_path_factory.mktemp("base"), [], tied=request.param == "gemma3")
 
 
@@ -136,7 +136,7 @@ def test_layer_by_layer_answers_of_another_adapter_are_found(zoo: FormatZoo, dty
     assert report.refusal.code == "parity_failed"
 
 
-def test_layer_by_layer_adapter_with_tokens_of_its_own_is_not_run(zoo: FormatZoo, tmp_path: Path) -> None:
+def test_layer_by_layer_adapter_with_added_tokens_is_not_run(zoo: FormatZoo, tmp_path: Path) -> None:
     model = zoo._base()
     model.resize_token_embeddings(105)
     peft.get_peft_model(model, peft.LoraConfig(**LORA | {"target_modules": ["q_proj"]})).save_pretrained(tmp_path)
@@ -170,7 +170,7 @@ def test_layer_by_layer_holds_one_layer_at_a_time(zoo: FormatZoo, monkeypatch: p
 
 
 def test_layer_by_layer_is_part_of_an_uploads_validation_and_costs_nothing(tmp_path: Path) -> None:
-    """In a server's own parts and processes: the engine answers, nobody is billed, and no row is written."""
+    """With a server's own parts and processes: the engine answers, no tenant is billed, and no row is written."""
     base = make_base(tmp_path / "base")
     folder = make_adapter(base, tmp_path / "adapter")
     settings = make_settings(base, tmp_path)

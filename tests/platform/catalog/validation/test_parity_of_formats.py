@@ -1,4 +1,4 @@
-"""Parity checks of formats beside plain LoRA, and of other kinds after their conversion."""
+"""Parity checks of formats other than plain LoRA, and of other kinds after their conversion."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def test_sandbox_job_reaches_no_network_unless_it_says_so(sandbox: Sandbox) -> N
 
 
 def may_unshare_network() -> bool:
-    """Ask the kernel in a process of its own, by another tool."""
+    """Read the kernel's value in a separate process, with another tool."""
     flags = ["--net"] if os.geteuid() == 0 else ["--user", "--net"]
     return subprocess.run(["unshare", *flags, "true"], check=False, capture_output=True).returncode == 0
 

@@ -97,7 +97,7 @@ async def test_read_transaction_cannot_write(database: Database) -> None:
 
 
 async def test_database_in_full_use_is_reachable(database: Database) -> None:
-    """As many transactions as the pools have connections; a probe that shared them would wait."""
+    """There are as many transactions as the pools have connections; a probe that shared the pools would wait."""
     entered, leave = asyncio.Semaphore(0), asyncio.Event()
 
     async def occupy() -> None:

@@ -74,7 +74,7 @@ def revision_of(tenant: str, adapter: str) -> RevisionRow:
 
 
 class TwoTenants:
-    """What each tenant did, beside what the database says."""
+    """A model of each tenant's changes, compared with the database."""
 
     def __init__(self, database: Database) -> None:
         self.database = database

@@ -189,7 +189,7 @@ async def test_tampering_is_found(
     statement: str,
     sequence: int,
 ) -> None:
-    """By somebody who may drop triggers."""
+    """The change comes from an administrator who may drop triggers."""
     await append(database, *(draft(acme, number) for number in range(5)))
     for unlock in UNLOCK[backend]:
         sql(unlock)

@@ -1,4 +1,4 @@
-"""A database that an older release wrote is migrated with its rows, forwards and (where a migration can) back."""
+"""A database that an older release wrote is migrated with its rows, forwards and (if a migration can) back."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_newer_database_whose_floor_this_release_knows_is_used_and_left_as_it_is
 
 
 def newer(url: str, statement: str) -> None:
-    """What a migration of a later release does."""
+    """Do the same as a migration of a later release."""
     with connected(url) as connection:
         connection.execute(sa.text(statement))
         connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))

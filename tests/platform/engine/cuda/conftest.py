@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _linears_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a CPU are no operators of torch's, and their launches would not be counted."""
+    """Use a GPU's linears. A CPU's are not operators of torch, so their launches would not be counted."""
     monkeypatch.setattr(packed_linear, "choose_format", lambda weight: packed_linear.Plain)
 
 

@@ -45,7 +45,7 @@ def check(zoo: Zoo, engine, asked: list[Asked], arrivals: list[int] | None = Non
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_gpu_engine_mixed_batches_answer_as_peft_does(zoo_of, family: str) -> None:
-    """Chunked prefill beside decode, every kind of adapter and the base; a window and a soft cap in gemma2."""
+    """Chunked prefill in decode steps, every kind of adapter and the base; a window and a soft cap in gemma2."""
     zoo = zoo_of(family)
     prompts = [(5, 6, 7), (11,), tuple(range(3, 25)), (9, 8)]
     adapters = ["plain", None, "rslora", "patterns"]
@@ -112,7 +112,7 @@ def test_gpu_engine_adapters_of_every_format_are_replayed(tmp_path) -> None:
 
 
 def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_path) -> None:
-    """Their tokens are chosen behind those of the step before; the step before is read while the forward runs."""
+    """Their tokens are chosen after those of the previous step, which are read while the forward runs."""
     base = make_base(tmp_path)
 
     def answers(*patterns: str | None) -> list[list[int]]:
@@ -147,7 +147,7 @@ def test_gpu_engine_many_rows_of_one_adapter_take_the_tensor_core_graph(zoo_of) 
     assert any(kind is not None and kind.rows == 16 for _, kind in kinds)
 
 
-def test_gpu_engine_seeded_requests_repeat_beside_any_rows(zoo_of) -> None:
+def test_gpu_engine_seeded_requests_repeat_with_any_other_rows(zoo_of) -> None:
     zoo = zoo_of("llama")
     sampling = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2}
 
@@ -208,7 +208,7 @@ class _InputWatch(TorchDispatchMode):
 
 
 def test_recorded_graph_keeps_every_tensor_that_it_reads(zoo_of) -> None:
-    """As a CUDA graph does, the recorder keeps addresses only: the recorded function and its closure are dropped."""
+    """The recorder keeps addresses only, as a CUDA graph does: the recorded function and its closure are dropped."""
     runner = small_engine(zoo_of("llama"), max_num_seqs=1, max_num_batched_tokens=2)._runner
     watches, kept = [], []
 

@@ -25,7 +25,7 @@ SLOW = pytest.mark.slow
     "family", ["mixtral", pytest.param("qwen3_moe", marks=SLOW), pytest.param("gpt_oss", marks=SLOW)]
 )
 def test_gpu_mixture_adapters_on_experts_answer_as_peft_does(tmp_path, family: str, caplog) -> None:
-    """Prompts beside decode, and the base; gpt_oss has transposed weights, biases and a gate of its own."""
+    """Prompts in decode steps, and the base; gpt_oss has transposed weights, biases and a special gate."""
     zoo = FormatZoo(family, tmp_path, [], num_hidden_layers=2, vocab_size=97)
     for seed, (name, config) in enumerate(RECIPES.items()):
         zoo.make_format(name, config, seed)

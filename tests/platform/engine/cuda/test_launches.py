@@ -37,7 +37,7 @@ NO_LAUNCH = frozenset(f"{VIEWS} {MEMORY}".split())
 """Operators that make views or memory."""
 
 VIEW_WHERE_IT_CAN = frozenset(("reshape", "to"))
-"""Operators that launch something only where their result is not their argument's memory."""
+"""Operators that launch a kernel only if their result is not their argument's memory."""
 
 
 class LaunchCount(TorchDispatchMode):
@@ -75,7 +75,7 @@ def _memory(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("family", LAUNCHES_OF_A_LAYER)
 def test_recorded_layer_launches_no_more_kernels_than_it_did(tmp_path, family: str) -> None:
     counts = []
-    for layers in (2, 4):  # of both kinds where a family alternates
+    for layers in (2, 4):  # of both kinds if a family alternates
         zoo = Zoo(family, tmp_path / str(layers), num_hidden_layers=layers)
         runner = zoo.engine(
             device=DEVICE, max_num_seqs=1, block_size=32, max_model_len=64, max_num_batched_tokens=1

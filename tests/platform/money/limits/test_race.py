@@ -1,4 +1,4 @@
-"""Eight processes on one database: nobody overspends, and rates are exact to the token."""
+"""Eight processes on one database: no tenant overspends, and rates are exact to the token."""
 
 from __future__ import annotations
 
