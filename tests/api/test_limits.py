@@ -37,7 +37,12 @@ def tenant(site: Site, request: pytest.FixtureRequest) -> str:
 def priced(site: Site) -> Callable[[str], None]:
     """Gives a tenant a price plan, without which it gets no budget."""
 
+    given: set[str] = set()
+
     async def give(tenant: str) -> None:
+        if tenant in given:
+            return
+        given.add(tenant)
         database = Database(site.settings.records.url)
         await give_flat_plan(database, tenant)
         await database.close()

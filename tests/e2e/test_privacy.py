@@ -27,6 +27,7 @@ def places_of(folder: Path, text: str) -> list[str]:
 def ask_in_every_way(client: openai.OpenAI, *, is_kept: bool) -> None:
     client.chat.completions.create(model="tiny", user=f"end-user-{is_kept}", **CONTENT)
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4)
+    client.completions.create(model="tiny", prompt="hi", max_tokens=4, extra_body={"surprise": PROMPT})  # ignored
     list(client.chat.completions.create(model="tiny", stream=True, **CONTENT))
     stream = client.chat.completions.create(model="tiny", stream=True, messages=CONTENT["messages"], max_tokens=2000)
     next(iter(stream))
@@ -34,7 +35,6 @@ def ask_in_every_way(client: openai.OpenAI, *, is_kept: bool) -> None:
     wrong = (
         {"model": "absent", **CONTENT},
         {"model": "tiny", **CONTENT, "n": 1000},
-        {"model": "tiny", **CONTENT, "extra_body": {"surprise": PROMPT}},
         {"model": "tiny", "messages": [{"role": "user", "content": PROMPT * 10_000}]},
     )
     for asked in wrong:

@@ -95,7 +95,7 @@ class InputItem(msgspec.Struct, omit_defaults=True):
 
     type: Name = "message"
     """`message`, `reasoning`, `function_call`, `custom_tool_call`, an output of one of these, or `item_reference`."""
-    id: Name | None = None
+    id: Text | None = None
     """An item of a stored response, if this is a reference to it; otherwise it has no effect."""
     role: Name | None = None
     content: Text | Parts | None = None

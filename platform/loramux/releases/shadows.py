@@ -87,9 +87,12 @@ class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
 class Shadows:
     """Shadows of every tenant's adapters."""
 
-    def __init__(self, database: Database, queries: AdapterQueries, runner: ShadowRunner) -> None:
+    def __init__(
+        self, database: Database, queries: AdapterQueries, completions: CompletionService, runner: ShadowRunner
+    ) -> None:
         self._database = database
         self._queries = queries
+        self._completions = completions
         self._changes = ChangeService(database)
         self._runner = runner
         self._running: Mapping[str, RunningShadow] = {}
@@ -263,6 +266,7 @@ class Shadows:
         async with self._database.read() as session:
             running = await ShadowRepository(session).running()
         self._running = {one.adapter: one for one in running}
+        self._completions.record_with(self.choose if running else None)
 
     async def _reports(self, shadows: list[Shadow]) -> list[ShadowReport]:
         async with self._database.read() as session:
@@ -314,8 +318,7 @@ async def open_shadows(
 ) -> AsyncIterator[Shadows]:
     """Run shadows while the block runs; at its end, what waits is dropped."""
     runner = ShadowRunner(database, blobs, completions, files)
-    shadows = Shadows(database, queries, runner)
-    completions.record_with(shadows.choose)
+    shadows = Shadows(database, queries, completions, runner)
     running = asyncio.create_task(runner.run(), name="shadows")
     try:
         async with run_periodically(TEND_SECONDS, shadows.tend):

@@ -205,7 +205,7 @@ class CompletionService:
         self._begun_observers: list[Callable[[Generation], None]] = []
         self._ended_observers: list[Callable[[Generation], None]] = []
         self._refused_observers: list[Callable[[OpenedRequest], None]] = []
-        self._choose_recorder: ChooseRecorder = lambda *_: None
+        self._choose_recorder: ChooseRecorder | None = None
         self._cut_off = False
         self._last_other_at = -math.inf
         """End of the last request that was neither a line of a batch nor a shadow."""
@@ -263,8 +263,8 @@ class CompletionService:
             prompt_texts=read.echoed,
         )
         self._watch(generation)
-        recorder = None if asked.pooling else self._choose_recorder(principal, asked, opened)
-        if recorder is not None:
+        choose = None if asked.pooling else self._choose_recorder
+        if choose is not None and (recorder := choose(principal, asked, opened)) is not None:
             generation.keep_answer()
             generation.task.add_done_callback(lambda _: recorder(generation))
         return generation
@@ -466,9 +466,9 @@ class CompletionService:
         """Call `observer` with every request that was refused by its limits."""
         self._refused_observers.append(observer)
 
-    def record_with(self, choose: ChooseRecorder) -> None:
-        """Call `choose` for every admitted request. It returns the function that gets the kept answer at the end, or
-        None.
+    def record_with(self, choose: ChooseRecorder | None) -> None:
+        """Call `choose`, if any, for every admitted request. It returns the function that gets the kept answer at the
+        end, or None.
         """
         self._choose_recorder = choose
 
