@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 CODE = ("kernels", "adapters", "platform", "api", "client", "demo", "tools", "tests", "benchmarks", "deploy")
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "client/README.md")
 SKIPPED = ("docs/decisions", "docs/http.md", "docs/commands.md", "node_modules", "tools/words.py", ".venv", "build")
-PROXY = r"(?! (a|an|the|its|your) (\w+ )?(proxy|balancer|gateway|firewall|CDN|NAT|ingress|scenes))"
+PROXY = r"(?! (a|an|one|the|its|your) ([\w-]+ )?(API|proxy|balancer|gateway|firewall|CDN|NAT|ingress|scenes))"
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,7 +258,7 @@ class Listener:
 def close_silent_connections(port: int) -> None:
     """Close the connections to `port` that have sent nothing for SILENT_SECONDS since they were accepted."""
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile, or no TCP connection
+        with suppress(OSError):  # closed since, or no TCP connection
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as connection:

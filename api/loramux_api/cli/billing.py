@@ -171,7 +171,7 @@ def reconcile_command(config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def rebuild_sums(config: Path, as_json: bool) -> None:
-    """Make the daily sums, which usage and cost queries read, again from the ledger. Servers may run meanwhile.
+    """Make the daily sums, which usage and cost queries read, again from the ledger. Servers may run at the same time.
 
     \b
     Example:

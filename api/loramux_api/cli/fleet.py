@@ -79,7 +79,7 @@ def add(
     quantization: str,
     wait: bool,
 ) -> None:
-    """Add a base model beside the others, or serve a retired one again.
+    """Add a base model to the others, or serve a retired one again.
 
     It is checked first, and then loaded while everything else is served. Exit code 1: it did not load.
 
@@ -334,7 +334,7 @@ def drain(remote: Remote, engines: tuple[str, ...], seconds: float) -> None:
 def restart(remote: Remote, engines: tuple[str, ...], seconds: float) -> None:
     """Restart engines, one after the other: each is drained, stopped and started, and must serve before the next.
 
-    No request fails meanwhile; where a base has one engine they wait for it.
+    No request fails: if a base has one engine, its requests wait for it.
 
     \b
     Example:

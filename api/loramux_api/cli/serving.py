@@ -54,7 +54,7 @@ class InitResult(msgspec.Struct, frozen=True):
 def init(file: Path, model: Path | None, force: bool, as_json: bool) -> None:
     """Write commented settings for a first server to FILE (default: loramux.toml), and print the next commands.
 
-    They are what `loramux serve MODEL` assumes, data folder included, for you to change.
+    They are what `loramux serve MODEL` assumes, data folder included; change them as you like.
 
     \b
     Example:

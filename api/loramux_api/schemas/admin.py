@@ -95,7 +95,7 @@ class TierBody(Body, forbid_unknown_fields=True):
     weight: int = 1
     """A tenant's weight within the class, 1 to 1000."""
     service_tiers: Annotated[tuple[Name, ...], Meta(max_length=len(CHOSEN))] = ALLOWED_AT_FIRST
-    """The service tiers that requests may ask for beside `default`: some of flex, priority and batch."""
+    """The service tiers that requests may ask for in addition to `default`: some of flex, priority and batch."""
 
 
 class TenantObject(msgspec.Struct, kw_only=True):

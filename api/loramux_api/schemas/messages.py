@@ -72,7 +72,7 @@ class ContentBlock(Part, kw_only=True):
     title: Text | None = None
     """A document's or a search result's title."""
     context: Text | None = None
-    """What is said about a document."""
+    """Words about a document."""
 
 
 class DocumentSource(msgspec.Struct):
@@ -113,7 +113,7 @@ class MessageToolChoice(msgspec.Struct):
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
-    """The tool, for the type `tool`."""
+    """The tool of the type `tool`."""
     disable_parallel_tool_use: bool | None = None
     """True: at most one call per answer."""
 
@@ -152,7 +152,7 @@ class ContextManagement(msgspec.Struct):
     """Edits that Anthropic makes to the prompt before it is read."""
 
     edits: Annotated[list[Fields], Meta(max_length=MAX_PARTS)] | None = None
-    """Those that keep everything; here prompts are never cut."""
+    """Edits that keep everything; here prompts are never cut."""
 
 
 class Thread(msgspec.Struct):

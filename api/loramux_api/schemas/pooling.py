@@ -41,7 +41,7 @@ class PooledBody(InferenceBody, kw_only=True):
     refused.
     """
     truncation_side: Literal["left", "right"] | None = None
-    """Where a text is shortened: at its end (`right`, the default) or at its beginning."""
+    """End of a text that is shortened: at its end (`right`, the default) or at its beginning."""
     metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None

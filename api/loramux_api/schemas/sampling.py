@@ -205,7 +205,7 @@ class SamplingBody(InferenceBody, kw_only=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     """Shorten a prompt to this many tokens; -1: to as many as leave room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
-    """Where a prompt is shortened: at its beginning (`left`, the default) or at its end."""
+    """End of a prompt that is shortened: at its beginning (`left`, the default) or at its end."""
     metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     response_format: ResponseFormat | None = None

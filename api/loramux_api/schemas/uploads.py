@@ -52,7 +52,7 @@ class UploadBody(Body, forbid_unknown_fields=True):
 
     adapter: Name
     files: Annotated[dict[Path, FileBody], Meta(max_length=MAX_FILES)] | None = None
-    """`adapter_config.json`, `adapter_model.safetensors`, and what a trainer saved beside them."""
+    """`adapter_config.json`, `adapter_model.safetensors`, and what a trainer saved with them."""
     source: SourceBody | None = None
     promote: bool = True
     """Move the adapter's default alias to the new revision. A first revision is always the default."""

@@ -171,7 +171,7 @@ class Files:
             return await files.listed(Viewpoint.of(principal), after, limit, purpose, oldest_first=oldest_first)
 
     async def fetch(self, tenant: TenantId, file: StoredFile, folder: Path) -> Path:
-        """Copy a file into `folder`. Raises FileNotFound where it was deleted meanwhile."""
+        """Copy a file into `folder`. Raises FileNotFound if it was deleted by then."""
         try:
             await self.threads.run(tenant, self._blobs.objects.fetch, object_name(file.id), folder / file.id)
         except FileNotFoundError:
@@ -181,7 +181,7 @@ class Files:
     async def content(self, tenant: TenantId, file: StoredFile) -> AsyncGenerator[bytes, None]:
         """Yield the file's bytes, when the tenant's memory has room for what a reader leaves unread.
 
-        Raises FileNotFound if it was deleted meanwhile.
+        Raises FileNotFound if it was deleted by then.
         """
         async with self._memory.slot(tenant, UNREAD_BYTES):
             chunks = self._blobs.objects.read(object_name(file.id), READ_BYTES)

@@ -3,7 +3,7 @@
 A `JobRunner` never runs a job twice at the same time. All its jobs end with the server.
 
 asyncio's default executor has few threads, which everything shares. Work that may wait long for a store or another
-machine runs in a `ThreadPool` of its own. Every pool that a request can occupy gives each tenant a share (`ThreadPool`,
+machine runs in its own `ThreadPool`. Every pool that a request can occupy gives each tenant a share (`ThreadPool`,
 `TenantQueues`, `run_blocking`), so that one tenant's slow work delays neither other work nor other tenants. The same
 `TenantSlots` bound memory that waits: its units are then bytes.
 """
@@ -242,7 +242,7 @@ class ThreadPool:
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """One tenant's share of a pool, for code that serves one tenant."""
+    """One tenant's share of a pool, used by code that serves one tenant."""
 
     pool: ThreadPool
     tenant: str
@@ -256,7 +256,7 @@ class TenantQueues:
     """Threads for callers without an event loop, of which one tenant occupies at most `per_tenant`.
 
     A tenant's next piece of work is queued when one of its earlier ones has ended, after what other tenants have
-    queued meanwhile.
+    queued since then.
     """
 
     def __init__(self, kind: str, threads: int, per_tenant: int) -> None:
@@ -284,7 +284,7 @@ class TenantQueues:
         try:
             work()
         finally:
-            with self._lock, suppress(RuntimeError):  # the executor was closed meanwhile
+            with self._lock, suppress(RuntimeError):  # the executor was closed since
                 self._run_next(tenant)
 
     def _run_next(self, tenant: str) -> None:

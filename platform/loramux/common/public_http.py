@@ -6,7 +6,7 @@ counts the bytes as they come. No other client is made for services outside.
 
 Three attacks by addresses are closed here. A name may lead to a private address: every address that it resolves to is
 checked. A name may lead elsewhere when it is resolved again (DNS rebinding): the address that was checked is the one
-that is connected to. A name may never be answered: lookups run in threads of their own, few for each kind of work and
+that is connected to. A name may never be answered: lookups run in separate threads, few for each kind of work and
 fewer for each tenant, never in asyncio's default executor, which everything else shares.
 """
 

@@ -3,7 +3,7 @@
 A shadow must cost the requests of callers nothing, so
 
 - it begins only after the request that it repeats has ended, and only while no request waits for its first token;
-- one runs beside other requests, `IN_FLIGHT` on an engine that has been quiet, in class `batch`;
+- one runs next to other requests, `IN_FLIGHT` on an engine that has been quiet, in class `batch`;
 - those that wait are bounded, in number and in tokens, for each tenant and together: what does not fit is dropped and
   counted. Nothing of them is stored; a server that stops drops them.
 """
@@ -64,7 +64,7 @@ class ShadowTask:
     shadow: RunningShadow
     principal: Principal
     request: GenerationRequest
-    """As it runs on the candidate."""
+    """The request as it runs on the candidate."""
     request_id: str
     model: str
     """The revision that answered."""
@@ -120,7 +120,7 @@ class ShadowQueue:
         return self._removed(largest, self._waiting[largest].pop())
 
     def take(self) -> ShadowTask | None:
-        """Remove and return the next task; its tenant's next one comes behind those of all others."""
+        """Remove and return the next task; its tenant's next one comes after those of all others."""
         if not self._waiting:
             return None
         tenant, waiting = next(iter(self._waiting.items()))
@@ -147,7 +147,7 @@ class ShadowRunner:
         self._arrived = asyncio.Event()
         self._running: set[asyncio.Task[None]] = set()
         self._starting: set[ShadowTask] = set()
-        """Those that have no first token yet."""
+        """Tasks that have no first token yet."""
         self._sums: Counter[tuple[str, str]] = Counter()
         self._outputs = KeptOutputs()
 
@@ -336,7 +336,7 @@ def within_tokens(deltas: Sequence[Delta], limit: int) -> tuple[list[ChoiceAnswe
     """Return the answer's choices as they are after `limit` tokens, and which choices are cut.
 
     A shadow is not billed, so its tenant reads at most as many of its tokens as were billed for the request that it
-    repeats. A delta's text belongs to tokens of its own or of earlier deltas, so what is left has no text of others.
+    repeats. A delta's text belongs to its own tokens or to those of earlier deltas, so what is left has no text of others.
     """
     kept, left = [], limit
     cut: set[int] = set()

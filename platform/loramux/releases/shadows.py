@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class ShadowRequests(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the requests that a shadow chose."""
+    """Outcomes of the requests that a shadow chose."""
 
     compared: int
     failed: int
@@ -78,7 +78,7 @@ class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
     """Waived tokens of this day, UTC, and what running ones may still use."""
     requests: ShadowRequests
     current_tokens: int
-    """Of the answers that were compared."""
+    """Sums over the answers that were compared."""
     candidate_tokens: int
     measures: dict[str, Measure]
     """Means over requests with 95% confidence intervals; those that were observed."""
@@ -96,7 +96,7 @@ class Shadows:
         self._changes = ChangeService(database)
         self._runner = runner
         self._running: Mapping[str, RunningShadow] = {}
-        """By `tenant/adapter`."""
+        """Running shadows by `tenant/adapter`."""
 
     async def start(
         self,
@@ -297,7 +297,7 @@ class Shadows:
 
 
 def _is_chosen(shadow: Shadow, caller: str) -> bool:
-    """Return whether the caller's hash lies in the shadow's share: always the same for one shadow and caller."""
+    """Return whether the caller's hash is within the shadow's share: always the same for one shadow and caller."""
     point = hashlib.blake2b(caller.encode(), key=shadow.id.encode(), digest_size=8)
     return int.from_bytes(point.digest(), "big") * MILLION < shadow.share << 64
 

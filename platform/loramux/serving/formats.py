@@ -210,7 +210,7 @@ class Formats:
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer
         self._kept: OrderedDict[tuple[str, str], Format] = OrderedDict()
-        """By base and digest."""
+        """Formats by base and digest."""
         self._threads = ThreadPool("templates", RENDERINGS, RENDERINGS_PER_TENANT)
         self._budget = ProcessorBudget()
 
@@ -359,7 +359,7 @@ class GrammarTrials:
             self._kept.move_to_end(key)
             return self._kept[key]
         async with self._slots.slot(key.tenant):
-            if key not in self._kept:  # a request beside this one may have tried the same
+            if key not in self._kept:  # another request may have tried the same
                 self._keep(key, await self._threads.run(key.tenant, self._try, key.job))
         return self._kept[key]
 

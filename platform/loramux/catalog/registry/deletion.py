@@ -298,7 +298,7 @@ class BlobCollector:
         """Digests without a revision, to be removed when the last request with them has ended."""
 
     async def sweep(self) -> int:
-        """Remove staged and stored files that crashes left behind, at boot; return the number of contents removed."""
+        """Remove staged and stored files that crashes left, at boot; return the number of contents removed."""
         await run_blocking(SERVER, self._blobs.sweep_incoming)
         stored = await run_blocking(SERVER, self._blobs.digests)
         pages = [stored[start : start + SWEEP_PAGE] for start in range(0, len(stored), SWEEP_PAGE)]

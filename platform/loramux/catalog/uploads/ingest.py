@@ -180,7 +180,7 @@ class Ingest:
         content = await self._threads.run(principal.tenant, self._seal, staged)
         info = None
         try:
-            while info is None:  # again where a concurrent deletion has removed the same content meanwhile
+            while info is None:  # again if a concurrent deletion has removed the same content
                 await self._threads.run(principal.tenant, self._blobs.publish, staged.folder, content.digest)
                 info = await self._register(principal, staged, content, on_registered)
         except (RegistryError, UploadSuperseded):

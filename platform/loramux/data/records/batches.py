@@ -77,7 +77,7 @@ class FileRepository(TenantScoped):
     async def listed(
         self, seen: Viewpoint, after: str | None, limit: int, purpose: str | None = None, *, oldest_first: bool = False
     ) -> list[StoredFile]:
-        """List at most `limit` files behind the file `after`."""
+        """List at most `limit` files after the file `after`."""
         statement = select(FileRow).where(FileRow.tenant_id == self._tenant, *seen.conditions(FileRow))
         if purpose is not None:
             statement = statement.where(FileRow.purpose == purpose)

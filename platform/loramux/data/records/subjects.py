@@ -27,7 +27,7 @@ SUMMED = ("input_tokens", "cached_tokens", "output_tokens", "adapter_load")
 
 
 class SubjectUsage(msgspec.Struct, frozen=True):
-    """What a subject's requests of one base model and tier used on one day (days since the epoch, UTC)."""
+    """Usage of a subject's requests of one base model and tier on one day (days since the epoch, UTC)."""
 
     day: int
     base_model: str
