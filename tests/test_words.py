@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from words import ROOT, Prose, files, offences, prose_of, sentences
 
 
