@@ -27,7 +27,7 @@ from litestar.types import Empty, Message, Scope
 
 from loramux.common.jobs import ANYONE, TenantSlots
 from loramux.server.platform import Platform
-from loramux.serving.errors import GatewayError, InvalidRequest, Unavailable
+from loramux.serving.errors import InvalidRequest, ServingError, Unavailable
 from loramux_api.headers import note_ignored
 from loramux_api.schema_bounds import add_bounds
 from loramux_api.unknown_fields import LONGEST_NAME, MAX_UNKNOWN, ensure_ignorable, too_many
@@ -77,14 +77,14 @@ class ClientDisconnected(Exception):
     """The client closed the connection before it was answered."""
 
 
-class BodyTooLarge(GatewayError):
+class BodyTooLarge(ServingError):
     """The message gives the limit."""
 
     code = "request_too_large"
     status = HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
-class BodyTimeout(GatewayError):
+class BodyTimeout(ServingError):
     """The message gives the limit."""
 
     code = "request_timeout"

@@ -129,7 +129,7 @@ class FileForm(Form):
         max_bytes: int,
         too_large: Callable[[], Exception],
     ) -> None:
-        """`fields` are those that the form may have in addition to `file`; `too_large` makes the error for a larger file."""
+        """`fields` are those that the form may have next to `file`; `too_large` makes the error for a larger file."""
         super().__init__(threads)
         self.path = path
         self.filename = ""

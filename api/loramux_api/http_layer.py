@@ -22,7 +22,7 @@ from typing import Any, cast
 import msgspec
 from litestar.types import ASGIApp, HTTPScope, Message, Receive, Send
 
-from loramux.serving.errors import GatewayError, InvalidRequest
+from loramux.serving.errors import InvalidRequest, ServingError
 from loramux_api.headers import request_id
 
 PIECE = 64 << 10
@@ -33,7 +33,7 @@ READ_ANYWAY = 8 << 10
 _TIMED = "/v1/"
 
 
-class UnsupportedEncoding(GatewayError):
+class UnsupportedEncoding(ServingError):
     """The body has an encoding that this server does not read."""
 
     code = "unsupported_content_encoding"

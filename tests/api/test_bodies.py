@@ -16,7 +16,7 @@ import httpx
 import pytest
 from site_fixture import Site
 
-from loramux.serving.errors import GatewayError
+from loramux.serving.errors import ServingError
 from loramux_api import bodies
 from loramux_api.bodies import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, MIN_BODY_BYTES, StrictJSON, check_shape
 from loramux_api.schemas.sampling import MAX_CHOICES
@@ -42,7 +42,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_body_with_too_many_values_is_refused_before_it_is_decoded(bomb: str) -> None:
-    with pytest.raises(GatewayError, match="more than") as refusal:
+    with pytest.raises(ServingError, match="more than") as refusal:
         asyncio.run(check_shape(BOMBS[bomb]))
     assert refusal.value.code == "request_too_large"
 

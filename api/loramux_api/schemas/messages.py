@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from loramux.common.sampling import given_numbers
 from loramux.constraints.formats import JsonSchema
-from loramux.serving.errors import GatewayError, InvalidRequest
+from loramux.serving.errors import InvalidRequest, ServingError
 from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
 from loramux_api.bodies import InferenceBody, Unsupported
 from loramux_api.schemas.bounds import MAX_PARTS, Fields, ModelName, Name, Text
@@ -323,7 +323,7 @@ def check_prompt(body: PromptBody) -> None:
             )
 
 
-class ThreadNotFound(GatewayError):
+class ThreadNotFound(ServingError):
     """The request continues a thread, but this server stores none."""
 
     code = "thread_not_found"

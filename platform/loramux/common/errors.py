@@ -1,7 +1,7 @@
 """The one tree of errors that a caller may see.
 
     LoramuxError(message, field)      code, status
-    ├── serving.GatewayError          requests for completions
+    ├── serving.ServingError          requests for completions
     ├── registry.RegistryError        adapters, revisions, aliases, pins and grants
     ├── uploads.*                     (below RegistryError)
     ├── tenants.TenantsError          keys, members, projects, tenants and tiers

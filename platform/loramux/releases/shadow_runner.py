@@ -336,7 +336,8 @@ def within_tokens(deltas: Sequence[Delta], limit: int) -> tuple[list[ChoiceAnswe
     """Return the answer's choices as they are after `limit` tokens, and which choices are cut.
 
     A shadow is not billed, so its tenant reads at most as many of its tokens as were billed for the request that it
-    repeats. A delta's text belongs to its own tokens or to those of earlier deltas, so what is left has no text of others.
+    repeats. A delta's text belongs to its own tokens or to those of earlier deltas, so what is left has no
+    text of others.
     """
     kept, left = [], limit
     cut: set[int] = set()

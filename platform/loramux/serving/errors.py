@@ -1,6 +1,6 @@
 """Errors of the serving layer, as a part of the error tree.
 
-GatewayError(message, field, code)
+ServingError(message, field, code)
 ├── InvalidRequest       the caller can correct it: `field` names what is wrong: 400
 │   ├── PromptTooLong    the prompt and its answer do not fit in the context
 │   └── PreviousResponseNotFound  the response to continue is gone
@@ -27,7 +27,7 @@ from loramux.common.errors import LoramuxError
 from loramux.engine.messages import EngineFault
 
 
-class GatewayError(LoramuxError):
+class ServingError(LoramuxError):
     """Base of the errors that the serving layer raises."""
 
     def __init__(self, message: str, field: str | None = None, *, code: str | None = None) -> None:
@@ -35,7 +35,7 @@ class GatewayError(LoramuxError):
         self.code = code or type(self).code
 
 
-class InvalidRequest(GatewayError):
+class InvalidRequest(ServingError):
     """The request can never be served in this form."""
 
 
@@ -60,7 +60,7 @@ class PreviousResponseNotFound(InvalidRequest):
         super().__init__(f"Previous response with id '{id[:80]}' not found.", "previous_response_id")
 
 
-class ResponseNotFound(GatewayError):
+class ResponseNotFound(ServingError):
     """No such response, another tenant's or project's, expired, or deleted."""
 
     code = "response_not_found"
@@ -70,7 +70,7 @@ class ResponseNotFound(GatewayError):
         super().__init__(f"Response with id '{id[:80]}' not found.", "response_id")
 
 
-class ItemNotFound(GatewayError):
+class ItemNotFound(ServingError):
     """No such item: its response is gone, or was never stored."""
 
     code = "item_not_found"
@@ -84,20 +84,20 @@ class ItemNotFound(GatewayError):
         )
 
 
-class InvalidBase(GatewayError):
+class InvalidBase(ServingError):
     """The message says which part of the base model is wrong, and how to change it."""
 
     code = "invalid_base_model"
 
 
-class UnknownBase(GatewayError):
+class UnknownBase(ServingError):
     """The message lists the base models."""
 
     code = "base_model_not_found"
     status = HTTPStatus.NOT_FOUND
 
 
-class BaseConflict(GatewayError):
+class BaseConflict(ServingError):
     """`code` names the conflict."""
 
     status = HTTPStatus.CONFLICT
@@ -106,7 +106,7 @@ class BaseConflict(GatewayError):
         super().__init__(message, field, code=code)
 
 
-class FolderNotFound(GatewayError):
+class FolderNotFound(ServingError):
     """The folder is absent, holds no adapter, or is not below the operator's root; the caller cannot tell the
     difference.
     """
@@ -115,14 +115,14 @@ class FolderNotFound(GatewayError):
     status = HTTPStatus.NOT_FOUND
 
 
-class NotAllowed(GatewayError):
+class NotAllowed(ServingError):
     """The key or token lacks the scope."""
 
     code = "insufficient_permissions"
     status = HTTPStatus.FORBIDDEN
 
 
-class Unavailable(GatewayError):
+class Unavailable(ServingError):
     """The request is valid, but the server cannot serve it now."""
 
     status = HTTPStatus.SERVICE_UNAVAILABLE
@@ -159,7 +159,7 @@ class OverCapacity(Unavailable):
         self.retry_after = fault.retry_after or 1
 
 
-class GenerationFailed(GatewayError):
+class GenerationFailed(ServingError):
     """The server failed after it had accepted the request; the tokens generated until then are lost."""
 
     code = "internal_error"
@@ -172,7 +172,7 @@ class AdapterNotLoaded(GenerationFailed):
     code = "adapter_failed"
 
 
-def from_fault(fault: EngineFault | None) -> GatewayError:
+def from_fault(fault: EngineFault | None) -> ServingError:
     """Translate the engine's fault into the error that the caller gets."""
     if fault is None:
         return GenerationFailed("The engine gave the request up without a reason.")

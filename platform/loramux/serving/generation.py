@@ -29,7 +29,7 @@ from loramux.fleet.group import EngineGroup
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.money.usage.service import UsageService
 from loramux.money.usage.settlement import EndedBy, Settlement
-from loramux.serving.errors import AdapterNotLoaded, EngineDown, GatewayError, GenerationFailed, InvalidRequest
+from loramux.serving.errors import AdapterNotLoaded, EngineDown, GenerationFailed, InvalidRequest, ServingError
 from loramux.serving.messages import Classes, Delta, FinishReason, PromptText, Timing, encode_answer
 from loramux.serving.output import Choice, OutputProcessor
 
@@ -276,7 +276,7 @@ class Generation:
             return
         try:
             delta = choice.output.push(event)
-        except GatewayError as error:
+        except ServingError as error:
             ours = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, AdapterNotLoaded)
             if ours or self.seconds_to_first_token is None or not choice.output.fails_alone:
                 raise

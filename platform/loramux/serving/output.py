@@ -380,7 +380,7 @@ class OutputProcessor:
 
     def push(self, event: TokenEvent) -> Delta:
         """Return the new parts of `event`; sets finish_reason at the end. Raises the engine's fault as a
-        GatewayError.
+        ServingError.
         """
         if event.finish_reason in ("error", "cancelled"):
             raise from_fault(event.fault)
@@ -548,7 +548,7 @@ class RepeatedPrompt(OutputProcessor):
     """
 
     def push(self, event: TokenEvent) -> Delta:
-        """Return the log probabilities of the prompt, at the end. Raises the engine's fault as a GatewayError."""
+        """Return the log probabilities of the prompt, at the end. Raises the engine's fault as a ServingError."""
         delta = super().push(msgspec.structs.replace(event, token_id=None, logprob=None, top_logprobs=None))
         if self.finish_reason is not None:
             self.finish_reason = "length"
@@ -579,7 +579,7 @@ class PooledOutput:
         return self.finish_reason == "stop"
 
     def push(self, event: TokenEvent) -> Delta:
-        """Return the vector; sets finish_reason. Raises the engine's fault as a GatewayError."""
+        """Return the vector; sets finish_reason. Raises the engine's fault as a ServingError."""
         if event.pooled is None:
             raise from_fault(event.fault)
         self.finish_reason = "stop"

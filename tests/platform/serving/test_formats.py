@@ -14,7 +14,7 @@ from loramux.catalog.validation.rendering import TemplateFailed, template_variab
 from loramux.common.bundle import Bundle
 from loramux.common.sandbox import sandbox
 from loramux.engine.messages import Constraint
-from loramux.serving.errors import GatewayError, InvalidRequest
+from loramux.serving.errors import InvalidRequest, ServingError
 from loramux.serving.formats import (
     CHEAP_SECONDS,
     RENDERINGS_PER_TENANT,
@@ -154,7 +154,7 @@ def test_formats_a_tenant_with_costly_templates_is_refused_before_the_next_is_re
     async def run() -> list[str]:
         formats, codes = Formats(CostlyRenderer()), list[str]()  # type: ignore[arg-type]
         for _ in range(5):
-            with pytest.raises(GatewayError) as refused:
+            with pytest.raises(ServingError) as refused:
                 await formats.encode_chat(format_with("x"), HELLO, ChatOptions(), 100, "acme")
             codes.append(refused.value.code)
         formats.close()

@@ -12,7 +12,7 @@ from scripted_engine import EOS, FACTS
 
 from loramux.common.units import TokenCounts
 from loramux.engine.messages import EngineFault, SamplingParams
-from loramux.serving.errors import Draining, EngineDown, GatewayError, InvalidRequest
+from loramux.serving.errors import Draining, EngineDown, InvalidRequest, ServingError
 from loramux.serving.generation import Generation
 from loramux.serving.messages import Message
 from loramux.serving.service import ENDS
@@ -73,7 +73,7 @@ def test_answer_with_unrecorded_usage_has_no_finish_reason(tmp_path: Path) -> No
             async for delta in generation:
                 reasons.append(delta.finish_reason)  # noqa: PERF401  it ends in an error
 
-        with pytest.raises(GatewayError, match="could not be recorded"):
+        with pytest.raises(ServingError, match="could not be recorded"):
             await listen(await made.begin())
         assert set(reasons) == {None}
 
@@ -136,7 +136,7 @@ def test_choices_share_one_billed_prompt_and_have_own_seeds(tmp_path: Path) -> N
 
 def test_engine_fault_is_not_billed(tmp_path: Path) -> None:
     async def test(made: Harness) -> None:
-        with pytest.raises(GatewayError, match="cannot go on"):
+        with pytest.raises(ServingError, match="cannot go on"):
             await read(await made.begin(n=3, max_tokens=100))
         assert await made.entries() == [("failed", 0, 0, 0, "error")]
 

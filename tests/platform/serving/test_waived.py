@@ -12,7 +12,7 @@ from loramux.data.entities import IdempotencyClaim
 from loramux.data.records.ledger import LedgerEntry, LedgerRepository
 from loramux.money.billing.reconcile import reconcile
 from loramux.serving.checks import canonical_tags
-from loramux.serving.errors import GatewayError
+from loramux.serving.errors import ServingError
 from loramux.serving.generation import Generation
 
 PROMPT = "say this"
@@ -119,7 +119,7 @@ def test_failed_request_is_waived_whole(tmp_path: Path) -> None:
     from loramux.engine.messages import EngineFault
 
     async def test(made: Harness) -> None:
-        with pytest.raises(GatewayError):
+        with pytest.raises(ServingError):
             await read(await made.begin(n=2, max_tokens=50))
         billed = await entry(made)
         assert (billed.status, billed.input_tokens, billed.output_tokens) == ("failed", 0, 0)
@@ -149,6 +149,6 @@ def test_tags_are_stored_with_the_entry(tmp_path: Path) -> None:
     ],
 )
 def test_tags_are_bounded(tags: dict[str, str], told: str) -> None:
-    with pytest.raises(GatewayError, match=told) as refusal:
+    with pytest.raises(ServingError, match=told) as refusal:
         canonical_tags(tags)
     assert refusal.value.field == "metadata"

@@ -41,7 +41,7 @@ from loramux.money.limits.errors import LimitsError
 from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
 from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
-from loramux.serving.errors import GatewayError
+from loramux.serving.errors import ServingError
 from loramux.serving.formats import GrammarTrials
 from loramux.serving.messages import GenerationRequest
 from loramux.serving.service import CompletionService, ServedBase
@@ -330,7 +330,7 @@ class World:
                 await self._ask(outcome)
         except TimeoutError:
             raise Violation(f"not ended after {END_SECONDS} s: {self._state()}; {call}") from None
-        except (GatewayError, LimitsError, IdempotencyMismatch, StillRunning) as error:
+        except (ServingError, LimitsError, IdempotencyMismatch, StillRunning) as error:
             outcome.error = getattr(error, "code", None) or type(error).__name__
         except (Violation, AssertionError):
             raise
