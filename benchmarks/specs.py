@@ -11,7 +11,7 @@ WORK = Path(os.environ.get("LORAMUX_BENCH_WORK", BENCHMARKS / "work"))
 """Models, adapters, server logs and databases of the runs; never committed."""
 
 VOCAB_SIZE = 16384
-"""Of the random models, and of every workload's prompts: a pretrained model has at least as many tokens."""
+"""Tokens of the random models, and the range of every workload's prompts; a pretrained model has at least as many."""
 MAX_MODEL_LEN = 1024
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANKS = (8, 16, 32, 64)

