@@ -27,11 +27,15 @@ test-all: $(VENV)/.dev $(VENV)/.console  ## everything: nightly tests too, which
 simulate: $(VENV)/.dev  ## the whole server on a virtual clock, many seeds (ARGS="0:100000 --jobs 2", ARGS=42 for one)
 	@PYTHONPATH=tests/support $(BIN)/python -m simulation $(if $(ARGS),$(ARGS),0:2000)
 
-lint: $(VENV)/.dev  ## ruff, mypy --strict and the layer rules
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
+# Pages that tools/reference.py writes, or writes a table of, keep its form.
+PAGES = $(filter-out docs/settings.md docs/metrics.md docs/models.md docs/http.md docs/commands.md,$(wildcard *.md docs/*.md docs/*/*.md client/*.md))
+MDFORMAT = $(BIN)/mdformat --wrap 100 --compact-tables
 
-format: $(VENV)/.dev  ## format the code
-	$(BIN)/ruff format . && $(BIN)/ruff check --fix .
+lint: $(VENV)/.dev  ## ruff, mypy --strict, the layer rules, and the form of the pages
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(MDFORMAT) --check $(PAGES)
+
+format: $(VENV)/.dev  ## format the code and the pages
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix . && $(MDFORMAT) $(PAGES)
 
 docs: $(VENV)/.dev  ## the documentation site, in build/site
 	$(BIN)/python tools/reference.py docs && $(BIN)/zensical build --clean --strict

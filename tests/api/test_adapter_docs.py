@@ -15,6 +15,7 @@ from loramux_api.cli.main import main
 from loramux_client import Client
 
 DOCS = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text()
+SHELL = "".join(re.findall(r"^```\n(.*?)^```", DOCS, re.DOTALL | re.MULTILINE))
 PYTHON = re.findall(r"```python\n(.*?)```", DOCS, re.DOTALL)
 
 
@@ -37,7 +38,7 @@ def harness(site: Site, trained: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
 
 
 def test_the_lines_of_shell(harness: Site) -> None:
-    lines = [line.strip().partition(" #")[0] for line in DOCS.splitlines() if line.startswith("    loramux adapter ")]
+    lines = [line.strip().partition(" #")[0] for line in SHELL.splitlines() if line.startswith("loramux adapter ")]
     assert [line.split()[2] for line in lines][2:] == ["canary", "logs", "promote", "rollback", "rollback", "rm"]
     for line in lines:
         ended = CliRunner().invoke(main, shlex.split(line)[1:])

@@ -52,7 +52,7 @@ def recorded() -> list[Row]:
     """The rows of the record's table."""
     rows = [
         Row(_names(found["types"]), found["class"], _names(found["fields"]))
-        for found in _row.finditer(RECORD.read_text())
+        for found in _row.finditer(re.sub(r"\\([*_])", r"\1", RECORD.read_text()))
         if found["class"] != "class"
     ]
     assert all(row.of_class in CLASSES for row in rows)
