@@ -29,7 +29,7 @@ simulate: $(VENV)/.dev  ## the whole server on a virtual clock, many seeds (ARGS
 
 # Pages that tools/reference.py writes, or writes a table of, keep its form.
 PAGES = $(filter-out docs/settings.md docs/metrics.md docs/models.md docs/http.md docs/commands.md,$(wildcard *.md docs/*.md docs/*/*.md client/*.md))
-MDFORMAT = $(BIN)/mdformat --wrap 100 --compact-tables
+MDFORMAT = $(BIN)/mdformat --wrap 100 --number --compact-tables
 
 lint: $(VENV)/.dev  ## ruff, mypy --strict, the layer rules, and the form of the pages
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(MDFORMAT) --check $(PAGES)
