@@ -74,6 +74,7 @@ def test_add_of_a_wrong_base_is_refused_with_the_field(
 def test_add_of_an_architecture_that_is_not_served_is_refused(server: Operated, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
     (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "tokenizer.json").write_text("{}")
     refused = server.add("odd", tmp_path)
     assert (refused.status_code, refused.json()["param"]) == (400, "path")
     assert "not a causal language model" in refused.json()["detail"]

@@ -44,6 +44,7 @@ PAGES = {
     "/v1/events",
     "/v1/files",
     "/v1/keys",
+    "/v1/responses/{response_id}/input_items",
     "/v1/migrations",
     "/v1/models",
     "/v1/organization/costs",

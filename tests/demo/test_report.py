@@ -99,7 +99,7 @@ def test_usage_of_responses_is_summed_by_tenant_and_model():
 def printed(report, *, links=None):
     text = io.StringIO()
     keys = {tenant: f"sk-lm-{tenant}" for tenant in OWNERS}
-    show(report, keys, Console(file=text, width=160), links=links or {})
+    show(report, keys, Console(file=text, width=160), links=links)
     return text.getvalue()
 
 

@@ -129,7 +129,7 @@ def test_native_failure_is_logged_once_and_linears_are_torchs(monkeypatch, caplo
     def fail() -> Path:
         raise compiler.NativeUnavailable("no C++ compiler on PATH")
 
-    monkeypatch.setattr("loramux_kernels.native._loader", NativeLoader(fail))
+    monkeypatch.setattr("loramux_kernels.native.loader._loader", NativeLoader(fail))
     weights = [torch.randn(48, 32)]
     x = torch.randn(3, 32)
     assert torch.equal(PackedLinear(weights, [None])(x), packed_linear_reference(x, weights, [None]))
