@@ -86,6 +86,17 @@ def test_tenant_and_key_commands_start_from_an_empty_folder(config: Path) -> Non
     assert "revoked" in loramux("key", "ls", "--tenant", "acme", *where).stdout
 
 
+def test_suggested_command_names_the_settings_file_only_if_the_command_would_not_find_it(
+    config: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    shutil.copy(config, tmp_path / "data/loramux.toml")
+    named = loramux("tenant", "create", "acme", "--config", str(config)).stdout
+    assert named.split("Next: ")[1].split() == f"loramux key create --tenant acme --config {config}".split()
+    found = loramux("tenant", "create", "acme", LORAMUX_DATA=str(tmp_path / "data")).stdout
+    assert found.split("Next: ")[1].split() == "loramux key create --tenant acme".split()
+
+
 def test_operator_commands_work_without_a_server(config: Path) -> None:
     where = ("--config", str(config))
     assert read("tier", "put", "gold", "--class", "interactive", "--weight", "4", *where)["weight"] == 4

@@ -37,6 +37,11 @@ def default_config() -> Path:
     return data_folder() / "loramux.toml"
 
 
+def config_argument(file: Path) -> str:
+    """Return ` --config FILE` for a command to suggest, or nothing if the command finds the file by itself."""
+    return "" if file == default_config() else f" --config {file}"
+
+
 def write_default_config(model: Path, host: str | None, port: int | None) -> Path:
     """Write the default server's settings for this model, and return the file."""
     file = default_config()

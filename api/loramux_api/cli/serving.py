@@ -17,6 +17,7 @@ from loramux.common.settings.file import Settings, load_settings
 from loramux.serving.checkpoint_files import ensure_checkpoints, missing_files
 from loramux_api.cli.common import CONFIG_HELP, config_option, json_option, note, put
 from loramux_api.cli.default_server import (
+    config_argument,
     data_folder,
     default_config,
     find_models,
@@ -73,7 +74,7 @@ def init(file: Path, model: Path | None, force: bool, as_json: bool) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"# loramux serve --config {file}\n\n{settings_text(model, name, data_folder())}")
     load_settings(file)
-    commands = [f"loramux serve --config {file}", *_first_commands(f" --config {file}")]
+    commands = [f"loramux serve --config {file}", *_first_commands(config_argument(file))]
     result = InitResult(str(file), str(data_folder()), None if model is None else str(model), name, commands)
     put(as_json, result, _text(result, others))
 

@@ -23,6 +23,7 @@ from loramux_api.cli.common import (
     with_limits,
     with_tenants,
 )
+from loramux_api.cli.default_server import config_argument
 
 _name = click.argument("name", type=click.Choice(list(LIMITS)))
 _subject_option = click.option("--subject", help="Id of a project, key or member; default: the whole tenant.")
@@ -55,9 +56,8 @@ def create_tenant(name: str, tier: str, config: Path, as_json: bool) -> None:
       loramux tenant create acme --config configs/single-node.toml
     """
     made = with_tenants(config, lambda tenants: tenants.create(name, tier))
-    put(
-        as_json, made, f"Tenant {made.name} is created. Next: loramux key create --tenant {made.name} --config {config}"
-    )
+    following = f"loramux key create --tenant {made.name}{config_argument(config)}"
+    put(as_json, made, f"Tenant {made.name} is created. Next: {following}")
 
 
 @tenant.command("ls")
