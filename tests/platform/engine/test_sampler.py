@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scheduler_harness import decoding
 
@@ -306,6 +306,18 @@ _TERMS = st.sampled_from([0.0, 2.0, -2.0, 1e38, -1e38, 1e308, -1e308])
 
 
 @settings(max_examples=200, deadline=None)
+@example(  # -1.8e8 times 1e300 is beyond float64's range too
+    row=[float("-inf"), -1e30, -1e30, -179769328.0],
+    temperature=0.0,
+    repetition=1e300,
+    presence=0.0,
+    frequency=0.0,
+    bias={},
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    min_tokens=0,
+)
 @given(
     row=st.lists(_EXTREMES | st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=4, max_size=12),
     temperature=st.just(0.0) | _FACTORS,

@@ -278,24 +278,27 @@ def steer(logits: torch.Tensor, sequence: Sequence, state: RequestState) -> torc
     if len(state.seen):
         seen = state.seen.nonzero()[:, 0]
         values = logits[seen].double()
-        logits[seen] = _bounded(torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty))
+        penalized = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        logits[seen] = _bounded(penalized, values)
     if len(state.counts):
         written = state.counts.nonzero()[:, 0]
         frequency, presence = (min(max(f, -LARGEST), LARGEST) for f in (p.frequency_penalty, p.presence_penalty))
         penalty = frequency * state.counts[written].double() + presence
-        logits[written] = _bounded(logits[written].double() - penalty)
+        values = logits[written].double()
+        logits[written] = _bounded(values - penalty, values)
     ids, terms = state.bias
     if len(ids):
-        logits[ids] = _bounded(logits[ids].double() + terms)
+        values = logits[ids].double()
+        logits[ids] = _bounded(values + terms, values)
     if len(state.allowed):
         logits = torch.full_like(logits, _NEVER).index_copy_(0, state.allowed, logits[state.allowed])
     return logits
 
 
-def _bounded(values: torch.Tensor) -> torch.Tensor:
-    """Return float64 `values` as float32; values beyond its range become its limits, but -inf, which forbids a token,
-    stays."""
-    return torch.where(values == _NEVER, values, values.clamp(-LARGEST, LARGEST)).float()
+def _bounded(changed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return the float64 `changed` as float32. A value beyond float32's range becomes its limit; a value that was -inf
+    in `values`, and so forbids its token, stays -inf."""
+    return torch.where(values == _NEVER, values, changed.clamp(-LARGEST, LARGEST)).float()
 
 
 def uniform(seed: int, step: int) -> float:
