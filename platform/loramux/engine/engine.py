@@ -158,7 +158,7 @@ class Engine:
         residency_policy = ResidencyPolicy(max_loading=adapters.max_loading, load_timeout=adapters.load_timeout_s)
         residency = Residency(pool, parts.store, parts.clock, residency_policy, self._counters, wake)
         state_pages = parts.facts.state_pages
-        budget = PageBudget(parts.facts.pages_total, settings.engine.block_size, state_pages)
+        budget = PageBudget(parts.facts.pages_total, parts.facts.block_size, state_pages)
         policy = Policy.from_settings(settings, parts.weight_bytes / parts.runner.bank.page_bytes)
         if policy.max_draft_tokens and (reason := drafts_refused(self._runner.runs_ahead, bool(state_pages))):
             speculation = settings.engine.speculation

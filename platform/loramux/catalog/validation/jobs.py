@@ -12,7 +12,7 @@ import msgspec
 
 from loramux.common.errors import Rejection
 from loramux.common.sandbox.sandbox import ResourceUsage
-from loramux.common.settings.serving import AdapterLimits, EngineSettings, Quantization
+from loramux.common.settings.serving import AdapterLimits, Quantization
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.plan import PlanLimits
 
@@ -118,8 +118,8 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     """The most bytes of a larger base's float32 weights, if its serving engine is to answer the check's prompts."""
     serving: str = "float32"
     """The serving engine's dtype."""
-    block_size: int = EngineSettings().block_size
-    """Tokens in a page of the serving engine. Some bases and adapters need larger pages than the default."""
+    block_size: int | None = None
+    """The serving engine's `engine.block_size`; None: chosen from the base, here as there."""
     quantization: Quantization = "none"
     """How the base's weights are quantized when it is loaded."""
 

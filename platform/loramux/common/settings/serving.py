@@ -74,8 +74,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     for the step. Unset: 256 on a CPU; 512 on a GPU."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
     """The largest length of a prompt with its answer, in tokens. Unset: the model's own limit."""
-    block_size: Annotated[int, Meta(ge=1, le=256)] = 16
-    """Tokens in a page of KV."""
+    block_size: Annotated[int, Meta(ge=1, le=256)] | None = None
+    """Tokens in a page of KV. Unset: the least of 16, 32, 64, 128 and 256 whose pages hold the base's widest rank tile,
+    because adapters are in the same pages. It is more than 16 for a base with few layers or few heads of KV."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     """The form of keys and values in memory. auto: the model's dtype. fp8: eight bits (E4M3) with a scale for each
     page, layer and head. With fp8 a page has half the bytes, or a quarter if the model is in float32, and answers

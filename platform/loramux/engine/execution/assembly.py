@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from loramux.engine.execution.attention import (
     UnsupportedModel,
     install_linear_attention,
     probe_layers,
+    state_unit_bytes,
 )
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
@@ -68,6 +69,8 @@ class AssembledModel:
     """Base weights of this rank."""
     states: StateLayout
     num_pages: int
+    block_size: int
+    """Tokens in a page."""
     weight_bytes: int
     digest: str
 
@@ -123,14 +126,15 @@ def assemble_share(
         raise UnsupportedModel(
             f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
-    layout, activation_bytes = _probe(model, settings)
+    sites = _sites(base, shard)
+    layout, activation_bytes = _probe(model, settings, widest_tile(sites.values()))
     states = StateLayout.of(model, layout.page_bytes)
     if states.layers and model.device.type != "cpu":
         raise UnsupportedModel(
             f"model_type {model.config.model_type!r} has layers with linear attention, which are served on CPUs only; "
             f'set engine.device = "cpu" or give another base.'
         )
-    sites, page_elements = _sites(base, shard), layout.page_elements
+    page_elements = layout.page_elements
     # The linears are joined first, because the pool takes the free memory. Until the old form is freed, also in torch's
     # allocator, both forms would reduce the pool.
     no_pool = torch.empty(0, dtype=model.dtype, device=model.device)
@@ -153,7 +157,7 @@ def assemble_share(
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers = layout.views(pool)
     install_linear_attention(model, states, pool)
-    return AssembledModel(forward, weights, states, num_pages, weight_bytes, digest)
+    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest)
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
@@ -204,7 +208,7 @@ def _graph_bytes(forward: Forward, layout: KvLayout, settings: Settings) -> int:
     bank.use_pool(page, 1)
     forward.layers = layout.views(page)
     longest = engine.max_model_len or max_positions(forward.model.config)
-    runner = GpuRunner.build(forward, DeviceSampler((), device), None, engine, longest)
+    runner = GpuRunner.build(forward, DeviceSampler((), device), None, engine, longest, layout.block_size)
     torch.cuda.empty_cache()
     taken = before - torch.cuda.mem_get_info(device)[0]
     del runner
@@ -263,8 +267,11 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
-    """Return the KV's layout in a page and, on a GPU, the memory that the largest step takes outside the pool."""
+def _probe(model: PreTrainedModel, settings: Settings, widest: int) -> tuple[KvLayout, int]:
+    """Return the KV's layout in a page and, on a GPU, the memory that the largest step takes outside the pool.
+
+    `widest` is the number of elements of the widest rank tile, which a page must hold.
+    """
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
@@ -273,7 +280,14 @@ def _probe(model: PreTrainedModel, settings: Settings) -> tuple[KvLayout, int]:
         shapes = probe_layers(model, settings.engine.max_num_batched_tokens if on_gpu else 2)
     peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
     is_fp8 = settings.engine.kv_cache_dtype == "fp8"
-    return KvLayout(shapes, settings.engine.block_size, model.dtype.itemsize, is_fp8), peak - before
+    held = max(widest, -(-state_unit_bytes(model) // model.dtype.itemsize))
+    layout = KvLayout(shapes, 1, model.dtype.itemsize, is_fp8).with_block_size(settings.engine.block_size, held)
+    return layout, peak - before
+
+
+def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
+    """Return the elements of the widest rank tile that adapters of `sites` have."""
+    return RANK_TILE * max(max(site.in_features, site.out_features) for site in sites)
 
 
 def _gpu_pool_bytes(
@@ -309,7 +323,7 @@ def machine_memory() -> int:
 
 def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
     """Refuse pages that cannot hold the widest rank tile, because valid adapters could not be loaded."""
-    widest = RANK_TILE * max(max(site.in_features, site.out_features) for site in sites.values())
+    widest = widest_tile(sites.values())
     if widest > layout.page_elements:
         raise UnsupportedModel(
             f"engine.block_size = {layout.block_size} makes pages too small for this base's adapters; use "

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +77,8 @@ NO_KV = LayerShape(0, 0, 0)
 
 
 SCALE_BYTES = torch.float32.itemsize
+LEAST_BLOCK_SIZE, MOST_BLOCK_SIZE = 16, 256
+"""Bounds, in tokens, of the block size that is chosen if `engine.block_size` is not set."""
 ALIGNMENT = 16
 """Bytes: the sizes of pages in FP8, and of the scales at their beginning, are multiples of this number."""
 
@@ -113,6 +115,16 @@ class KvLayout:
     def block_size_for(self, elements: int) -> int:
         """Return the smallest block size whose pages hold `elements` elements."""
         return -(-(elements * self.itemsize - self._scale_bytes) // self.token_bytes)
+
+    def with_block_size(self, wanted: int | None, elements: int) -> KvLayout:
+        """Return this layout with pages of `wanted` tokens.
+
+        If that is None, pages have the least power of two of tokens, from 16 to 256, that holds `elements` elements.
+        """
+        if wanted is None:
+            fitting = 1 << (max(self.block_size_for(elements), 1) - 1).bit_length()
+            wanted = min(max(fitting, LEAST_BLOCK_SIZE), MOST_BLOCK_SIZE)
+        return replace(self, block_size=wanted)
 
     def views(self, pool: torch.Tensor) -> list[KvLayer]:
         """Return each layer's keys and values as strided views of the flat pool."""
@@ -338,6 +350,11 @@ class StateShape:
     def units(self) -> int:
         """Units of the matrices and, after them, of the convolution's inputs."""
         return self.heads + -(-self.channels * self.taps // self.unit)
+
+
+def state_unit_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes that a page must hold for the states of linear attention; 0 for a model without."""
+    return max((StateShape.of(net).unit * STATE_DTYPE.itemsize for net in _nets(model).values()), default=0)
 
 
 @dataclass(frozen=True, slots=True)

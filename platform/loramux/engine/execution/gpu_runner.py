@@ -120,13 +120,14 @@ class GpuRunner:
         constraints: Constraints | None,
         settings: EngineSettings,
         max_model_len: int,
+        block_size: int,
     ) -> GpuRunner:
         """Make a runner for steps as large as `settings` allow.
 
         Every kernel is compiled, and every step recorded, before it returns.
         """
         device = forward.bank.pool.device
-        max_blocks = -(-max_model_len // settings.block_size)
+        max_blocks = -(-max_model_len // block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device)
         inputs = buffers.padded(1)
@@ -138,7 +139,7 @@ class GpuRunner:
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size)
         if device.type == "cuda":  # other devices compile no kernels
             warm_up(forward, buffers, sampler, attention.shapes)
-        return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, settings.block_size)
+        return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, block_size)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:

@@ -40,7 +40,7 @@ from loramux.engine.execution.constraints import Constraints, load_vocabulary
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
-from loramux.engine.execution.runner import CpuRunner, Forward, Runner
+from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import ModelFacts
@@ -48,6 +48,7 @@ from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
+from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
 
@@ -152,14 +153,14 @@ def _served(
     eos = _eos_token_ids(model)
     vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
-    runner = _runner(share.forward, settings, eos, max_model_len, constraints, states.num_pages, team)
+    runner = _runner(share, settings, eos, max_model_len, constraints, team)
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=base.vocab_size,
         eos_token_ids=eos,
         dtype=str(model.dtype).removeprefix("torch."),
         pages_total=share.num_pages,
-        block_size=settings.engine.block_size,
+        block_size=share.block_size,
         kv_cache_dtype=settings.engine.kv_cache_dtype,
         weights=share.digest,
         state_pages=states.num_pages,
@@ -189,22 +190,22 @@ def _served(
 
 
 def _runner(
-    forward: Forward,
+    share: AssembledModel,
     settings: Settings,
     eos: tuple[int, ...],
     max_model_len: int,
     constraints: Constraints | None,
-    state_pages: int,
     team: RankTeam | None,
 ) -> Runner:
     """Return the runner for the pool's device."""
-    engine, pool = settings.engine, forward.bank.pool
+    forward, pool = share.forward, share.forward.bank.pool
     if not runs_triton(pool):
-        return CpuRunner(forward, Sampler(eos), constraints, engine.block_size, state_pages, team)
+        return CpuRunner(forward, Sampler(eos), constraints, share.block_size, share.states.num_pages, team)
     # Imported only if it runs, because it needs triton.
     from loramux.engine.execution.gpu_runner import GpuRunner
 
-    return GpuRunner.build(forward, DeviceSampler(eos, pool.device), constraints, engine, max_model_len)
+    sampler = DeviceSampler(eos, pool.device)
+    return GpuRunner.build(forward, sampler, constraints, settings.engine, max_model_len, share.block_size)
 
 
 def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:
@@ -287,11 +288,13 @@ def plan_memory(
     sharding: Sharding,
     itemsize: int,
     pool_bytes: int,
-    block_size: int,
+    block_size: int | None,
     *,
     has_fp8_kv: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of weights and keys with `itemsize` bytes an element, and of codes as they are held.
+
+    `block_size` is the setting; None: chosen from the base.
 
     Raises UnsupportedModel if the files are not safetensors.
     """
@@ -307,15 +310,16 @@ def plan_memory(
         sharding.size,
         weight_bytes,
         pool_bytes,
-        _page_bytes(sharding, block_size, itemsize, has_fp8_kv),
+        _page_bytes(sharding, block_size, RANK_TILE * max(map(max, widths.values())), itemsize, has_fp8_kv),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
         is_quantized=form is not None,
     )
 
 
-def _page_bytes(sharding: Sharding, block_size: int, itemsize: int, has_fp8_kv: bool) -> int:
+def _page_bytes(sharding: Sharding, block_size: int | None, widest: int, itemsize: int, has_fp8_kv: bool) -> int:
     """Return the bytes of a page, found by a forward on the meta device; 0 for models whose forward needs values."""
     try:
-        return KvLayout(probe_layers(empty_model(sharding)), block_size, itemsize, has_fp8_kv).page_bytes
+        layout = KvLayout(probe_layers(empty_model(sharding)), 1, itemsize, has_fp8_kv)
+        return layout.with_block_size(block_size, widest).page_bytes
     except UnsupportedModel:  # some mixtures: which experts compute depends on values
         return 0

@@ -199,7 +199,7 @@ def test_parity_runs_with_the_serving_engines_block_size_or_is_refused_by_name(t
     wide = Zoo("llama", tmp_path, intermediate_size=512, num_key_value_heads=1)
     wide.make_adapter("plain", RECIPES["plain"], 1)
     reports = {}
-    for block_size in (128, 16):
+    for block_size in (128, None, 16):
         settings = Settings(
             model=ModelSettings(path=str(wide.base), served_model_name="base"),
             engine=EngineSettings(block_size=block_size),
@@ -208,6 +208,7 @@ def test_parity_runs_with_the_serving_engines_block_size_or_is_refused_by_name(t
             reports[block_size] = validator.examine(wide.adapters / "plain", LIMITS)
     assert reports[128].refusal is None, reports[128].refusal
     assert outcomes(reports[128])["parity_of_tokens"] == "passed"
+    assert reports[None].refusal is None, reports[None].refusal
     refusal = reports[16].refusal
     assert refusal is not None
     assert refusal.code == "validation_impossible"
