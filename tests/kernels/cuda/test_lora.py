@@ -9,7 +9,16 @@ from hypothesis import strategies as st
 from interpreted import far_memory
 from lora_cases import Case, make_case
 
-from loramux_kernels.cuda.lora import lora_expand, lora_shrink, prepare_expand, prepare_shrink
+from loramux_kernels.cuda.launch import run_all
+from loramux_kernels.cuda.lora import (
+    MAX_SPLITS,
+    MIN_SPLIT,
+    lora_expand,
+    lora_shrink,
+    new_intermediate,
+    prepare_expand,
+    prepare_shrink,
+)
 from loramux_kernels.cuda.work_lists import ROW, SHORT, TileMap, attach_tile_map, tile_map_of
 from loramux_kernels.lora import lora_expand_reference, lora_shrink_reference
 from loramux_kernels.tables import LoraGroup, LoraTable, Segments
@@ -58,6 +67,19 @@ def test_lora_of_ragged_segments_equals_the_reference(device, dtype, ranks, rows
     counts = rows.draw(st.lists(st.integers(0, 90), min_size=len(ranks), max_size=len(ranks)))
     shape = {"in_features": in_features, "out_features": out_features, "base_rows": base_rows}
     check(case_on(device, dtype, ranks, counts, **shape))
+
+
+@pytest.mark.parametrize("rows", [1, 20, 100])
+def test_expand_adds_every_split_and_nothing_past_the_rank_or_the_splits(device, rows: int) -> None:
+    """What shrink leaves undefined is NaN here."""
+    case = case_on(device, torch.float32, [[33, 5], [16, 0]], [rows, rows], in_features=3000, out_features=(130, 40))
+    args, y = (case.pool, case.table, case.group, case.segments), case.y.clone()
+    v = new_intermediate(case.x, case.group, case.segments, case.table).fill_(float("nan"))
+    assert len(v) == min(MAX_SPLITS, -(-3000 // MIN_SPLIT))
+    run_all(prepare_shrink(case.x, *args, v))
+    lora_expand(v, *args, y)
+    wanted = reference(case)
+    assert bool(((y - wanted).abs() <= 1e-5 * wanted.abs().amax(dim=1, keepdim=True)).all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
