@@ -16,7 +16,7 @@ from scheduler_harness import decoding
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import ModelSettings
 from loramux.engine.execution import device_sampler
-from loramux.engine.execution.assembly import _gpu_pool_bytes
+from loramux.engine.execution.assembly import _gpu_pool_bytes, extrapolate
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
     Recording,
@@ -124,6 +124,15 @@ def test_function_that_waits_for_the_device_is_not_put_into_a_graph(caplog) -> N
     assert host_syncs_of(lambda: buffer.to(torch.float64).to(buffer.device)) == set()
     assert choose_recorder(lambda: buffer * buffer.max().item(), CPU) is record_calls
     assert "without CUDA graphs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [((7, 500), (13, 560), 500 + 60 + 10 * 87), ((7, 500), (13, 480), 500), ((7, 500), (7, 500), 500)],
+    ids=["graphs grow", "the second reused memory", "one bucket alone"],
+)
+def test_memory_of_all_recordings_is_extrapolated_from_two_buckets(first, second, expected) -> None:
+    assert extrapolate(first, second, 100 if second[0] == 13 else 7) == expected
 
 
 def test_recording_that_fails_is_replaced_by_a_call_and_the_others_are_graphs(caplog) -> None:

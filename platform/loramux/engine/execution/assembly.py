@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -192,29 +193,44 @@ def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
 
 
 def _graph_bytes(forward: Forward, layout: KvLayout, settings: Settings) -> int:
-    """Measure the GPU memory that recorded steps keep: record all of them once, over a pool of one page.
+    """Return the GPU memory that recorded steps will keep, from measuring the recordings of the largest steps.
 
-    Graphs hold the pool's address, so the graphs that will serve are recorded after the pool was made, in the same
-    memory.
+    Graphs hold the pool's address, so those that serve are recorded after the pool was made. The first bucket of rows
+    takes the memory that all recordings share; from the second on a bucket takes what its graphs themselves need.
     """
     # Imported only if it runs, because it needs triton.
+    from loramux.engine.execution.cuda_graphs import count_recordings
     from loramux.engine.execution.device_sampler import DeviceSampler
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     device, bank, engine = forward.model.device, forward.bank, settings.engine
+    began = time.monotonic()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(device)[0]
     page = torch.zeros(layout.page_elements, dtype=forward.model.dtype, device=device)
     bank.use_pool(page, 1)
     forward.layers = layout.views(page)
     longest = engine.max_model_len or max_positions(forward.model.config)
-    runner = GpuRunner.build(forward, DeviceSampler((), device), None, engine, longest, layout.block_size)
-    torch.cuda.empty_cache()
-    taken = before - torch.cuda.mem_get_info(device)[0]
-    del runner
-    gc.collect()
-    logger.info("recorded steps take %.2f GB", taken / 1e9)
+    measured = []
+    for buckets in (1, 2):
+        runner = GpuRunner.build(
+            forward, DeviceSampler((), device), None, engine, longest, layout.block_size, most_buckets=buckets
+        )
+        torch.cuda.empty_cache()
+        measured.append((sum(runner.graphs), before - torch.cuda.mem_get_info(device)[0]))
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    rows = max(engine.max_num_batched_tokens, engine.max_num_seqs)
+    taken = extrapolate(measured[0], measured[1], count_recordings(engine.max_num_seqs, rows))
+    logger.info("recorded steps will take %.2f GB; measured in %.1f s", taken / 1e9, time.monotonic() - began)
     return taken
+
+
+def extrapolate(first: tuple[int, int], second: tuple[int, int], recordings: int) -> int:
+    """Return the bytes of `recordings`, of which two measurements give some (number, bytes); never less than these."""
+    growth = max(0, second[1] - first[1]) / max(1, second[0] - first[0])
+    return int(max(first[1], second[1]) + growth * max(0, recordings - second[0]))
 
 
 def _allocate_pool(

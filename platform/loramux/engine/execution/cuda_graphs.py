@@ -39,6 +39,8 @@ from loramux.engine.scheduling.sequence import PENDING
 from loramux_adapters.bank import StepExtras
 from loramux_kernels.cuda.work_lists import (
     DECODE_SHAPES,
+    LONG,
+    SHORT_SEGMENT_ROWS,
     AttentionShape,
     TileMap,
     TileShape,
@@ -290,15 +292,16 @@ class DecodeGraphs:
         attention: ReservedAttention,
         record: GraphRecorder,
         logits: torch.Tensor,
+        most_buckets: int | None = None,
     ) -> None:
-        """`logits`: logits of any row, `[1, vocab]`."""
+        """`logits`: logits of any row, `[1, vocab]`; `most_buckets`: record only that many buckets, the largest."""
         self._forward, self._buffers, self._attention = forward, buffers, attention
         self._buckets = decode_buckets(buffers.max_sequences)
         # One result for all graphs: separate results would keep rows x vocabulary of the card's memory for each graph.
         self._logits = logits.new_empty(buffers.max_sequences, logits.shape[1])
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
-            for rows in reversed(self._buckets)  # the largest first: the others fit into its memory
+            for rows in self._buckets[::-1][:most_buckets]  # the largest first: the others fit into its memory
             for kind in (None, *DECODE_SHAPES)
         }
 
@@ -327,10 +330,11 @@ class DecodeGraphs:
         return _Graph(record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments)), tile_map)
 
 
-DecoderKind = Literal["base", "pairs", "extras"]
-"""Parts of adapters that a recording's launches add to the base: none, pairs on linears, or all."""
+DecoderKind = Literal["base", "prompts", "pairs", "extras"]
+"""Parts of adapters that a recording's launches add to the base: none, pairs on linears for long segments only, pairs
+for any segments, or all. Pairs for any segments are two launches each, and an empty one takes microseconds too."""
 
-KINDS: tuple[DecoderKind, ...] = ("extras", "pairs", "base")
+KINDS: tuple[DecoderKind, ...] = ("extras", "pairs", "prompts", "base")
 
 
 class DecoderGraphs:
@@ -343,12 +347,17 @@ class DecoderGraphs:
         attention: ReservedAttention,
         record: GraphRecorder,
         hidden_size: int,
+        most_buckets: int | None = None,
     ) -> None:
+        """`most_buckets`: record only that many buckets of rows, the largest."""
         self._forward, self._buffers, self._attention = forward, buffers, attention
         self._buckets = step_buckets(min(buffers.max_rows, MOST_RECORDED_ROWS))
         self._embeddings, self._hidden = forward.bank.pool.new_zeros(2, self._buckets[-1], hidden_size)
         self._graphs = {
-            (rows, kind): self._record(record, rows, kind) for rows in reversed(self._buckets) for kind in KINDS
+            (rows, kind): self._record(record, rows, kind)
+            for rows in self._buckets[::-1][:most_buckets]
+            for kind in KINDS
+            if kind != "prompts" or rows > SHORT_SEGMENT_ROWS
         }
 
     @property
@@ -365,7 +374,7 @@ class DecoderGraphs:
         rows = next((bucket for bucket in self._buckets if bucket >= count), None)
         if rows is None:
             return None
-        graph = self._graphs[rows, kind_of(packed.segments, extras)]
+        graph = self._graphs[rows, kind_of(packed.segments, ranks, extras)]
 
         def decode(embeddings: torch.Tensor) -> torch.Tensor:
             self._embeddings[:count].copy_(embeddings)
@@ -379,7 +388,11 @@ class DecoderGraphs:
         inputs, bank = self._buffers.padded(rows), self._forward.bank
         embeddings, hidden = self._embeddings[:rows], self._hidden[:rows]
         self._attention.attach(inputs.batch, heights=2)
-        tile_map = None if kind == "base" else TileMap.reserve_any(rows, bank.max_rank, bank.pool.device)
+        tile_map = None
+        if kind == "prompts":
+            tile_map = TileMap.reserve(rows, bank.max_rank, LONG, bank.pool.device)
+        elif kind != "base":
+            tile_map = TileMap.reserve_any(rows, bank.max_rank, bank.pool.device)
         segments = None if tile_map is None else self._buffers.padded_segments(rows, tile_map)
         extras = None
         if kind == "extras":
@@ -391,14 +404,26 @@ class DecoderGraphs:
         return _Graph(record(run, (embeddings, inputs, segments)), tile_map)
 
 
-def kind_of(segments: Segments | None, extras: StepExtras | None) -> DecoderKind:
-    """Return the kind of recording that a step needs. Changes of embeddings or logits alone are outside of
-    recordings."""
+def kind_of(segments: Segments | None, ranks: Sequence[int], extras: StepExtras | None) -> DecoderKind:
+    """Return the kind of recording that a step needs; `ranks` are the segments' largest ranks.
+
+    Changes of embeddings or logits alone are outside of recordings.
+    """
     if segments is None:
         return "base"
-    if extras is None or not (extras.columns or extras.inputs or extras.norms):
-        return "pairs"
-    return "extras"
+    if extras is not None and (extras.columns or extras.inputs or extras.norms):
+        return "extras"
+    lengths = np.diff(segments.cu_seqlens)[np.asarray(ranks) > 0]
+    if not len(lengths):
+        return "base"
+    return "prompts" if (lengths > SHORT_SEGMENT_ROWS).all() else "pairs"
+
+
+def count_recordings(max_sequences: int, max_rows: int) -> int:
+    """Return the number of recordings of an engine whose steps have up to `max_sequences` and `max_rows` rows."""
+    steps = step_buckets(min(max_rows, MOST_RECORDED_ROWS))
+    few = sum(rows <= SHORT_SEGMENT_ROWS for rows in steps)
+    return len(decode_buckets(max_sequences)) * (1 + len(DECODE_SHAPES)) + len(steps) * len(KINDS) - few
 
 
 def decode_buckets(most: int) -> tuple[int, ...]:

@@ -121,10 +121,12 @@ class GpuRunner:
         settings: EngineSettings,
         max_model_len: int,
         block_size: int,
+        most_buckets: int | None = None,
     ) -> GpuRunner:
         """Make a runner for steps as large as `settings` allow.
 
-        Every kernel is compiled, and every step recorded, before it returns.
+        Every kernel is compiled, and every step recorded, before it returns. With `most_buckets` only so many buckets
+        of rows are recorded, the largest: enough to measure what recordings take, not to serve.
         """
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
@@ -135,8 +137,8 @@ class GpuRunner:
         record = choose_recorder(lambda: forward(inputs, None), device)
         attention = ReservedAttention(attention_shapes(inputs.batch), buffers, device)
         hidden_size = forward.model.config.get_text_config().hidden_size
-        decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits)
-        decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size)
+        decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, most_buckets)
+        decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size, most_buckets)
         if device.type == "cuda":  # other devices compile no kernels
             warm_up(forward, buffers, sampler, attention.shapes)
         return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, block_size)

@@ -19,11 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from loramux.common.settings.serving import EngineSettings
 from loramux.engine.engine import AsyncPipeline, build_engine
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
     DecoderGraphs,
     Recording,
+    count_recordings,
     host_syncs_of,
     record_calls,
 )
@@ -58,6 +60,9 @@ def test_gpu_engine_mixed_batches_answer_as_peft_does(zoo_of, family: str) -> No
     assert engine.stats().max_distinct_adapters_beside_base >= 2
     assert engine.is_idle
     assert engine.stats().pages_kv == 0
+
+
+KINDS_OF_PROMPTS = (("plain", 40), ("rslora", 45), ("plain", 6))
 
 
 class Watched(dict):
@@ -135,6 +140,27 @@ def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_pa
     assert free == answers(None)[0]
     assert re.fullmatch("[0-9]{5}", bytes(bound[:-1]).decode())
     assert (bytes(other[:-1]), other[-1]) == (b"xxxy", 256)
+
+
+def test_gpu_engine_prompts_alone_replay_no_launch_for_short_segments(zoo_of) -> None:
+    """A step of long segments only, one in which another adapter's row decodes, and one of a short prompt."""
+    zoo = zoo_of("llama")
+    asked = [Asked(f"r{i}", name, tuple(range(3, 3 + n)), 3) for i, (name, n) in enumerate(KINDS_OF_PROMPTS)]
+    engine = small_engine(zoo, max_num_batched_tokens=128)
+    kinds = watch(engine._runner._decoder_graphs)
+    check(zoo, engine, asked, arrivals=[0, 1, 6])
+    assert [kind for _, kind in kinds] == ["prompts", "pairs", "pairs"]
+    assert sum(engine._runner.graphs) == count_recordings(3, 128)
+
+
+def test_gpu_engine_records_the_largest_buckets_alone_if_asked(zoo_of) -> None:
+    runner = small_engine(zoo_of("llama"))._runner
+    args = (runner._forward, runner._sampler, None, EngineSettings(max_num_seqs=3, max_num_batched_tokens=48), 64, 16)
+    one, two = (GpuRunner.build(*args, most_buckets=count) for count in (1, 2))
+    assert {rows for rows, _ in one._decode_graphs._graphs} == {3}
+    assert {rows for rows, _ in two._decode_graphs._graphs} == {3, 2}
+    assert {rows for rows, _ in one._decoder_graphs._graphs} == {48}
+    assert (sum(one.graphs), sum(two.graphs)) == (3 + 4, 3 + 4 + 3 + 3), "prompts are longer than 32 rows"
 
 
 def test_gpu_engine_many_rows_of_one_adapter_take_the_tensor_core_graph(zoo_of) -> None:
