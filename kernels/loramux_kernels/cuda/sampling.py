@@ -8,7 +8,9 @@ Semantics:
 The vocabulary is never sorted. One pass over it, shared by all programs, finds each row's greatest logit, and the
 row's winner if all tokens are allowed. If a row excludes tokens (top-k, top-p or min-p), one program finishes it. The
 program lists the few tokens that hold nearly all the mass; if these are too many for the list, it takes all tokens. It
-finds each threshold by bisection on the bits of a float.
+finds each threshold by its bits, two at a time: a pass over the candidates compares three keys with the target. Every
+pass keeps a sum for each place in a block and adds these once at its end, because the warps of a program wait for each
+other whenever they add something together.
 
 Penalties and bias come first (`prepare_steer`), in place on a float32 copy of the logits. They touch only the tokens
 that requests have read, generated or biased. One launch counts them. In the next, the first program that takes a
@@ -30,6 +32,9 @@ BLOCK = 4096
 BLOCK_CHUNKS = 32
 """Chunks whose winners a program compares at once. The number of chunks of a vocabulary is not a constant of the
 kernel: adapters with more tokens than the base then need no compilation."""
+
+ROUNDS = {torch.float32: 16, torch.float16: 10, torch.bfloat16: 8}
+"""Rounds that find a threshold, two bits each: the further bits of a logit in float32 are those of its sign."""
 
 PAIRS = 1024
 """Number of (row, token) pairs of penalties or bias that a program takes."""
@@ -113,6 +118,9 @@ def prepare_sample(logits: torch.Tensor, batch: SamplingBatch, tokens: torch.Ten
         "listed": logits.new_empty(rows, BLOCK, dtype=torch.float32),
         "listed_token": logits.new_empty(rows, BLOCK, dtype=torch.int32),
         "BLOCK_CHUNKS": BLOCK_CHUNKS,
+        # Candidates that a pass reads at once: more would not fit the registers.
+        "PASS_BLOCK": BLOCK if logits.dtype == torch.float32 else 2 * BLOCK,
+        "ROUNDS": ROUNDS[logits.dtype],
     }
     scan = Launch(_scan, (rows, chunks), shared, num_warps=4, num_stages=1)
     return [*launches, scan, Launch(_finish, (rows,), finish, num_warps=32, num_stages=1)]
@@ -232,7 +240,7 @@ def _finish(
     logits: tl.tensor, chunk_best: tl.tensor, chunk_token: tl.tensor, listed: tl.tensor, listed_token: tl.tensor,
     tokens: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
     seed: tl.tensor, step: tl.tensor, logits_stride: tl.tensor, vocab: tl.tensor, chunks: tl.tensor,
-    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr, PASS_BLOCK: tl.constexpr, ROUNDS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Store the winner among a row's chunks; run the whole race if the row excludes tokens."""
     row = tl.program_id(0).to(tl.int64)
@@ -260,12 +268,13 @@ def _finish(
         count = tl.where(count > BLOCK, 0, count)
         lowest = tl.full((), 0, tl.uint32)
         if k < vocab:
-            lowest = threshold(source, values, count, direct, best, heat, lowest, k.to(tl.float32), False, BLOCK)
-            mass = mass_from(source, values, count, direct, best, heat, lowest, True, BLOCK)
+            wanted = k.to(tl.float32)
+            lowest = threshold(source, values, count, direct, best, heat, lowest, wanted, False, ROUNDS, PASS_BLOCK)
+            mass = mass_from(source, values, count, direct, best, heat, lowest, PASS_BLOCK)
         if p < 1.0:
             # Never 0: a mass of 0 would be reached without any token. So the best token always stays.
             target = tl.maximum(p * mass, 1e-30)
-            lowest = threshold(source, values, count, direct, best, heat, lowest, target, True, BLOCK)
+            lowest = threshold(source, values, count, direct, best, heat, lowest, target, True, ROUNDS, PASS_BLOCK)
         winner = race(
             source,
             values,
@@ -302,28 +311,33 @@ def list_tokens(
     """List all tokens that can stay: those within some margin of the best. Return (their number, the mass of all
     tokens)."""
     near, middle, far = 4.0, 8.0, 14.0
-    near_count, middle_count, far_count = 0, 0, 0
-    near_mass, middle_mass, far_mass, mass = 0.0, 0.0, 0.0, 0.0
+    none = tl.zeros((BLOCK,), tl.int32)
+    nothing = tl.zeros((BLOCK,), tl.float32)
+    near_counts, middle_counts, far_counts = none, none, none
+    near_masses, middle_masses, far_masses, masses = nothing, nothing, nothing, nothing
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         distance = (best - tl.load(source + token, mask=token < vocab, other=_NEVER).to(tl.float32)) / heat
         weight = tl.exp(-distance)
-        near_count += tl.sum((distance <= near).to(tl.int32))
-        middle_count += tl.sum((distance <= middle).to(tl.int32))
-        far_count += tl.sum((distance <= far).to(tl.int32))
-        near_mass += tl.sum(tl.where(distance <= near, weight, 0.0))
-        middle_mass += tl.sum(tl.where(distance <= middle, weight, 0.0))
-        far_mass += tl.sum(tl.where(distance <= far, weight, 0.0))
-        mass += tl.sum(weight)
-    margin = float("inf")
-    if _holds(far, far_count, far_mass, mass, vocab, k, p, floor):
-        margin = far
-    if _holds(middle, middle_count, middle_mass, mass, vocab, k, p, floor):
-        margin = middle
-    if _holds(near, near_count, near_mass, mass, vocab, k, p, floor):
-        margin = near
-    count = 0
-    for start in range(0, vocab, BLOCK):
+        near_counts += (distance <= near).to(tl.int32)
+        middle_counts += (distance <= middle).to(tl.int32)
+        far_counts += (distance <= far).to(tl.int32)
+        near_masses += tl.where(distance <= near, weight, 0.0)
+        middle_masses += tl.where(distance <= middle, weight, 0.0)
+        far_masses += tl.where(distance <= far, weight, 0.0)
+        masses += weight
+    near_count, middle_count, far_count = tl.sum(near_counts), tl.sum(middle_counts), tl.sum(far_counts)
+    mass = tl.sum(masses)
+    margin, within = float("inf"), vocab
+    if _holds(far, far_count, tl.sum(far_masses), mass, vocab, k, p, floor):
+        margin, within = far, far_count
+    if _holds(middle, middle_count, tl.sum(middle_masses), mass, vocab, k, p, floor):
+        margin, within = middle, middle_count
+    if _holds(near, near_count, tl.sum(near_masses), mass, vocab, k, p, floor):
+        margin, within = near, near_count
+    count = tl.where(within > BLOCK, within, 0)
+    # Nothing is listed if the list cannot hold all.
+    for start in range(0, tl.where(within > BLOCK, 0, vocab), BLOCK):
         token = start + tl.arange(0, BLOCK)
         logit = tl.load(source + token, mask=token < vocab, other=_NEVER).to(tl.float32)
         listed = (token < vocab) & ((best - logit) / heat <= margin)
@@ -352,20 +366,31 @@ def _holds(
 def threshold(
     source: tl.tensor, values: tl.tensor, count: tl.tensor, direct: tl.tensor, best: tl.tensor, heat: tl.tensor,
     lowest: tl.tensor, target: tl.tensor,
-    BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
+    BY_MASS: tl.constexpr, ROUNDS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the largest key at and above which the number, or the mass, of tokens is at least `target`; at least
     `lowest`."""
     found = tl.full((), 0, tl.uint32)
-    bit = tl.full((), 1 << 31, tl.uint32)
-    # Bit by bit from the highest, because the keys are unsigned integers in the order of the floats.
-    for _ in range(32):
-        if (
-            mass_from(source, values, count, direct, best, heat, tl.maximum(found | bit, lowest), BY_MASS, BLOCK)
-            >= target
-        ):
-            found = found | bit
-        bit = bit >> 1
+    one = tl.full((), 1 << 30, tl.uint32)
+    # From the highest bits, because the keys are unsigned integers in the order of the floats.
+    for _ in range(ROUNDS):
+        first = tl.maximum(found + one, lowest)
+        second = tl.maximum(found + one * 2, lowest)
+        third = tl.maximum(found + one * 3, lowest)
+        firsts = tl.zeros((BLOCK,), tl.float32)
+        seconds, thirds = firsts, firsts
+        for start in range(0, tl.maximum(count, direct), BLOCK):
+            logit, inside = _read(source, values, start, count, direct, BLOCK)
+            key = _key(logit)
+            size = tl.where(inside, tl.exp((logit - best) / heat), 0.0) if BY_MASS else inside.to(tl.float32)
+            firsts += tl.where(key >= first, size, 0.0)
+            seconds += tl.where(key >= second, size, 0.0)
+            thirds += tl.where(key >= third, size, 0.0)
+        # A sum of fewer numbers is never more, because none is negative and all are added in the same order.
+        found += tl.where(tl.sum(firsts) >= target, one, 0)
+        found += tl.where(tl.sum(seconds) >= target, one, 0)
+        found += tl.where(tl.sum(thirds) >= target, one, 0)
+        one = one >> 2
     return tl.maximum(found, lowest)
 
 
@@ -373,18 +398,14 @@ def threshold(
 def mass_from(
     source: tl.tensor, values: tl.tensor, count: tl.tensor, direct: tl.tensor, best: tl.tensor, heat: tl.tensor,
     lowest: tl.tensor,
-    BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return the number or the mass of the tokens whose keys are at least `lowest`."""
-    mass = 0.0
+    """Return the mass of the tokens whose keys are at least `lowest`."""
+    masses = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, tl.maximum(count, direct), BLOCK):
         logit, inside = _read(source, values, start, count, direct, BLOCK)
-        stays = inside & (_key(logit) >= lowest)
-        if BY_MASS:
-            mass += tl.sum(tl.where(stays, tl.exp((logit - best) / heat), 0.0))
-        else:
-            mass += tl.sum(stays.to(tl.float32))
-    return mass
+        masses += tl.where(inside & (_key(logit) >= lowest), tl.exp((logit - best) / heat), 0.0)
+    return tl.sum(masses)
 
 
 @triton.jit
@@ -394,8 +415,8 @@ def race(
     BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the token that arrives first among those that stay."""
-    top = tl.full((), _NEVER, tl.float32)
-    winner = _NO_TOKEN
+    top = tl.full((BLOCK,), _NEVER, tl.float32)
+    winner = tl.full((BLOCK,), _NO_TOKEN, tl.int32)
     for start in range(0, tl.maximum(count, direct), BLOCK):
         logit, inside = _read(source, values, start, count, direct, BLOCK)
         index = start + tl.arange(0, BLOCK)
@@ -407,12 +428,10 @@ def race(
         stays = inside & (_key(logit) >= lowest) & ((logit - best) / heat >= floor)
         # Differences from the best are at most 0, so the division can only overflow to -inf.
         score = tl.where(stays, (logit - best) / heat - tl.log(arrival_time(word)), _NEVER)
-        best_here, at = tl.max(score, axis=0, return_indices=True)
-        # token[at]: Triton cannot index a tensor in registers.
-        here = tl.min(tl.where(tl.arange(0, BLOCK) == at, token, _NO_TOKEN))
-        winner = tl.where(best_here > top, here, winner)
-        top = tl.maximum(top, best_here)
-    return winner
+        winner = tl.where(score > top, token, winner)
+        top = tl.maximum(top, score)
+    # The first of equals wins.
+    return tl.min(tl.where(top == tl.max(top, axis=0), winner, _NO_TOKEN), axis=0)
 
 
 @triton.jit

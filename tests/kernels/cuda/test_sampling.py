@@ -131,6 +131,16 @@ def test_sampling_flat_rows_race_over_the_whole_vocabulary(device):
     check(logits, batch_of(2, device, top_p=[0.99, 0.999], seed=[3, 4]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("params", [{"top_p": 0.3}, {"top_k": 5000}, {"top_k": 6000, "top_p": 0.9}, {"top_k": 3}])
+def test_sampling_threshold_lies_between_the_last_token_that_stays_and_the_next(device, dtype, params):
+    """Logits of both signs with many equals, in every dtype; the thresholds are compared by what stays."""
+    generator = torch.Generator().manual_seed(3)
+    for shift in (-20.0, 0.0, 20.0):
+        logits = ((torch.randn(8, BLOCK + 2000, generator=generator) * 16).round() / 16 + shift).to(dtype).to(device)
+        check(logits, batch_of(8, device, temperature=1.5, **params))
+
+
 def test_sampling_seed_and_step_draw_the_same_with_any_other_rows(device):
     logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0)).to(device)
     alone = sample(logits, batch_of(1, device, seed=42, step=7))
