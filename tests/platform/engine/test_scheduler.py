@@ -51,9 +51,20 @@ def test_limit_of_prompts_with_decoding_rows_follows_the_device() -> None:
     cpu = SchedulerLimits.from_settings(engine, 4096, on_cpu=True)
     gpu = SchedulerLimits.from_settings(engine, 4096, on_cpu=False)
     assert [cpu.prefill_tokens(rows) for rows in (0, 1, 200, 1000)] == [1024, 256, 256, 24]
-    assert [gpu.prefill_tokens(rows) for rows in (0, 1, 200, 1024)] == [1024, 512, 512, 0]
+    assert [gpu.prefill_tokens(rows) for rows in (0, 1, 128, 200, 1024)] == [1024, 511, 512, 440, 0]
     asked = replace(engine, max_mixed_prefill_tokens=7)
     assert SchedulerLimits.from_settings(asked, 4096, on_cpu=False).prefill_tokens(1) == 7
+
+
+def test_prompts_with_decoding_rows_fill_whole_tiles_of_a_gpus_products() -> None:
+    """At most a quarter of them is left for the next step."""
+    engine = EngineSettings(max_num_batched_tokens=1024)
+    limits = SchedulerLimits.from_settings(engine, 4096, on_cpu=False)
+    for decoding in range(1, 500):
+        assert 384 < limits.prefill_tokens(decoding) <= 512
+        assert (limits.prefill_tokens(decoding) + decoding) % 128 == 0
+    few = SchedulerLimits.from_settings(replace(engine, max_mixed_prefill_tokens=128), 4096, on_cpu=False)
+    assert few.prefill_tokens(100) == 128, "28 of 128 would be too few"
 
 
 def test_too_long_is_answered_at_once_with_the_numbers() -> None:

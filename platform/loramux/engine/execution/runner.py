@@ -125,7 +125,8 @@ def pack(step: Step, block_size: int, state_pages: int = 0) -> PackedStep:
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
-    positions = np.concatenate([np.arange(c.start, c.end) for c in chunks])
+    starts = np.array([c.start for c in chunks], dtype=np.int64)
+    positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], lengths)
     held = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
     for row, chunk in enumerate(chunks):
         held[row, : len(chunk.sequence.pages)] = chunk.sequence.pages

@@ -32,6 +32,10 @@ GPU_MIXED_PREFILL_TOKENS = 512
 """The same for a GPU. A model of 8B parameters computes these tokens in about twice the time of reading its weights."""
 
 
+GPU_ROW_TILE = 128
+"""Rows that a product's kernels take at once on a GPU: recorded steps of so many rows have buckets of these sizes."""
+
+
 def default_mixed_prefill_tokens(*, on_cpu: bool) -> int:
     """Return the most prompt tokens of a step in which sequences decode, if the operator sets none."""
     return CPU_MIXED_PREFILL_TOKENS if on_cpu else GPU_MIXED_PREFILL_TOKENS
@@ -47,17 +51,27 @@ class SchedulerLimits:
     max_model_len: int
     max_mixed_prefill_tokens: int = sys.maxsize
     """Most prompt tokens of a step in which sequences decode; by default only the other limits apply."""
+    row_tile: int = 1
+    """Rows that a product takes at once: a tile that is begun costs as much as a full one."""
 
     def prefill_tokens(self, decoding: int) -> int:
-        """Return the most prompt tokens of a step in which `decoding` sequences decode."""
+        """Return the most prompt tokens of a step in which `decoding` sequences decode.
+
+        Up to a quarter is left for the next step if the rows then fill whole tiles.
+        """
         left = max(0, self.max_num_batched_tokens - decoding)
-        return min(left, self.max_mixed_prefill_tokens) if decoding else left
+        if not decoding:
+            return left
+        most = min(left, self.max_mixed_prefill_tokens)
+        begun = (most + decoding) % self.row_tile
+        return most - begun if 4 * begun <= most else most
 
     @classmethod
     def from_settings(cls, engine: EngineSettings, max_model_len: int, *, on_cpu: bool) -> SchedulerLimits:
         """Return the operator's settings, with the defaults of the device."""
         mixed = engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=on_cpu)
-        return cls(engine.max_num_seqs, engine.max_num_batched_tokens, max_model_len, mixed)
+        tile = 1 if on_cpu else GPU_ROW_TILE
+        return cls(engine.max_num_seqs, engine.max_num_batched_tokens, max_model_len, mixed, tile)
 
 
 def _shares() -> dict[ServiceClass, float]:
