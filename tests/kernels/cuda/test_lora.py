@@ -71,7 +71,7 @@ def test_lora_of_ragged_segments_equals_the_reference(device, dtype, ranks, rows
 
 @pytest.mark.parametrize("rows", [1, 20, 100])
 def test_expand_adds_every_split_and_nothing_past_the_rank_or_the_splits(device, rows: int) -> None:
-    """What shrink leaves undefined is NaN here."""
+    """Everything that shrink leaves undefined is NaN here."""
     case = case_on(device, torch.float32, [[33, 5], [16, 0]], [rows, rows], in_features=3000, out_features=(130, 40))
     args, y = (case.pool, case.table, case.group, case.segments), case.y.clone()
     v = new_intermediate(case.x, case.group, case.segments, case.table).fill_(float("nan"))
