@@ -35,8 +35,8 @@ VECTOR = 8
 MIN_SPLIT = 512
 """Least number of in_features in a split."""
 
-MAX_SPLITS = 8
-"""Most partial sums that a program loads at once: `TileMap.max_splits` is never more."""
+MAX_SPLITS = 16
+"""Most partial sums that a row's program loads at once: `TileMap.max_splits` is never more."""
 
 RESCALE_COLUMNS = 1024
 """Columns of y that a program of rescale takes."""
@@ -222,7 +222,7 @@ def prepare_expand(
 
 
 def _expand_launch(tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y: torch.Tensor) -> Launch:
-    columns = 512 if tiles.shape.rows == 1 else 128
+    columns = _block_columns(tiles, y.dtype)
     blocks = group_table(group, columns, y.device)
     arguments = {
         **shared,
@@ -235,13 +235,17 @@ def _expand_launch(tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y:
         "BLOCK_COLUMNS": columns,
     }
     grid = (resident_programs(y.device, 3 if tiles.shape.rows == LONG_ROWS else 4),)
-    arguments["MAX_SPLITS"] = MAX_SPLITS
     if tiles.shape.rows == 1:
+        arguments["MAX_SPLITS"] = MAX_SPLITS
         return Launch(_expand_rows, grid, arguments, num_warps=4, num_stages=1)
     arguments["BLOCK_ROWS"] = tiles.shape.expand_rows
-    arguments["BLOCK_TILES"] = triton.next_power_of_2(shared["table_tiles"])
-    # Three stages load the next rank tile while this one is multiplied.
-    return Launch(_expand_tiles, grid, arguments, num_warps=4, num_stages=2 if tiles.shape.rows == LONG_ROWS else 3)
+    return Launch(_expand_tiles, grid, arguments, num_warps=4, num_stages=2)
+
+
+def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
+    if tiles.shape.rows == 1:
+        return 512
+    return 128 if dtype == torch.float32 else 256
 
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
@@ -294,18 +298,11 @@ def _expand_tiles(
     b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, v_rows: tl.tensor,
     v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
     max_splits: tl.tensor, num_blocks: tl.tensor,
-    NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_TILES: tl.constexpr, ALIGNED: tl.constexpr,
+    NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute a tile of rows by one block of columns for each item, on tensor cores.
-
-    Loads wait for each other in three groups only: the item and the block; the rank, the scale and the places of B's
-    tiles; then B, y and all splits.
-    """
+    """Compute a tile of rows by one block of columns for each item, on tensor cores."""
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
     tile_rank = tl.arange(0, _TILE)
-    tiles = tl.arange(0, BLOCK_TILES)
-    partial = tl.arange(0, MAX_SPLITS)
     for task in range(tl.program_id(0), tl.load(work) * num_blocks, tl.num_programs(0)):
         item = work + (task // num_blocks + 1) * _ITEM
         block = blocks + task % num_blocks * _BLOCK
@@ -317,28 +314,25 @@ def _expand_tiles(
             y_start = tl.multiple_of(y_start, _VECTOR)
         rows = tl.load(item + 1) + tl.arange(0, BLOCK_ROWS).to(tl.int64)
         has_row = (rows < tl.load(item + 2))[:, None]
-        column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        has_column = (column < width)[None, :]
         cell = tl.load(item).to(tl.int64) * table_sites + tl.load(block + 1)
         rank = tl.load(ranks + cell)
-        scale = tl.load(scales + cell)
-        starts = tl.load(b_offsets + cell * table_tiles + tiles, mask=tiles < table_tiles, other=0)
         if rank > 0:
-            out = y + rows[:, None] * y_stride + y_start + column[None, :]
-            base = tl.load(out, mask=has_row & has_column, other=0.0)
-            v_row = v + ((partial * NUM_SITES + index).to(tl.int64)[:, None] * v_rows + rows[None, :]) * v_rank
-            has_partial = (partial < splits)[:, None, None] & has_row[None, :, :]
+            column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+            has_column = (column < width)[None, :]
             total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
             for first in range(0, rank, _TILE):
                 r = first + tile_rank
-                start = tl.sum(tl.where(tiles == first // _TILE, starts, 0)) // _VECTOR * _VECTOR
+                start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
                 b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
                 weights = tl.load(b, mask=(r < rank)[:, None] & has_column, other=0.0)
-                inner = tl.sum(tl.load(v_row[:, :, None] + r[None, None, :], mask=has_partial, other=0.0), axis=0)
-                # Whole rank tiles are loaded, as vectors; what is past the rank is undefined.
-                inner = tl.where((r < rank)[None, :], inner, 0.0)
+                inner = tl.zeros((BLOCK_ROWS, _TILE), tl.float32)
+                for split in range(splits):
+                    v_row = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows) * v_rank
+                    inner += tl.load(v_row[:, None] + r[None, :], mask=has_row & (r < rank)[None, :], other=0.0)
                 total = tl.dot(inner.to(weights.dtype), weights, total, input_precision="ieee")
-            result = base.to(tl.float32) + scale * total
+            out = y + rows[:, None] * y_stride + y_start + column[None, :]
+            base = tl.load(out, mask=has_row & has_column, other=0.0).to(tl.float32)
+            result = base + tl.load(scales + cell) * total
             tl.store(out, result.to(y.dtype.element_ty), mask=has_row & has_column)
 
 

@@ -122,13 +122,9 @@ class TileMap:
 
     @property
     def max_splits(self) -> int:
-        """Most partial sums that shrink may cut one product into: a step of few rows would leave a GPU idle without.
-
-        Expand loads them all at once, so they are few. In a decode step shrink runs next to the base's product, which
-        takes longer.
-        """
+        """Most partial sums that shrink may cut one product into: a step of few rows would leave a GPU idle without."""
         if self.rows <= 256:
-            return 8
+            return 16
         return 4 if self.rows <= 2048 else 1
 
     @classmethod
