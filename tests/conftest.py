@@ -3,13 +3,18 @@
 `make check` leaves out every marker of COSTS, `make test` leaves out `slow` alone, `make test-all` nothing.
 """
 
+import functools
 import os
 from pathlib import Path
 
+import httpx._transports.default as httpx_transports
 import pytest
 
 # Before torch is imported: threads that spin as they wait make a test on a busy machine take a hundred times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Every client of httpx and of OpenAI reads the machine's certificates: 17 ms each, for thousands that speak plain HTTP.
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
 COSTS = {
     "server": ("tests/api/", "tests/attacks/", "tests/e2e/", "tests/demo/test_demo", "tests/simulation/"),

@@ -28,6 +28,8 @@ class Place:
     in_process: bool = False
     ranks: int = 1
     lame_duck_seconds: float = 0
+    max_wait_s: float | None = None
+    """Seconds that a request waits for an engine; None: the product's default."""
     url: str | None = None
     """URL of the records; None: SQLite, in the folder."""
     tree: Path | None = None
@@ -51,6 +53,7 @@ class Place:
             f"in_process = {str(self.in_process).lower()}\ntensor_parallel_size = {self.ranks}\n"
             "[validation]\nparity = false\n"
             f"[server]\ndrain_seconds = 60\nlame_duck_seconds = {self.lame_duck_seconds}\n"
+            + (f"[engines]\nmax_wait_s = {self.max_wait_s}\n" if self.max_wait_s else "")
             + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
         )
         return self

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import openai
+from peft_uploads import form
 from running_server import Running
 from scripted_engine import ScriptedEngine
 
@@ -50,6 +51,18 @@ class Site:
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         return httpx.Client(base_url=self.url, headers=sent, timeout=PATIENCE)
 
+    def enrol(self) -> str:
+        """Make a tenant with a key like that of the others, and return its name."""
+        name = f"newcomer-{len(self.keys)}"
+
+        async def make() -> str:
+            async with open_tenants(self.settings) as tenants:
+                await tenants.create(name)
+                return (await tenants.create_key(name))[1]
+
+        self.keys[name] = asyncio.run(make())
+        return name
+
     def openai(self, tenant: str = "acme") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=PATIENCE)
 
@@ -74,6 +87,21 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         ),
         validation=ValidationSettings(parity=False),  # loads PEFT for every server; it has separate tests
     )
+
+
+def leave_things(site: Site, adapter: Path) -> None:
+    """Leave what a test may leave, for each tenant: so no test passes because it is the first one."""
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x"}}'
+    for tenant in TENANTS:
+        with site.http(tenant) as http:
+            for name in ("left-over", "deleted-before"):
+                http.post("/v1/adapters", **form(adapter, name)).raise_for_status()
+            http.delete("/v1/adapters/deleted-before").raise_for_status()
+            for model in ("tiny", f"{tenant}/left-over"):
+                http.post("/v1/completions", json={"model": model, "prompt": "x"}).raise_for_status()
+            sent = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("left.jsonl", line)})
+            batch = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": sent.json()["id"]}
+            http.post("/v1/batches", json=batch).raise_for_status()
 
 
 def make_keys(settings: Settings) -> dict[str, str]:
