@@ -1,4 +1,4 @@
-"""Markers by cost, and options for the tests that can be made longer.
+"""Markers by cost, the order of the tests, and options for the tests that can be made longer.
 
 `make check` leaves out every marker of COSTS, `make test` leaves out `slow` alone, `make test-all` nothing.
 """
@@ -9,6 +9,8 @@ from pathlib import Path
 
 import httpx._transports.default as httpx_transports
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # Before torch is imported: threads that spin as they wait make a test on a busy machine take a hundred times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -27,6 +29,14 @@ COSTS = {
     "slow": ("tests/benchmarks/", "tests/console/test_screenshots"),
 }
 """Markers of whole files, by the beginnings of their paths. A test that runs on PostgreSQL is `postgres`, too."""
+
+LONGEST = (
+    "tests/kernels/test_compile_check",
+    "tests/kernels/test_cuda_interpreted",
+)
+"""Beginnings of the paths of the tests that take longest, in their order: they go first, so no worker ends with one."""
+DIVISIBLE = ("tests/kernels/test_cuda_interpreted",)
+"""Files whose tests go to any worker, each alone. The tests of every other file share fixtures, and go together."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -61,3 +71,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         uses_postgres = "postgres" in getattr(item, "fixturenames", ()) and callspec is None
         if uses_postgres or (callspec is not None and "postgresql" in callspec.params.values()):
             item.add_marker("postgres")
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    return next((place for place, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
+
+
+class ByFile(LoadFileScheduling):
+    """Give a worker the next file of the order above."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith(DIVISIBLE) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)

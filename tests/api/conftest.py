@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from local_issuer import Issuer
+from peft_uploads import make_adapter
 from running_server import running
 from scripted_engine import ScriptedEngine
-from peft_uploads import make_adapter
 from site_fixture import Site, leave_things, make_keys, make_settings
 from tiny_base import make_base
 
@@ -52,10 +52,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def site(
     request: pytest.FixtureRequest, base_dir: Path, issuer: Issuer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
-    """The application with an engine that answers by a script, keys for every kind of caller, and others' leftovers.
+    """The application with an engine that answers by a script, and keys for every kind of caller.
 
-    The tests of a run share it, in any order and on any worker: no test may count on an empty list of acme's or globex's.
-    A test that needs one asks for `newcomer`.
+    The tests of a run share it in any order, so acme and globex have things from the start. A test that asserts all
+    that a tenant has asks for `newcomer`.
     """
     settings = make_settings(base_dir, tmp_path_factory.mktemp("site"), [issuer.url])
     engine = ScriptedEngine()
@@ -68,7 +68,7 @@ def site(
 
 @pytest.fixture
 def newcomer(site: Site) -> str:
-    """Name of a tenant, and of its key, that no other test knows."""
+    """A tenant that no other test knows; its name is that of its key too."""
     return site.enrol()
 
 

@@ -52,13 +52,13 @@ class Site:
         return httpx.Client(base_url=self.url, headers=sent, timeout=PATIENCE)
 
     def enrol(self) -> str:
-        """Make a tenant with a key like that of the others, and return its name."""
+        """Make a tenant that no other test knows, with a key of every scope; return its name."""
         name = f"newcomer-{len(self.keys)}"
 
         async def make() -> str:
             async with open_tenants(self.settings) as tenants:
                 await tenants.create(name)
-                return (await tenants.create_key(name))[1]
+                return (await tenants.create_key(name, scopes=TENANT_SCOPES))[1]
 
         self.keys[name] = asyncio.run(make())
         return name
