@@ -31,10 +31,14 @@ COSTS = {
 """Markers of whole files, by the beginnings of their paths. A test that runs on PostgreSQL is `postgres`, too."""
 
 LONGEST = (
-    "tests/kernels/test_compile_check",
+    "tests/kernels/test_cuda_interpreted.py::test_gpu_code_passes_in_the_interpreter[tests/platform/engine/cuda/test_gpu",
     "tests/kernels/test_cuda_interpreted",
+    "tests/kernels/test_narrower_processors",
+    "tests/kernels/test_compile_check",
+    "tests/e2e/test_upgrade",
+    "tests/e2e/test_batch_kills",
 )
-"""Beginnings of the paths of the tests that take longest, in their order: they go first, so no worker ends with one."""
+"""Beginnings of the ids of the tests that take longest, in their order: they go first, so no worker ends with one."""
 DIVISIBLE = ("tests/kernels/test_cuda_interpreted",)
 """Files whose tests go to any worker, each alone. The tests of every other file share fixtures, and go together."""
 
