@@ -24,12 +24,13 @@ def adapter(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(site: Site) -> Iterator[httpx.Client]:
+    """acme, without adapters before the test and without uploads after it."""
     with site.http() as client:
+        for one in client.get("/v1/adapters").json()["data"]:
+            assert client.delete(f"/v1/adapters/{one['name']}").status_code == 200
         yield client
         for upload in client.get("/v1/uploads", params={"limit": 100}).json()["data"]:
             assert client.delete(f"/v1/uploads/{upload['id']}").status_code == 200
-        for one in client.get("/v1/adapters").json()["data"]:
-            assert client.delete(f"/v1/adapters/{one['name']}").status_code == 200
     assert [path for path in Path(site.settings.records.blobs).glob("uploads/*/*")] == []
 
 

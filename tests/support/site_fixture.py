@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from running_server import Running
 from scripted_engine import ScriptedEngine
 
 from loramux.accounts.tenants.account import KeyRequest
-from loramux.accounts.tenants.authority import TENANT_SCOPES, Role
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES, TENANT_SCOPES, Role
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.settings.file import Settings
 from loramux.common.settings.server import (
@@ -51,14 +52,14 @@ class Site:
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         return httpx.Client(base_url=self.url, headers=sent, timeout=PATIENCE)
 
-    def enrol(self) -> str:
-        """Make a tenant that no other test knows, with a key of every scope; return its name."""
+    def enrol(self, scopes: Iterable[str] = CUSTOMER_SCOPES) -> str:
+        """Make a tenant that no other test knows, with a key; return its name."""
         name = f"newcomer-{len(self.keys)}"
 
         async def make() -> str:
             async with open_tenants(self.settings) as tenants:
                 await tenants.create(name)
-                return (await tenants.create_key(name, scopes=TENANT_SCOPES))[1]
+                return (await tenants.create_key(name, scopes=scopes))[1]
 
         self.keys[name] = asyncio.run(make())
         return name
@@ -101,7 +102,11 @@ def leave_things(site: Site, adapter: Path) -> None:
                 http.post("/v1/completions", json={"model": model, "prompt": "x"}).raise_for_status()
             sent = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("left.jsonl", line)})
             batch = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": sent.json()["id"]}
-            http.post("/v1/batches", json=batch).raise_for_status()
+            id = http.post("/v1/batches", json=batch).raise_for_status().json()["id"]
+            until = time.monotonic() + PATIENCE
+            while http.get(f"/v1/batches/{id}").json()["status"] != "completed":
+                assert time.monotonic() < until
+                time.sleep(0.02)
 
 
 def make_keys(settings: Settings) -> dict[str, str]:
