@@ -32,7 +32,7 @@ PAGES = $(filter-out docs/settings.md docs/metrics.md docs/models.md docs/http.m
 MDFORMAT = $(BIN)/mdformat --wrap 100 --number --compact-tables
 
 lint: $(VENV)/.dev  ## ruff, mypy --strict, the layer rules, and the form of the pages
-	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports && $(MDFORMAT) --check $(PAGES)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/mypy tests/support && $(BIN)/lint-imports && $(MDFORMAT) --check $(PAGES)
 
 format: $(VENV)/.dev  ## format the code and the pages
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix . && $(MDFORMAT) $(PAGES)

@@ -1,27 +1,51 @@
-"""Markers by cost, and options for the tests that can be made longer.
+"""Markers by cost, the order of the tests, and options for the tests that can be made longer.
 
 `make check` leaves out every marker of COSTS, `make test` leaves out `slow` alone, `make test-all` nothing.
 """
 
+import functools
 import os
 from pathlib import Path
 
+import httpx._config as httpx_config
+import httpx._transports.default as httpx_transports
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 # Before torch is imported: threads that spin as they wait make a test on a busy machine take a hundred times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# Every client of httpx and of OpenAI reads the machine's certificates: 17 ms each, for thousands that speak plain HTTP.
+httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+
+# Five seconds are too short for an answer on a machine that runs much else.
+for phase in ("connect", "read", "write", "pool"):
+    setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, phase, 120.0)
 
 COSTS = {
     "server": ("tests/api/", "tests/attacks/", "tests/e2e/", "tests/demo/test_demo", "tests/simulation/"),
     "browser": ("tests/console/",),
     "interpreter": (
         *("tests/kernels/cuda/", "tests/kernels/test_cuda_interpreted", "tests/kernels/test_compile_check"),
-        "tests/platform/engine/cuda/",
+        *("tests/kernels/test_narrower_processors", "tests/platform/engine/cuda/"),
     ),
     "families": ("tests/platform/engine/", "tests/platform/catalog/validation/", "tests/adapters/convert/"),
     "slow": ("tests/benchmarks/", "tests/console/test_screenshots"),
 }
 """Markers of whole files, by the beginnings of their paths. A test that runs on PostgreSQL is `postgres`, too."""
+
+LONGEST = (
+    "tests/kernels/test_cuda_interpreted.py::test_gpu_code_passes_in_the_interpreter[engine]",
+    "tests/kernels/test_cuda_interpreted",
+    "tests/kernels/test_narrower_processors",
+    "tests/kernels/test_compile_check",
+    "tests/e2e/test_upgrade",
+    "tests/e2e/test_batch_kills",
+)
+"""Beginnings of the ids of the tests that take longest, in their order: they go first, so no worker ends with one."""
+DIVISIBLE = ("tests/kernels/test_cuda_interpreted",)
+"""Files whose tests go to any worker, each alone. The tests of every other file share fixtures, and go together."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -56,3 +80,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         uses_postgres = "postgres" in getattr(item, "fixturenames", ()) and callspec is None
         if uses_postgres or (callspec is not None and "postgresql" in callspec.params.values()):
             item.add_marker("postgres")
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    return next((place for place, path in enumerate(LONGEST) if item.nodeid.startswith(path)), len(LONGEST))
+
+
+class ByFile(LoadFileScheduling):
+    """Give a worker the next file of the order above."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith(DIVISIBLE) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    config.option.loadscopereorder = False
+    return ByFile(config, log)

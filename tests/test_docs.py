@@ -7,18 +7,38 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
 
+from loramux_adapters.families import FAMILIES
 from loramux_api.cli.main import main
+from loramux_demo.assets import OWNERS, load_prompts
+from loramux_demo.tour import MODELS
 from reference import SITE_PAGES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "client/README.md"])
 COMMAND = re.compile(r"(?:\$ |[A-Z_]+=\S+ |.* exec loramux )*loramux ((?:[a-z-]+ ?)+.*)")
+
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FACTS: dict[str, object] = {
+    r"(\d+) families of text": sum(not family.text_type for family in FAMILIES.values()),
+    r"sends\s+(\d+)\s+requests": len(load_prompts()),
+    r"\b(\d+) requests to all of them": len(load_prompts()),
+    r"\b(\d+) of \d+ answers(?: are)? exact": len(load_prompts()),
+    r"\b\d+ of (\d+) answers(?: are)? exact": len(load_prompts()),
+    r"(\w+) adapters of \w+ customers": WORDS[MODELS - 1],
+    r"\w+ adapters of (\w+) customers": WORDS[len(OWNERS)],
+    r"(\d+) distinct adapters and the base": MODELS - 1,
+    r"(\w+) adapters and the base in one step": WORDS[MODELS - 1],
+    r"[Pp]ython (\d\.\d+) or newer": PROJECT["requires-python"].removeprefix(">="),
+}
+"""What the code knows, by the sentences in which pages say it."""
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -52,6 +72,14 @@ def test_a_command_that_does_not_exist_is_found() -> None:
     for wrong in ("loramux key list", "loramux tenant create acme --shape round", "loramux adapter shove ./x"):
         with pytest.raises(AssertionError):
             [_check(line, words) for line, words in _commands(f"    {wrong}\n")]
+
+
+@pytest.mark.parametrize("sentence", FACTS)
+def test_numbers_of_the_pages_are_those_of_the_code(sentence: str) -> None:
+    pages = {str(page.relative_to(ROOT)): page.read_text() for page in [*PAGES, ROOT / "CHANGELOG.md"]}
+    told = {name: set(found) for name, text in pages.items() if (found := re.findall(sentence, text))}
+    assert told, "no page says it any more"
+    assert {name: numbers for name, numbers in told.items() if numbers != {str(FACTS[sentence])}} == {}
 
 
 def test_tests_that_a_page_names_exist() -> None:

@@ -1,6 +1,6 @@
 """Compile every GPU kernel for given architectures on a machine without a GPU, and refuse register spills.
 
-    python tools/compile_check.py --arch 80 --arch 90 [--only NAME] [--jobs N] [--json]
+    python tools/compile_check.py --arch 80 --arch 90 [--only NAME] [--each-kernel] [--jobs N] [--json]
 
 Prints, for each variant and architecture: registers a thread, bytes of shared memory, bytes spilled, programs that fit
 one multiprocessor, buffers that loops copy ahead into, copies under way at a wait, tensor-core instructions, and
@@ -221,6 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python tools/compile_check.py", description=__doc__.split("\n")[0])
     parser.add_argument("--arch", type=int, action="append", help="80 (A100), 90 (H100, H200), ...; repeatable")
     parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--each-kernel", action="store_true", help="the first variant of each kernel alone")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes that compile")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
@@ -229,6 +230,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [name for name in variants_by_name() if options.only in name]
     if not names:
         parser.error(f"no variant's name contains {options.only!r}")
+    if options.each_kernel:
+        first = {variants_by_name()[name].kernel.__name__: name for name in reversed(names)}
+        names = sorted(first.values(), key=names.index)
     results = []
     for result in compile_all(names, options.arch or [80, 90], options.jobs):
         results.append(result)

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 from local_issuer import Issuer
+from peft_uploads import make_adapter
 from running_server import running
 from scripted_engine import ScriptedEngine
-from site_fixture import Site, make_keys, make_settings
+from site_fixture import Site, leave_things, make_keys, make_settings
 from tiny_base import make_base
 
 from loramux.accounts.tenants import secrets
@@ -51,12 +52,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def site(
     request: pytest.FixtureRequest, base_dir: Path, issuer: Issuer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:
-    """The application with an engine that answers by a script, and keys for everybody."""
+    """The application with an engine that answers by a script, and keys for every kind of caller.
+
+    The tests of a run share it in any order, so acme and globex have things from the start. A test that asserts all
+    that a tenant has asks for `newcomer`.
+    """
     settings = make_settings(base_dir, tmp_path_factory.mktemp("site"), [issuer.url])
     engine = ScriptedEngine()
     keys = make_keys(settings)
     with running(create_app(settings, engine), request.param) as server:
-        yield Site(server, engine, settings, keys)
+        site = Site(server, engine, settings, keys)
+        leave_things(site, make_adapter(base_dir, tmp_path_factory.mktemp("leftover"), seed=99))
+        yield site
+
+
+@pytest.fixture
+def newcomer(site: Site) -> str:
+    """A tenant that no other test knows; its name is that of its key too."""
+    return site.enrol()
 
 
 @pytest.fixture(autouse=True)

@@ -71,18 +71,10 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, 
 
 
 @pytest.fixture
-def client(site: Site) -> Iterator[openai.OpenAI]:
+def client(site: Site, newcomer: str) -> Iterator[openai.OpenAI]:
     """The client of a new tenant, which has no other test's files and usage."""
-    name = f"batcher{time.monotonic_ns()}"
-
-    async def make() -> str:
-        async with open_tenants(site.settings) as tenants:
-            await tenants.create(name)
-            return (await tenants.create_key(name))[1]
-
-    site.keys[name] = asyncio.run(make())
-    with site.openai(name) as made:
-        made.tenant_name = name
+    with site.openai(newcomer) as made:
+        made.tenant_name = newcomer
         yield made
 
 

@@ -64,14 +64,18 @@ def test_cookie_is_secure_everywhere_but_on_this_machine(site: Site, host: str, 
     assert ("Secure" in answer.headers["set-cookie"]) == secure
 
 
-def test_session_has_the_scopes_of_its_key_and_reads_its_tenant_only(site: Site) -> None:
-    with browser(site, "acme") as acme, browser(site, "globex") as globex:
+def test_session_has_the_scopes_of_its_key_and_reads_its_tenant_only(site: Site, newcomer: str) -> None:
+    with site.http(newcomer) as http:
+        id = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("mine.jsonl", b"{}")}).json()["id"]
+    with browser(site, "acme") as acme, browser(site, newcomer) as other:
         described = acme.get("/console/session").json()
         assert described["tenant"] == "acme"
         assert described["scopes"] == sorted({"inference", "adapters", "usage", "read"})
-        assert acme.get("/v1/adapters").json()["data"] == []
         assert error_of(acme.get("/v1/keys")) == "insufficient_permissions"
-        assert globex.get("/console/session").json()["tenant"] == "globex"
+        assert other.get("/console/session").json()["tenant"] == newcomer
+        assert [one["id"] for one in other.get("/v1/files").json()["data"]] == [id]
+        assert id not in [one["id"] for one in acme.get("/v1/files").json()["data"]]
+        assert acme.get(f"/v1/files/{id}").status_code == 404
 
 
 @pytest.mark.parametrize("kind", ["revoked", "expired"])

@@ -96,18 +96,28 @@ def test_price_plans_are_for_operators(site: Site) -> None:
         assert http.put("/admin/tenants/acme/price-plans/2999-01", json={"plan": "console-usd"}).status_code == 403
 
 
-def test_deleted_adapters_are_listed_until_they_are_restored(site: Site, base_dir: Path, tmp_path: Path) -> None:
-    with site.http() as http:
+def test_deleted_adapters_are_listed_until_they_are_restored(
+    site: Site, newcomer: str, base_dir: Path, tmp_path: Path
+) -> None:
+    with site.http(newcomer) as http:
         http.post("/v1/adapters", **form(make_adapter(base_dir, tmp_path, seed=31), "gone-by-hand")).raise_for_status()
-        assert http.get("/v1/deleted_adapters", params={"search": "gone-by"}).json()["data"] == []
+        http.post("/v1/adapters", **form(make_adapter(base_dir, tmp_path, seed=31), "kept")).raise_for_status()
+        assert http.get("/v1/deleted_adapters").json()["data"] == []
         http.delete("/v1/adapters/gone-by-hand").raise_for_status()
-        (found,) = http.get("/v1/deleted_adapters", params={"search": "gone-by"}).json()["data"]
-        assert (found["name"], found["revisions"]) == ("acme/gone-by-hand", 1)
+        (found,) = http.get("/v1/deleted_adapters").json()["data"]
+        assert (found["name"], found["revisions"]) == (f"{newcomer}/gone-by-hand", 1)
         assert found["undo_until"] > found["deleted_at"] > time.time() - 600
-        assert len(http.get("/v1/deleted_adapters", params={"limit": 1}).json()["data"]) == 1
-        http.post("/v1/adapters/gone-by-hand/undelete").raise_for_status()
-        assert http.get("/v1/deleted_adapters", params={"search": "gone-by"}).json()["data"] == []
-    with site.http("globex") as http:
+        http.delete("/v1/adapters/kept").raise_for_status()
+        (first,) = http.get("/v1/deleted_adapters", params={"limit": 1}).json()["data"]
+        (other,) = http.get("/v1/deleted_adapters", params={"search": "gone-by"}).json()["data"]
+        assert (first["name"], other["name"]) == (f"{newcomer}/kept", f"{newcomer}/gone-by-hand")
+        with site.http(site.enrol()) as stranger:
+            assert stranger.get("/v1/deleted_adapters").json()["data"] == []
+        with site.http("globex") as stranger:
+            names = [one["name"] for one in stranger.get("/v1/deleted_adapters").json()["data"]]
+            assert {name.partition("/")[0] for name in names} == {"globex"}
+        for name in ("gone-by-hand", "kept"):
+            http.post(f"/v1/adapters/{name}/undelete").raise_for_status()
         assert http.get("/v1/deleted_adapters").json()["data"] == []
 
 

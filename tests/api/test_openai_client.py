@@ -214,8 +214,8 @@ def test_chat_accepts_a_returned_assistant_message(site: Site) -> None:
     assert again.choices[0].message.content == f"{turn} {message.content}\n{turn}"
 
 
-def test_models(site: Site) -> None:
-    client = site.openai()
+def test_models(site: Site, newcomer: str) -> None:
+    client = site.openai(newcomer)
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").owned_by == "loramux"
     with pytest.raises(openai.NotFoundError) as refusal:

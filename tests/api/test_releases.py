@@ -318,10 +318,12 @@ def test_evaluation_whose_questions_the_endpoint_refuses_fails_with_the_line(sit
     assert "wizard" in found["error"]
 
 
-def test_evaluation_is_the_tenants_alone(site: Site, client: httpx.Client) -> None:
+def test_evaluation_is_the_tenants_alone(site: Site, newcomer: str, client: httpx.Client) -> None:
     made = evaluate(site, client, [{"prompt": "x"}]).json()
     with site.http("globex") as other:
         assert other.get(f"/v1/evaluations/{made['id']}").status_code == 404
+        assert made["id"] not in [one["id"] for one in other.get("/v1/evaluations").json()["data"]]
+    with site.http(newcomer) as other:
         assert other.get("/v1/evaluations").json()["data"] == []
     ended(site, client, made["id"])
 

@@ -22,14 +22,20 @@ def adapter(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_adapter(base_dir, tmp_path_factory.mktemp("adapter"))
 
 
+def delete_uploads(client: httpx.Client) -> None:
+    for upload in client.get("/v1/uploads", params={"limit": 100}).json()["data"]:
+        assert client.delete(f"/v1/uploads/{upload['id']}").status_code == 200
+
+
 @pytest.fixture
 def client(site: Site) -> Iterator[httpx.Client]:
+    """A client of acme, which has no uploads and no adapters."""
     with site.http() as client:
-        yield client
-        for upload in client.get("/v1/uploads", params={"limit": 100}).json()["data"]:
-            assert client.delete(f"/v1/uploads/{upload['id']}").status_code == 200
+        delete_uploads(client)
         for one in client.get("/v1/adapters").json()["data"]:
             assert client.delete(f"/v1/adapters/{one['name']}").status_code == 200
+        yield client
+        delete_uploads(client)
     assert [path for path in Path(site.settings.records.blobs).glob("uploads/*/*")] == []
 
 

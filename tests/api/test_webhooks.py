@@ -14,6 +14,8 @@ import standardwebhooks
 from peft_uploads import form, make_adapter
 from site_fixture import Site
 
+from loramux.accounts.tenants.authority import TENANT_SCOPES
+
 
 class Receiver:
     """A webhook of a customer's, on a port of this machine."""
@@ -153,7 +155,7 @@ def test_webhook_tells_of_releases_and_restored_revisions(
 
 
 def test_history_and_audit_log_name_the_key_of_a_change(site: Site, base_dir: Path, tmp_path: Path) -> None:
-    with site.http("all-scopes") as http:
+    with site.http(site.enrol(TENANT_SCOPES)) as http:
         key = http.post("/v1/keys", json={"name": "release robot"}).json()
         robot = {"Authorization": f"Bearer {key['key']}"}
         made = http.post("/v1/adapters", **form(make_adapter(base_dir, tmp_path, seed=11), "named"), headers=robot)
@@ -164,4 +166,3 @@ def test_history_and_audit_log_name_the_key_of_a_change(site: Site, base_dir: Pa
         by_robot = [entry for entry in entries if entry["actor"] == key["id"]]
         assert by_robot
         assert {entry["actor_name"] for entry in by_robot} == {"release robot"}
-        http.delete("/v1/adapters/named", params={"undo_s": 0})

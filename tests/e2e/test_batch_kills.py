@@ -178,7 +178,7 @@ async def _drift(place: Place) -> int:
 
 
 def test_batch_survives_kills_with_every_line_once_and_an_exact_bill(base_dir: Path, tmp_path: Path) -> None:
-    run_under_kills(Place(tmp_path, base_dir, in_process=True), base_dir, lines=800, adapters=3, kills=2)
+    run_under_kills(Place(tmp_path, base_dir, in_process=True), base_dir, lines=300, adapters=3, kills=1)
 
 
 @pytest.mark.slow

@@ -76,8 +76,7 @@ def test_sigterm_drains_streams_and_exits_with_zero(base_dir: Path, tmp_path: Pa
 def test_crash_closes_open_requests_unbilled_and_an_engine_that_dies_is_replaced(
     base_dir: Path, tmp_path: Path
 ) -> None:
-    base = shutil.copytree(base_dir, tmp_path / "base")
-    place = Place(tmp_path, base).prepare()
+    place = Place(tmp_path, base_dir).prepare()
     key = place.key_of("acme")
     with served(place) as server:
         reader = Reader(server, key)
@@ -96,6 +95,11 @@ def test_crash_closes_open_requests_unbilled_and_an_engine_that_dies_is_replaced
         reader.join(120)
         assert reader.events[-1] == "data: [DONE]"
         assert reader.tokens == LONG["max_tokens"], "the next engine goes on with the stream"
+
+
+def test_engine_that_cannot_be_started_again_ends_the_server(base_dir: Path, tmp_path: Path) -> None:
+    base = shutil.copytree(base_dir, tmp_path / "base")
+    with served(Place(tmp_path, base, max_wait_s=1.0).prepare()) as server:
         (base / "config.json").unlink()
         os.kill(server.engine_pid(), signal.SIGKILL)
-        assert server.process.wait(400) == 1, "an engine that cannot be started again ends the server"
+        assert server.process.wait(400) == 1

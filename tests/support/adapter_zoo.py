@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -165,7 +166,7 @@ HYBRIDS = {
 """Some of the layers have linear attention."""
 
 
-def with_images(config_class: type, text_class: type, vision: dict[str, object]) -> Callable[..., object]:
+def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:
     """Make configs of a model of text and images from the fields of its text."""
     tokens = {f"{name}_token_id": 90 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
 
@@ -351,19 +352,19 @@ class Zoo:
             made = model.generate(input_ids=torch.tensor([asked.prompt]), **keywords)
         return made.sequences[0, len(asked.prompt) :].tolist(), torch.cat(made.logits)
 
-    def engine(self, **engine_settings: object) -> Engine:
+    def engine(self, **engine_settings: Any) -> Engine:
         return make_engine(self.base, **engine_settings)
 
 
-def make_engine(base: Path, **engine_settings: object) -> Engine:
+def make_engine(base: Path, **engine_settings: Any) -> Engine:
     loaded, settings = load(base, **engine_settings)
     return build_engine(loaded, settings, wake=lambda: None)
 
 
 def load(
-    base: Path, quantization: str = "none", dtype: str = "float32", **engine_settings: object
+    base: Path, quantization: Any = "none", dtype: Any = "float32", **engine_settings: Any
 ) -> tuple[LoadedModel, Settings]:
-    defaults = {
+    defaults: dict[str, Any] = {
         "device": os.environ.get("LORAMUX_TEST_DEVICE", "cpu"),
         "num_threads": 1,
         "block_size": 16,
@@ -393,7 +394,8 @@ def serve(zoo: Zoo, engine: Engine, asked: list[Asked], arrivals: list[int] | No
             if arrival == turn:
                 engine.submit(to_request(zoo, request))
         known = engine.scheduler.memory.residency._known.values()
-        wait([resident.pending for resident in known if resident.pending is not None], timeout=5.0)
+        loads: list[Any] = [one.pending for one in known if one.pending is not None]
+        wait(loads, timeout=5.0)
         report = engine.step()
         turn += 1
         for event in report.events if report else []:
@@ -405,7 +407,7 @@ def serve(zoo: Zoo, engine: Engine, asked: list[Asked], arrivals: list[int] | No
     return tokens
 
 
-def to_request(zoo: Zoo, asked: Asked, **sampling: object) -> Request:
+def to_request(zoo: Zoo, asked: Asked, **sampling: Any) -> Request:
     parameters = {"max_tokens": asked.output, "temperature": 0.0, "ignore_eos": True} | sampling
     return Request(
         id=asked.name,

@@ -57,7 +57,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Change:
     return weights(rewritten)
 
 
-def tensors(change: Callable[[dict[str, torch.Tensor]], None]) -> Change:
+def tensors(change: Callable[[dict[str, torch.Tensor]], object]) -> Change:
     def rewritten(content: bytes) -> bytes:
         loaded = load(content)
         change(loaded)

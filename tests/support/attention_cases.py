@@ -80,7 +80,9 @@ def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape
     return Case(query, layer, batch, keys, values)
 
 
-def expected(case: Case, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None):
+def expected(
+    case: Case, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> torch.Tensor:
     """float64 on the CPU, wherever the case is."""
     outputs = []
     for (start, stop, context), key, value in zip(case.batch.spans, case.keys, case.values, strict=True):

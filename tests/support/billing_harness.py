@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from manual_clock import ManualClock
 
 from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
@@ -46,14 +48,11 @@ steps = [{ above = 0, price = "0.0137" }, { above = 10_000, price = "0.0091" }]
 """
 
 
-class Clock:
-    """A clock that starts in the middle of November and is set by the test."""
+@dataclass
+class Clock(ManualClock[int]):
+    """A clock of the records that starts in the middle of November."""
 
-    def __init__(self) -> None:
-        self.now = NOVEMBER.starts_at + 14 * DAY * SECOND
-
-    def __call__(self) -> int:
-        return self.now
+    now: int = NOVEMBER.starts_at + 14 * DAY * SECOND
 
 
 async def give_plan(database: Database, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 from constrained_site import TOOLS_TEMPLATE
@@ -35,7 +36,7 @@ def chat_site(
     privacy = PrivacySettings(response_seconds=response_seconds)
     settings = msgspec.structs.replace(make_settings(base, folder), privacy=privacy)
     engine = ScriptedEngine(facts=msgspec.structs.replace(FACTS, max_model_len=context, pages_total=context // 4))
-    with running(create_app(settings, engine), "granian") as server:
+    with running(create_app(settings, cast(Any, engine)), "granian") as server:
         yield Site(server, engine, settings, make_keys(settings))
 
 

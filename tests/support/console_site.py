@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright, expect
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Dialog, Locator, Page, Playwright, expect
 from site_fixture import Site
 
 from loramux_api.controllers.console import ConsoleFiles
@@ -121,7 +121,11 @@ class Visit:
         page.set_default_timeout(WAIT_MS)
         page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         page.on("console", self._note)
-        page.on("dialog", lambda dialog: (self.faults.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("dialog", self._refuse)
+
+    def _refuse(self, dialog: Dialog) -> None:
+        self.faults.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
 
     def _note(self, message: ConsoleMessage) -> None:
         """Keep what the policy has refused, and what React complains about; refused requests are expected."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 from peft_uploads import form, make_adapter
@@ -43,7 +44,7 @@ def constrained_site(
     )
     keys = make_keys(settings)
     with running(create_app(settings), "granian") as server:
-        site = Site(server, None, settings, keys)
+        site = Site(server, cast(Any, None), settings, keys)
         with site.http() as http:
             for number in range(adapters):
                 adapter = make_adapter(base, folder / f"a{number}", seed=number)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from adapter_zoo import Zoo, load
 
 from loramux.engine.engine import Engine, build_engine
-from loramux.engine.execution.runner import CompletedStep, CpuRunner, StepGraphs
+from loramux.engine.execution.runner import CompletedStep, StepGraphs
 from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Step
 
@@ -19,7 +20,7 @@ class LateRunner:
     runs_ahead = True
     graphs = StepGraphs()
 
-    def __init__(self, inner: CpuRunner) -> None:
+    def __init__(self, inner: Any) -> None:
         self.bank = inner.bank
         self.forget = inner.forget
         self.unread: list[list[TokenEvent]] = []
@@ -49,7 +50,7 @@ class LateRunner:
         return Late(events, launched.scores, launched.pooled)
 
 
-def late_engine(zoo: Zoo, **engine_settings: object) -> tuple[Engine, LateRunner]:
+def late_engine(zoo: Zoo, **engine_settings: Any) -> tuple[Engine, LateRunner]:
     loaded, chosen = load(zoo.base, **engine_settings)
     runner = LateRunner(loaded.runner)
     return build_engine(replace(loaded, runner=runner), chosen, wake=lambda: None), runner

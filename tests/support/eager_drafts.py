@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from types import SimpleNamespace
+from typing import Any, cast
 
 from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import Sequence
@@ -17,7 +18,7 @@ def draft_always(scheduler: Scheduler, answer: Callable[[Sequence], Items[int]],
     A third of the drafts is right to its end, so that every length of an accepted run comes up.
     """
     rng, speculation = random.Random(seed), scheduler.speculation
-    speculation.times = SimpleNamespace(is_known=True, observe=lambda rows, seconds: None)
+    speculation.times = cast(Any, SimpleNamespace(is_known=True, observe=lambda rows, seconds: None))
     speculation._most = most
     speculation.count_paying = lambda rate, rows, expected, most: rng.randint(0, most)
 

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from loramux.catalog.registry.entities import WeightedRevision
 from loramux.catalog.registry.registry import open_registry
@@ -18,7 +18,7 @@ from loramux.data.records.adapters import RevisionContent, Stamp
 from loramux.data.records.contents import register_revision
 from loramux.data.records.database import Database
 
-BASES = BaseModels([BaseModel("tiny", SimpleNamespace(fingerprint="base"))])
+BASES = BaseModels([BaseModel("tiny", cast(Any, SimpleNamespace(fingerprint="base")))])
 SECOND = 1_000_000
 
 
@@ -46,14 +46,16 @@ class Shelf:
         self.database = database
         self.now = database.now()
         database.now = lambda: self.now
-        self.blobs = blobs or NamesOnly()
+        self.blobs: Any = blobs
+        if blobs is None:
+            self.blobs = NamesOnly()
         everything: dict[str, Any] = {"undo_seconds": 3600, "pin_idle_seconds": 3600} | limits
         self.limits = AdapterLimits(**everything)
         self.registry = open_registry(database, self.blobs, BASES, self.limits)
 
     def ingest(self) -> Ingest:
         """The checks before an upload is opened."""
-        return Ingest(self.database, self.blobs, self.registry.blob_gc, BASES, self.limits, None)
+        return Ingest(self.database, self.blobs, self.registry.blob_gc, BASES, self.limits, cast(Any, None))
 
     def pass_time(self, seconds: int) -> None:
         self.now += seconds * SECOND

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -70,10 +71,10 @@ FORMATS: dict[str, peft.PeftConfig] = {
 class FormatZoo(Zoo):
     """One family's base, an adapter in each format, and PEFT's answers from what it reads back from disk."""
 
-    def __init__(self, family: str, root: Path, formats: Sequence[str], tied: bool = False, **fields: object) -> None:
+    def __init__(self, family: str, root: Path, formats: Sequence[str], tied: bool = False, **fields: Any) -> None:
         super().__init__(family, root, tie_word_embeddings=tied, **fields)
         self.formats = formats
-        self._models: dict[str | None, torch.nn.Module] = {}
+        self._models: dict[str | None, Any] = {}
 
     def make_adapters(self) -> None:
         """Save every format."""
@@ -101,10 +102,10 @@ class FormatZoo(Zoo):
             self._answers[asked] = tokens[0, len(asked.prompt) :].tolist()
         return self._answers[asked]
 
-    def _base(self) -> torch.nn.Module:
+    def _base(self) -> Any:
         return self.auto.from_pretrained(self.base, dtype=torch.float32, **EXACT).eval()
 
-    def _model(self, name: str | None) -> torch.nn.Module:
+    def _model(self, name: str | None) -> Any:
         if name not in self._models:
             base = self._base()
             self._models[name] = base if name is None else peft.PeftModel.from_pretrained(base, self.adapters / name)

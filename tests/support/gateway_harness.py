@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 from scripted_engine import ScriptedEngine
 from tiny_base import byte_tokenizer
@@ -18,9 +19,8 @@ from loramux.data.records.database import Database
 from loramux.engine.messages import SamplingParams
 from loramux.money.usage.service import UsageService
 from loramux.serving.formats import GrammarTrials
-from loramux.serving.generation import Generation
-from loramux.serving.messages import GenerationRequest
-from loramux.serving.service import CompletionService, ServedBase
+from loramux.serving.messages import Answer, GenerationRequest
+from loramux.serving.service import CompletionService, ServedBase, ServedBases
 from loramux.serving.tokenizer import Tokenizer
 
 
@@ -32,8 +32,13 @@ class Harness(SimpleNamespace):
     usage: UsageService
     database: Database
 
-    async def begin(self, **changes: object) -> Generation:
-        ask = {"kind": "cmpl-", "model": "tiny", "prompts": ("hello",), "sampling": SamplingParams(max_tokens=0)}
+    async def begin(self, **changes: Any) -> Answer:
+        ask: dict[str, Any] = {
+            "kind": "cmpl-",
+            "model": "tiny",
+            "prompts": ("hello",),
+            "sampling": SamplingParams(max_tokens=0),
+        }
         ask["is_streamed"] = True
         return await self.service.begin(self.principal, GenerationRequest(**(ask | changes)))
 
@@ -52,11 +57,11 @@ class AnyName:
 
     async def resolve(self, principal: object, model: str, caller: str) -> ResolvedModel:
         revision = SimpleNamespace(digest="d1", engine_key="d1", directory="/d1") if "/" in model else None
-        return ResolvedModel(name=model, base_model="tiny", revision=revision)
+        return ResolvedModel(name=model, base_model="tiny", revision=cast(Any, revision))
 
 
 @asynccontextmanager
-async def harness(folder: Path, *, share_base_cache: bool = False, **engine: object) -> AsyncIterator[Harness]:
+async def harness(folder: Path, *, share_base_cache: bool = False, **engine: Any) -> AsyncIterator[Harness]:
     url = f"sqlite:///{folder}/records.sqlite3"
     schema.migrate(url)
     database = Database(url)
@@ -66,9 +71,10 @@ async def harness(folder: Path, *, share_base_cache: bool = False, **engine: obj
     await usage.start()
     tokenizer, facts = Tokenizer(byte_tokenizer()), await scripted.start()
     trials = GrammarTrials(tokenizer, facts)
+    base = ServedBase("tiny", cast(Any, scripted), facts, tokenizer, trials, share_cache=share_base_cache)
     service = CompletionService(
-        bases={"tiny": ServedBase("tiny", scripted, facts, tokenizer, trials, share_cache=share_base_cache)},
-        resolver=AnyName(),
+        bases=ServedBases({"tiny": base}),
+        resolver=cast(Any, AnyName()),
         usage=usage,
     )
     try:
@@ -80,7 +86,7 @@ async def harness(folder: Path, *, share_base_cache: bool = False, **engine: obj
         await database.close()
 
 
-def in_harness(test: Callable[[Harness], Awaitable[None]], folder: Path, **engine: object) -> None:
+def in_harness(test: Callable[[Harness], Awaitable[None]], folder: Path, **engine: Any) -> None:
     async def run() -> None:
         async with asyncio.timeout(120), harness(folder, **engine) as made:
             await test(made)
@@ -88,5 +94,5 @@ def in_harness(test: Callable[[Harness], Awaitable[None]], folder: Path, **engin
     asyncio.run(run())
 
 
-async def read(generation: Generation) -> str:
+async def read(generation: Answer) -> str:
     return "".join([delta.text async for delta in generation])

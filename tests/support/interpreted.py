@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +32,12 @@ def exact_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
     create_dot = interpreter.InterpreterBuilder.create_dot
 
-    def widened(handle):
+    def widened(handle: Any) -> Any:
         if handle.dtype.scalar.name != "bf16":
             return handle
         return interpreter.TensorHandle((handle.data.astype("uint32") << 16).view("float32"), interpreter.tl.float32)
 
-    def create(builder, a, b, d, *options):
+    def create(builder: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
         return create_dot(builder, widened(a), widened(b), d, *options)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)

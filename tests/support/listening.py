@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from scripted_engine import FACTS
 
@@ -41,9 +42,10 @@ from loramux.fleet.wire import KeyPair, new_pair
 BASE = "tiny"
 
 
-def asked(name: str, length: int = 10, **fields: object) -> Request:
+def asked(name: str, length: int = 10, **fields: Any) -> Request:
     sampling = SamplingParams(max_tokens=length)
-    return Request(**({"id": name, "tenant": "t", "prompt_token_ids": [1, 2, 3], "sampling": sampling} | fields))
+    defaults: dict[str, Any] = {"id": name, "tenant": "t", "prompt_token_ids": [1, 2, 3], "sampling": sampling}
+    return Request(**defaults | fields)
 
 
 class LocalFiles:
@@ -68,7 +70,7 @@ class LocalFiles:
 class CountingWorker:
     """Continues each request with 0, 1, 2, ..., one token of each a step, if `is_open` lets it step."""
 
-    send: Callable[[object], None]
+    send: Callable[[Any], None]
     inbox: queue.SimpleQueue[Command]
     commands: list[Command] = field(default_factory=list)
     running: dict[str, Request] = field(default_factory=dict)
@@ -132,7 +134,7 @@ class Listening:
         place = EnginePlace(self.address, engine_key or self.engine_pair.public)
         return RemoteChannel(lambda: place, base, pair or self.front_pair, self.lease_s)
 
-    def client(self, **changes: object) -> EngineClient:
+    def client(self, **changes: Any) -> EngineClient:
         return EngineClient(self.channel(**changes), 600.0)
 
 

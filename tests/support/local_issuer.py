@@ -32,7 +32,7 @@ class Issuer:
         if path in self.documents:
             return self.documents[path]
         if path == "/jwks":
-            return KeySet(self.keys).as_dict(private=False)
+            return KeySet([*self.keys]).as_dict(private=False)
         return {"issuer": self.url, "jwks_uri": f"{self.url}/jwks"}
 
     def token(self, key: Any = None, header: dict[str, str] | None = None, **claims: Any) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import bitsandbytes.functional as bnb
 import torch
@@ -25,18 +26,18 @@ def encoded(tensor: torch.Tensor) -> dict[str, object]:
     return {"dtype": str(tensor.dtype)[6:], "shape": list(tensor.shape), "data": base64.b64encode(data).decode()}
 
 
-def bitsandbytes_4bit(weight: torch.Tensor, kind: str, is_double: bool) -> tuple[dict, torch.Tensor]:
+def bitsandbytes_4bit(weight: torch.Tensor, kind: str, is_double: bool) -> tuple[dict[str, Any], torch.Tensor]:
     codes, state = bnb.quantize_4bit(weight, compress_statistics=is_double, quant_type=kind)
     saved = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
     return {"weight": codes, **saved}, bnb.dequantize_4bit(codes, state)
 
 
-def bitsandbytes_int8(weight: torch.Tensor) -> tuple[dict, torch.Tensor]:
+def bitsandbytes_int8(weight: torch.Tensor) -> tuple[dict[str, Any], torch.Tensor]:
     codes, scales, _ = bnb.int8_vectorwise_quant(weight.half())
     return {"weight": codes, "SCB": scales}, bnb.int8_vectorwise_dequant(codes, scales)
 
 
-def compressed(weight: torch.Tensor, form: str, **fields: object) -> tuple[dict, torch.Tensor]:
+def compressed(weight: torch.Tensor, form: str, **fields: object) -> tuple[dict[str, Any], torch.Tensor]:
     args = QuantizationArgs(**fields)
     parts = weight.view(OUT, -1, args.group_size) if args.group_size else weight.view(OUT, 1, WIDTH)
     if args.strategy == "tensor":

@@ -67,9 +67,9 @@ def make_kind(base: Path, folder: Path, config: peft.PeftConfig, seed: int = 0) 
         wrapped = peft.get_peft_model(model, config)
         torch.manual_seed(seed)
         for name, parameter in wrapped.named_parameters():
-            kind = next((key for key in _SIZES if key in name), None)
-            if parameter.requires_grad and _SIZES.get(kind, 0.2):
-                parameter.add_(torch.randn_like(parameter) * _SIZES.get(kind, 0.2))
+            size = next((size for key, size in _SIZES.items() if key in name), 0.2)
+            if parameter.requires_grad and size:
+                parameter.add_(torch.randn_like(parameter) * size)
         wrapped.save_pretrained(folder)
     return wrapped.eval()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -21,9 +23,12 @@ def make_adapter(base: Path, folder: Path, rank: int = 4, seed: int = 0) -> Path
     return folder
 
 
-def form(folder: Path, name: str, **changed: bytes | None) -> dict[str, object]:
+def form(folder: Path, name: str, **changed: bytes | None) -> dict[str, Any]:
     """Return httpx's arguments for an upload; `config` and `weights` replace a file's bytes, None omits it."""
-    contents = {CONFIG: (folder / CONFIG).read_bytes(), WEIGHTS: (folder / WEIGHTS).read_bytes()}
+    contents: dict[str, bytes | None] = {
+        CONFIG: (folder / CONFIG).read_bytes(),
+        WEIGHTS: (folder / WEIGHTS).read_bytes(),
+    }
     for key, file in (("config", CONFIG), ("weights", WEIGHTS)):
         if key in changed:
             contents[file] = changed[key]
@@ -31,7 +36,7 @@ def form(folder: Path, name: str, **changed: bytes | None) -> dict[str, object]:
     return {"data": {"name": name}, "files": files}
 
 
-def altered(folder: Path, change: object) -> bytes:
+def altered(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> bytes:
     """Return the weights file after `change(tensors)`."""
     tensors = load_file(folder / WEIGHTS)
     change(tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loramux.engine.engine import Engine
+from loramux.engine.scheduling.sequence import Step
 
 
 def preempting(engine: Engine, every: int = 3) -> Engine:
@@ -10,7 +11,7 @@ def preempting(engine: Engine, every: int = 3) -> Engine:
     scheduler = engine.scheduler
     plan = scheduler.plan
 
-    def preempting_plan():
+    def preempting_plan() -> Step:
         if scheduler.running and engine.stats().steps % every == every - 1:
             scheduler.state.preempt(scheduler.running[-1])
         return plan()

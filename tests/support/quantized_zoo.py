@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from formats import FormatZoo
@@ -18,6 +19,8 @@ from transformers import AutoModelForCausalLM
 Tensors = dict[str, torch.Tensor]
 Written = tuple[Tensors, torch.Tensor]
 """A checkpoint's tensors of one linear, and the weight that they represent, in float32."""
+Write = Callable[[torch.Tensor], Written]
+Config = dict[str, Any]
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
@@ -56,8 +59,14 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
 
 
-def gptq(bits: int, group: int, act_order: bool = False, symmetric: bool = False) -> tuple[dict, Callable]:
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric}
+def gptq(bits: int, group: int, act_order: bool = False, symmetric: bool = False) -> tuple[Config, Write]:
+    config: Config = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": group,
+        "desc_act": act_order,
+        "sym": symmetric,
+    }
 
     def write(weight: torch.Tensor) -> Written:
         width = weight.shape[1]
@@ -74,8 +83,8 @@ def gptq(bits: int, group: int, act_order: bool = False, symmetric: bool = False
     return config, write
 
 
-def awq(group: int) -> tuple[dict, Callable]:
-    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
+def awq(group: int) -> tuple[Config, Write]:
+    config: Config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm"}
 
     def columns(codes: torch.Tensor) -> torch.Tensor:
         return packed(codes.view(len(codes), -1, 8)[..., torch.tensor(AWQ_ORDER)].flatten(1), 4)
@@ -88,8 +97,8 @@ def awq(group: int) -> tuple[dict, Callable]:
     return config, write
 
 
-def bitsandbytes_nf4(is_double: bool) -> tuple[dict, Callable]:
-    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+def bitsandbytes_nf4(is_double: bool) -> tuple[Config, Write]:
+    config: Config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     config["bnb_4bit_use_double_quant"] = is_double
 
     def write(weight: torch.Tensor) -> Written:
@@ -118,7 +127,7 @@ def bitsandbytes_nf4(is_double: bool) -> tuple[dict, Callable]:
     return config, write
 
 
-def bitsandbytes_int8() -> tuple[dict, Callable]:
+def bitsandbytes_int8() -> tuple[Config, Write]:
     def write(weight: torch.Tensor) -> Written:
         largest = weight.abs().amax(1)
         codes = (weight / largest[:, None] * 127).round()
@@ -128,12 +137,12 @@ def bitsandbytes_int8() -> tuple[dict, Callable]:
     return {"quant_method": "bitsandbytes", "load_in_8bit": True}, write
 
 
-def compressed_tensors(form: str, weights: dict, activations: dict | None = None) -> dict:
+def compressed_tensors(form: str, weights: Config, activations: Config | None = None) -> Config:
     group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
 
 
-def packed_int(bits: int, group: int, symmetric: bool) -> tuple[dict, Callable]:
+def packed_int(bits: int, group: int, symmetric: bool) -> tuple[Config, Write]:
     scheme = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group, "symmetric": symmetric}
 
     def write(weight: torch.Tensor) -> Written:
@@ -150,7 +159,7 @@ def packed_int(bits: int, group: int, symmetric: bool) -> tuple[dict, Callable]:
     return compressed_tensors("pack-quantized", scheme), write
 
 
-def int8_channels() -> tuple[dict, Callable]:
+def int8_channels() -> tuple[Config, Write]:
     scheme = {"num_bits": 8, "type": "int", "strategy": "channel", "group_size": None, "symmetric": True}
     dynamic = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 
@@ -162,7 +171,7 @@ def int8_channels() -> tuple[dict, Callable]:
     return compressed_tensors("int-quantized", scheme, dynamic), write
 
 
-def fp8_channels(strategy: str) -> tuple[dict, Callable]:
+def fp8_channels(strategy: str) -> tuple[Config, Write]:
     scheme = {"num_bits": 8, "type": "float", "strategy": strategy, "group_size": None, "symmetric": True}
     dynamic = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
@@ -175,7 +184,7 @@ def fp8_channels(strategy: str) -> tuple[dict, Callable]:
     return compressed_tensors("float-quantized", scheme, dynamic), write
 
 
-def fp8_blocks(block: int) -> tuple[dict, Callable]:
+def fp8_blocks(block: int) -> tuple[Config, Write]:
     def write(weight: torch.Tensor) -> Written:
         rows, columns = (math.ceil(size / block) for size in weight.shape)
         padded = torch.zeros(rows * block, columns * block)

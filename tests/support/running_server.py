@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import uvicorn
@@ -16,6 +17,9 @@ from granian.server.embed import Server
 from litestar import Litestar
 
 from loramux_api.listening import BACKLOG, MAX_CONNECTIONS
+
+Serve = Callable[[], Coroutine[Any, Any, None]]
+Stop = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -49,16 +53,16 @@ def running(app: Litestar, server: str, port: int | None = None) -> Iterator[Run
         assert not thread.is_alive(), "the server did not stop"
 
 
-def _run(loop, serve):
+def _run(loop: asyncio.AbstractEventLoop, serve: Serve) -> None:
     asyncio.set_event_loop(loop)
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(serve())
 
 
-def _granian(app, port):
-    made = []
+def _granian(app: Litestar, port: int) -> tuple[Serve, Stop]:
+    made: list[Server] = []
 
-    async def serve():
+    async def serve() -> None:
         made.append(
             Server(
                 app,
@@ -72,16 +76,16 @@ def _granian(app, port):
         )
         await made[0].serve()
 
-    def stop():
+    def stop() -> None:
         made[0].stop()
 
     return serve, stop
 
 
-def _uvicorn(app, port):
+def _uvicorn(app: Litestar, port: int) -> tuple[Serve, Stop]:
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="on"))
 
-    def stop():
+    def stop() -> None:
         server.should_exit = True
 
     return server.serve, stop

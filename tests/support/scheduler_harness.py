@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import Inspected, Residency, ResidencyPolicy, StoreJob
@@ -168,7 +168,7 @@ class Harness:
             self.pool,
             self.residency,
             policy,
-            host,
+            cast(Any, host),
         )
         self.oracle = KvOracle(block_size, self.store) if self.scheduler.state.policy.prefix_cache or host else None
         if host and self.oracle:

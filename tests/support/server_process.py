@@ -11,10 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
+from click.testing import CliRunner
 from running_server import free_port
+
+from loramux_api.cli.main import main
 
 LORAMUX = (sys.executable, "-m", "loramux_api")
 
@@ -28,6 +32,8 @@ class Place:
     in_process: bool = False
     ranks: int = 1
     lame_duck_seconds: float = 0
+    max_wait_s: float | None = None
+    """Seconds that a request waits for an engine; None: the product's default."""
     url: str | None = None
     """URL of the records; None: SQLite, in the folder."""
     tree: Path | None = None
@@ -51,13 +57,20 @@ class Place:
             f"in_process = {str(self.in_process).lower()}\ntensor_parallel_size = {self.ranks}\n"
             "[validation]\nparity = false\n"
             f"[server]\ndrain_seconds = 60\nlame_duck_seconds = {self.lame_duck_seconds}\n"
+            + (f"[engines]\nmax_wait_s = {self.max_wait_s}\n" if self.max_wait_s else "")
             + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
         )
         return self
 
-    def loramux(self, *arguments: str) -> dict:
-        command = [*LORAMUX, *arguments, "--config", str(self.config), "--json"]
-        said = subprocess.run(command, check=True, capture_output=True, text=True, env=self.environment).stdout
+    def loramux(self, *arguments: str) -> Any:
+        """Run a command; another release's in a process of its own, which takes the time of a Python's start."""
+        command = [*arguments, "--config", str(self.config), "--json"]
+        if self.tree is None:
+            ended = CliRunner().invoke(main, command, catch_exceptions=False)
+            assert ended.exit_code == 0, ended.output
+            return json.loads(ended.stdout)
+        started = [*LORAMUX, *command]
+        said = subprocess.run(started, check=True, capture_output=True, text=True, env=self.environment).stdout
         return json.loads(said)
 
     def key_of(self, tenant: str) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import openai
+from peft_uploads import form
 from running_server import Running
 from scripted_engine import ScriptedEngine
 
 from loramux.accounts.tenants.account import KeyRequest
-from loramux.accounts.tenants.authority import TENANT_SCOPES, Role
+from loramux.accounts.tenants.authority import CUSTOMER_SCOPES, TENANT_SCOPES, Role
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.settings.file import Settings
 from loramux.common.settings.server import (
@@ -50,6 +52,18 @@ class Site:
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         return httpx.Client(base_url=self.url, headers=sent, timeout=PATIENCE)
 
+    def enrol(self, scopes: Iterable[str] = CUSTOMER_SCOPES) -> str:
+        """Make a tenant that no other test knows, with a key; return its name."""
+        name = f"newcomer-{len(self.keys)}"
+
+        async def make() -> str:
+            async with open_tenants(self.settings) as tenants:
+                await tenants.create(name)
+                return (await tenants.create_key(name, scopes=scopes))[1]
+
+        self.keys[name] = asyncio.run(make())
+        return name
+
     def openai(self, tenant: str = "acme") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self.keys[tenant], max_retries=0, timeout=PATIENCE)
 
@@ -74,6 +88,25 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         ),
         validation=ValidationSettings(parity=False),  # loads PEFT for every server; it has separate tests
     )
+
+
+def leave_things(site: Site, adapter: Path) -> None:
+    """Leave what a test may leave, for each tenant: so no test passes because it is the first one."""
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "tiny", "prompt": "x"}}'
+    for tenant in TENANTS:
+        with site.http(tenant) as http:
+            for name in ("left-over", "deleted-before"):
+                http.post("/v1/adapters", **form(adapter, name)).raise_for_status()
+            http.delete("/v1/adapters/deleted-before").raise_for_status()
+            for model in ("tiny", f"{tenant}/left-over"):
+                http.post("/v1/completions", json={"model": model, "prompt": "x"}).raise_for_status()
+            sent = http.post("/v1/files", data={"purpose": "batch"}, files={"file": ("left.jsonl", line)})
+            batch = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": sent.json()["id"]}
+            id = http.post("/v1/batches", json=batch).raise_for_status().json()["id"]
+            until = time.monotonic() + PATIENCE
+            while http.get(f"/v1/batches/{id}").json()["status"] != "completed":
+                assert time.monotonic() < until
+                time.sleep(0.02)
 
 
 def make_keys(settings: Settings) -> dict[str, str]:

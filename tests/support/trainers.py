@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 
@@ -100,7 +101,7 @@ def mlx(base: Path, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(document))
 
 
-def _fill(model: object) -> None:
+def _fill(model: Any) -> None:
     """Give every trained parameter values that matter."""
     import torch
 

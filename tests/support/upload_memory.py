@@ -62,6 +62,7 @@ async def main(folder: Path, size: int, where: str, options: dict[str, str]) -> 
         await harness.uploads.complete(principal, id)
         upload = await harness.end_of(id, seconds=1200)
         resolved = await harness.registry.resolver.resolve(principal, "acme/large")
+        assert resolved.revision is not None
         stored = resolved.revision.directory.joinpath(WEIGHTS_FILE).stat().st_size
         print(json.dumps({"state": upload.state, "stored": stored, "before": before, "peak": peak_mib()}))
     blobs.close()

@@ -9,6 +9,7 @@ from threading import Event
 import pytest
 import torch
 from adapter_zoo import Asked, Zoo, make_engine, serve
+from manual_clock import ManualClock
 from scheduler_harness import Harness
 
 from loramux.engine.memory.host_memory import HostCache, LoaderThreads
@@ -19,20 +20,13 @@ from loramux_adapters.weights import AdapterWeights, LoraWeights
 KIB = 1 << 10
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def weights(num_bytes: int) -> AdapterWeights:
     half = torch.zeros(1, num_bytes // 8)
     return AdapterWeights(AdapterPlan((), num_bytes), {"m": LoraWeights(half, half, 1.0)})
 
 
 def test_host_cache_evicts_the_lowest_score_and_counts_bytes() -> None:
-    tier = HostCache(3000 * KIB, clock := Clock())
+    tier = HostCache(3000 * KIB, clock := ManualClock(0.0))
     for name in ("often", "once", "third"):
         tier.put(name, weights(1000 * KIB))
     tier.get("often")
@@ -47,7 +41,7 @@ def test_host_cache_evicts_the_lowest_score_and_counts_bytes() -> None:
 
 
 def test_host_cache_keeps_often_used_adapters_over_a_single_use() -> None:
-    tier = HostCache(1000 * KIB, Clock())
+    tier = HostCache(1000 * KIB, ManualClock(0.0))
     tier.put("often", weights(1000 * KIB))
     for _ in range(3):
         tier.get("often")
@@ -57,7 +51,7 @@ def test_host_cache_keeps_often_used_adapters_over_a_single_use() -> None:
 
 
 def test_host_cache_keeps_the_smaller_of_equally_used_adapters() -> None:
-    tier = HostCache(4100 * KIB, clock := Clock())
+    tier = HostCache(4100 * KIB, clock := ManualClock(0.0))
     tier.put("large", weights(4000 * KIB))
     tier.put("small", weights(100 * KIB))
     clock.now = 1.0
@@ -71,13 +65,13 @@ def test_host_cache_counts_every_tensor_of_an_adapter() -> None:
     parts = ("columns", "inputs", "rows", "magnitudes", "biases", "norms", "copies")
     pair = LoraWeights(tensor, tensor, 1.0)
     full = AdapterWeights(AdapterPlan((), 0), {"m": pair}, **{part: {"m": tensor} for part in parts})
-    tier = HostCache(10_000, Clock())
+    tier = HostCache(10_000, ManualClock(0.0))
     tier.put("full", full)
     assert tier.num_bytes == (2 + len(parts)) * tensor.nbytes
 
 
 def test_loader_thread_that_hangs_is_replaced_and_writes_nothing_later() -> None:
-    threads, written = LoaderThreads("test", 1, Clock()), []
+    threads, written = LoaderThreads("test", 1, ManualClock(0.0)), []
     hangs, begun, ended = Event(), Event(), Event()
 
     def read() -> str:
@@ -99,7 +93,7 @@ def test_loader_thread_that_hangs_is_replaced_and_writes_nothing_later() -> None
 
 
 def test_loader_job_cannot_be_cancelled_while_it_writes() -> None:
-    threads, writing, go_on = LoaderThreads("test", 1, Clock()), Event(), Event()
+    threads, writing, go_on = LoaderThreads("test", 1, ManualClock(0.0)), Event(), Event()
 
     def write(found: int) -> int:
         writing.set()
@@ -140,7 +134,7 @@ def test_load_that_never_ends_fails_its_own_requests_and_gives_back_its_pages() 
 
 
 def test_host_cache_never_keeps_an_adapter_larger_than_itself() -> None:
-    tier = HostCache(100 * KIB, Clock())
+    tier = HostCache(100 * KIB, ManualClock(0.0))
     assert not tier.may_take(200 * KIB)
     tier.put("large", weights(200 * KIB))
     assert len(tier) == tier.num_bytes == 0

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from manual_clock import ManualClock
 from openai.types.admin.organization import UsageCompletionsResponse
 
 from loramux.accounts.tenants.authority import CUSTOMER_SCOPES
@@ -27,16 +28,6 @@ SECOND = 1_000_000
 START = 1_700_000_000
 WIDTHS = {"1m": 60, "1h": 3600, "1d": 86400}
 LIMITS = {"1m": 1440, "1h": 168, "1d": 31}
-
-
-class Clock:
-    """Says the time that it was told, in microseconds."""
-
-    def __init__(self) -> None:
-        self.now = START * SECOND
-
-    def __call__(self) -> int:
-        return self.now
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -90,7 +81,7 @@ class Harness:
     names = (f"tenant-{number}" for number in count())
 
     def __init__(self, url: str) -> None:
-        self.clock = Clock()
+        self.clock = ManualClock(START * SECOND)
         self.database = Database(url, clock=self.clock)
         self.usage = UsageService(self.database)
         self.keys: list[list[Principal]] = []

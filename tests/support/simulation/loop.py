@@ -14,11 +14,12 @@ import asyncio
 import queue
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, TypeVarTuple, Unpack
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 MAX_TURNS_AT_ONE_INSTANT = 20_000
 """More loop turns or queue reads than this without any time passing is a program that spins."""
@@ -80,7 +81,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         self._hub = getcurrent()
         super().run_forever()
 
-    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Any, func: Callable[[Unpack[Ts]], T], *args: *Ts) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self.create_future()
         self.call_later(self._thread_delay(), _run_into, future, func, args)
         return future
@@ -170,7 +171,7 @@ class Queue(Generic[T]):
 
     def __init__(self, look_seconds: float = 0.0) -> None:
         self._items: deque[T] = deque()
-        self._waiting: greenlet | None = None
+        self._waiting: Any = None  # a greenlet that waits, which has no types
         self._look_seconds = look_seconds
 
     def put(self, item: T, block: bool = True, timeout: float | None = None) -> None:

@@ -145,7 +145,7 @@ class SimulatedRunner:
         activation = _last_occurrence(request.prompt_token_ids, invocation) if invocation else None
         own_base = (request.tenant, None, request.cache_scope)
         state = hash(own_base if invocation or not sequence.digest else (request.tenant, sequence.digest, ""))
-        found = []
+        found: list[tuple[int, object]] = []
         for position, token in enumerate([*sequence.token_ids, *chunk.drafts][: chunk.end]):
             if position == activation:
                 state = hash((state, sequence.digest))

@@ -234,9 +234,8 @@ def _calls(rng: random.Random, shape: str, burst: bool) -> list[Call]:
         at = 0.0 if burst else rng.uniform(0, 4)
         words = rng.choice([1, 3, 8, 20, 40])
         head = [rng.choice([65, 66])] * rng.choice([0, 0, 8, 16])
-        prompt: list[int] | str = head + [rng.randint(97, 110) for _ in range(words)]
-        if rng.random() < 0.2:
-            prompt = bytes(prompt).decode()
+        token_ids = head + [rng.randint(97, 110) for _ in range(words)]
+        prompt: list[int] | str = bytes(token_ids).decode() if rng.random() < 0.2 else token_ids
         many = shape == "choices"
         calls.append(
             Call(

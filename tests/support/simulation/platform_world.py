@@ -168,7 +168,7 @@ class PlatformWorld(World):
 
     async def _ask_for(self, principal: Principal, call: UploadCall, model: str, digest: str) -> None:
         """Send a request to the revision; its tokens are those of its weights."""
-        asked = Call(at=0.0, tenant=call.tenant, adapter=None, prompt=[98, 99, 100], max_tokens=4)
+        asked = Call(at=0.0, tenant=call.tenant, adapter=None, prompt=(prompt := [98, 99, 100]), max_tokens=4)
         outcome = Outcome(asked)
         try:
             generation = await self.service.begin(principal, self._request(asked, model))
@@ -176,7 +176,7 @@ class PlatformWorld(World):
                 outcome.token_ids.setdefault(delta.index, []).extend(delta.token_ids)
         except LoramuxError as error:
             self.trace.append(f"{model}: {error.code}")
-        self._check_tokens(outcome, engine_key(principal.tenant, digest), list(asked.prompt))
+        self._check_tokens(outcome, engine_key(principal.tenant, digest), prompt)
 
     def _check_refusal(self, call: UploadCall, error: LoramuxError) -> None:
         bad = call.content.startswith("bad") and error.code == "weights_invalid"

@@ -48,7 +48,7 @@ class SimulatedObjects(Objects):
         self._reach()
         self.data[name] = file.read_bytes()
 
-    def read(self, name: str) -> Iterator[bytes]:
+    def read(self, name: str, size: int = 0) -> Iterator[bytes]:
         self._reach()
         if name not in self.data:
             raise FileNotFoundError(name)

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from tiny_base import byte_tokenizer
@@ -43,8 +43,9 @@ from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
 from loramux.serving.errors import ServingError
 from loramux.serving.formats import GrammarTrials
+from loramux.serving.generation import Generation
 from loramux.serving.messages import GenerationRequest
-from loramux.serving.service import CompletionService, ServedBase
+from loramux.serving.service import CompletionService, ServedBase, ServedBases
 from loramux.serving.tokenizer import Tokenizer
 from simulation.database import PEPPER, Faults, Template, seeded_names, simulated_database
 from simulation.loop import Queue, SimulationLoop, Thread, current_loop, sleep
@@ -152,7 +153,7 @@ class SimulatedChannel:
                 self._report(Stopped(problem))
                 return
             self._report(Ready(self.engine.facts))
-            worker_module._loop(self.engine, self._inbox, self._report)
+            worker_module._loop(self.engine, cast(Any, self._inbox), self._report)
         except Exception as error:
             self._report(Stopped(f"{type(error).__name__}: {error}"))
             raise
@@ -170,7 +171,7 @@ class AnyModel:
 
     async def resolve(self, principal: Any, model: str, caller: str) -> ResolvedModel:
         digest = model.partition("/")[2]
-        revision = SimpleNamespace(digest=digest, engine_key=digest, directory=f"/{digest}") if digest else None
+        revision: Any = SimpleNamespace(digest=digest, engine_key=digest, directory=f"/{digest}") if digest else None
         return ResolvedModel(name=model, base_model="tiny", revision=revision)
 
 
@@ -228,7 +229,7 @@ class Life:
         )
         parts = EngineParts(
             facts=facts(plan),
-            runner=self.runner,
+            runner=cast(Any, self.runner),
             store=self.store,
             host_kv=SimulatedHost(plan.swap_pages, plan.block_size, self.runner.places),
             weight_bytes=1 << 20,
@@ -298,8 +299,8 @@ class World:
         facts = await self.engines.start()
         trials = GrammarTrials(TOKENIZER, facts)
         self.service = CompletionService(
-            bases={"tiny": ServedBase("tiny", self.engines, facts, TOKENIZER, trials)},
-            resolver=AnyModel(),
+            bases=ServedBases({"tiny": ServedBase("tiny", self.engines, facts, TOKENIZER, trials)}),
+            resolver=cast(Any, AnyModel()),
             usage=self.usage,
         )
         yield
@@ -366,7 +367,9 @@ class World:
             count += 1
             if call.leaves_after is not None and count > call.leaves_after:
                 outcome.left = True
-                outcome.left_unanswered = not call.is_streamed and not call.key and generation.status == "running"
+                outcome.left_unanswered = (
+                    not call.is_streamed and not call.key and cast(Generation, generation).status == "running"
+                )
                 generation.abandon()
                 return
             if call.reads_every and count <= SLOW_READS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from manual_clock import ManualClock
 
 from loramux.accounts.tenants.account import Account, KeyRequest
 from loramux.accounts.tenants.authority import TENANT_SCOPES, Role
@@ -12,26 +13,12 @@ from loramux.accounts.tenants.entities import Key
 from loramux.accounts.tenants.errors import InvalidKey, InvalidTenant, KeyNotFound, NotPermitted, ProjectNotFound
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
-from loramux.common.units import SECOND
 from loramux.data.records.database import Database
 
 pytestmark = pytest.mark.anyio
 
 ISSUER = "https://id.example"
 KEYS = frozenset({"keys", "inference"})
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000 * SECOND
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture
@@ -168,7 +155,9 @@ async def test_revoking_a_key_ends_the_keys_that_it_made(tenants: Tenants, accou
     assert child.id in {entry.object_id for entry in entries}
 
 
-async def test_revoking_a_rotated_key_spares_what_it_made(tenants: Tenants, account: Account, clock: Clock) -> None:
+async def test_revoking_a_rotated_key_spares_what_it_made(
+    tenants: Tenants, account: Account, clock: ManualClock[int]
+) -> None:
     maker, own, _ = await make(tenants, account)
     _, child_secret = await own.keys.create(KeyRequest(scopes=KEYS))
     successor, successor_secret = await own.keys.rotate(maker.id, 3600)

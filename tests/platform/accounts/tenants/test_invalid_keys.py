@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import sqlalchemy as sa
+from manual_clock import ManualClock
 
 from loramux.accounts.tenants.account import KeyRequest
 from loramux.accounts.tenants.authentication import Credential
@@ -32,19 +33,6 @@ from loramux.data.records.database import Database
 pytestmark = pytest.mark.anyio
 
 PEPPER = b"p" * 32
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000 * SECOND
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @contextmanager
@@ -88,7 +76,7 @@ async def test_invented_secrets_reach_no_database(tenants: Tenants, database: Da
 
 
 async def test_invented_secrets_without_a_tag_cost_one_statement_a_second(
-    tenants: Tenants, database: Database, clock: Clock
+    tenants: Tenants, database: Database, clock: ManualClock[int]
 ) -> None:
     with statements(database) as seen:
         for _ in range(10):
@@ -119,7 +107,9 @@ async def test_new_key_is_valid_at_once_on_every_server(tenants: Tenants, databa
         assert (await other.authenticator.authenticate(secret)).tenant_name == "acme"
 
 
-async def test_key_of_an_older_release_stays_valid(tenants: Tenants, database: Database, clock: Clock) -> None:
+async def test_key_of_an_older_release_stays_valid(
+    tenants: Tenants, database: Database, clock: ManualClock[int]
+) -> None:
     await tenants.create("acme")
     account = await tenants.account("acme")
     first, later = [(await account.keys.create(KeyRequest()))[0] for _ in range(2)]
@@ -134,7 +124,9 @@ async def test_key_of_an_older_release_stays_valid(tenants: Tenants, database: D
         await server.authenticator.authenticate(secret)
 
 
-async def test_failures_are_throttled_by_address_and_valid_keys_are_not(tenants: Tenants, clock: Clock) -> None:
+async def test_failures_are_throttled_by_address_and_valid_keys_are_not(
+    tenants: Tenants, clock: ManualClock[int]
+) -> None:
     await tenants.create("acme")
     _, secret = await tenants.create_key("acme")
     kinds = [await refused(tenants, invented()) for _ in range(MAX_FAILURES + 5)]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
+from manual_clock import ManualClock
 
 from loramux.accounts.tenants.account import KeyRequest
 from loramux.accounts.tenants.errors import (
@@ -22,21 +23,6 @@ from loramux.common.units import SECOND
 from loramux.data.records.database import Database
 
 pytestmark = pytest.mark.anyio
-
-
-class Clock:
-    """Stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now = 1_700_000_000 * SECOND
-
-    def __call__(self) -> int:
-        return self.now
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 async def test_key_belongs_to_one_project(tenants: Tenants) -> None:
@@ -80,7 +66,7 @@ async def test_allow_list_is_part_of_the_principal(tenants: Tenants) -> None:
             await account.keys.create(KeyRequest(models=wrong))
 
 
-async def test_key_expires_to_the_microsecond_and_says_when(tenants: Tenants, clock: Clock) -> None:
+async def test_key_expires_to_the_microsecond_and_says_when(tenants: Tenants, clock: ManualClock[int]) -> None:
     await tenants.create("acme")
     _, secret = await (await tenants.account("acme")).keys.create(KeyRequest(expires_in=60))
     clock.now += 60 * SECOND - 1
@@ -97,7 +83,7 @@ async def test_key_lifetime_out_of_range_is_refused(tenants: Tenants, seconds: i
         await (await tenants.account("acme")).keys.create(KeyRequest(expires_in=seconds))
 
 
-async def test_rotation_keeps_both_keys_valid_during_the_overlap(tenants: Tenants, clock: Clock) -> None:
+async def test_rotation_keeps_both_keys_valid_during_the_overlap(tenants: Tenants, clock: ManualClock[int]) -> None:
     await tenants.create("acme")
     keys = (await tenants.account("acme")).keys
     old, old_secret = await keys.create(
@@ -116,7 +102,7 @@ async def test_rotation_keeps_both_keys_valid_during_the_overlap(tenants: Tenant
         await keys.rotate(old.id, 0)
 
 
-async def test_rotation_never_extends_the_expiry(tenants: Tenants, clock: Clock) -> None:
+async def test_rotation_never_extends_the_expiry(tenants: Tenants, clock: ManualClock[int]) -> None:
     await tenants.create("acme")
     keys = (await tenants.account("acme")).keys
     old, secret = await keys.create(KeyRequest(expires_in=60))
@@ -178,7 +164,7 @@ async def test_suspended_tenant_is_refused_until_it_is_resumed(tenants: Tenants)
     await tenants.authenticator.authenticate(secret)
 
 
-async def test_last_use_is_written_in_batches(tenants: Tenants, clock: Clock) -> None:
+async def test_last_use_is_written_in_batches(tenants: Tenants, clock: ManualClock[int]) -> None:
     await tenants.create("acme")
     keys = (await tenants.account("acme")).keys
     secrets = [(await keys.create(KeyRequest()))[1] for _ in range(3)]
