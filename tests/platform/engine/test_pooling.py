@@ -18,7 +18,6 @@ from delayed_runner import late_engine
 from task_adapters import TaskAdapter
 
 from loramux.common.units import TokenCounts
-from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.engine.execution.runner import Pooler, decoder_of
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
@@ -220,6 +219,20 @@ def test_cancelled_request_leaves_no_sum(zoo: Zoo) -> None:
         engine.step()
     assert not engine._runner._pooler._sums
     assert engine.stats().pages_kv == 0
+
+
+def test_cancelled_prompt_counts_the_tokens_that_were_computed(zoo: Zoo) -> None:
+    engine = zoo.engine(max_num_batched_tokens=16)
+    (text,) = prompts(1, (90,))
+    engine.submit(pooled(zoo, "x", None, text, "mean"))
+    engine.step()
+    engine.cancel("x")
+    events = []
+    while not engine.is_idle:
+        report = engine.step()
+        events += report.events if report else []
+    assert [event.count.tokens for event in events] == [TokenCounts(prompt=16)]
+    assert engine.stats().ended == TokenCounts(prompt=16)
 
 
 def test_pooling_never_waits_for_the_device() -> None:
