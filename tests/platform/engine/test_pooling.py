@@ -18,6 +18,7 @@ from delayed_runner import late_engine
 from task_adapters import TaskAdapter
 
 from loramux.common.units import TokenCounts
+from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.engine.execution.runner import Pooler, decoder_of
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
