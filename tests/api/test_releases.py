@@ -20,12 +20,14 @@ from scripted_engine import EOS
 from site_fixture import Site
 
 from loramux.common.identity import TenantId
+from loramux.common.jobs import TenantSlots
 from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.data.records.revision_metrics import FIRST_TOKENS, RevisionHour, RevisionMetricsRepository
 from loramux.engine.messages import EngineFault, Request, ServiceClass
 from loramux.money.billing.catalog import PlanPrices, PlanTariff, PricePlan, Subscriptions
 from loramux.money.pricing import Currency, Price, PriceStep
 from loramux.releases import judges
+from loramux.releases.evaluations import Evaluation, Evaluations
 from loramux.releases.metrics import HOUR
 
 RATED = "/v1/adapters/acme/rated"
@@ -281,6 +283,44 @@ def test_evaluation_by_a_judge_needs_the_operators_leave(site: Site, client: htt
     grader = {"type": "judge", "url": "https://example.com/v1", "model": "m"}
     refused = evaluate(site, client, [{"prompt": "x"}], grader=grader)
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "judges_not_allowed")
+
+
+def test_evaluations_of_one_tenant_wait_for_its_share_of_memory(
+    site: Site, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sets and answers are in memory until the last score; a share of one byte holds one evaluation at a time."""
+    monkeypatch.setattr(site.server.app.state.programs.evaluations, "_memory", TenantSlots(1 << 30, 1))
+    held, held_at_once, goes_on = set[str](), list[int](), asyncio.Event()
+    read, compared = Evaluations._answers, Evaluations._compared
+
+    async def noted_read(self: Evaluations, evaluation: Evaluation, *files: Any) -> Any:
+        held.add(evaluation.id)
+        held_at_once.append(len(held))
+        return await read(self, evaluation, *files)
+
+    async def slowly_compared(self: Evaluations, evaluation: Evaluation, *answers: Any) -> Any:
+        await goes_on.wait()
+        result = await compared(self, evaluation, *answers)
+        held.discard(evaluation.id)
+        return result
+
+    monkeypatch.setattr(Evaluations, "_answers", noted_read)
+    monkeypatch.setattr(Evaluations, "_compared", slowly_compared)
+    made = [evaluate(site, client, [{"prompt": "x", "expected": "yes"}]).json() for _ in range(3)]
+    batches = site.openai().batches
+    deadline = time.monotonic() + 120
+    while any(batches.retrieve(one["batch_id"]).status != "completed" for one in made):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while not held:
+        asyncio.run_coroutine_threadsafe(site.server.app.state.programs.evaluations.tend(), site.server.loop).result(
+            120
+        )
+        time.sleep(0.05)
+    time.sleep(0.5)  # time in which the others would have been read
+    site.server.loop.call_soon_threadsafe(goes_on.set)
+    assert [ended(site, client, one["id"])["status"] for one in made] == ["completed"] * 3
+    assert held_at_once == [1, 1, 1]
 
 
 def test_evaluation_of_one_question_says_nothing_for_certain(site: Site, client: httpx.Client) -> None:
