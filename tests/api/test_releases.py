@@ -405,6 +405,28 @@ def test_canary_with_a_planted_fault_is_taken_back_by_its_guard(site: Site, clie
     assert good < total >= 20
 
 
+def test_canary_of_an_older_revision_is_taken_back_and_the_newer_one_stays(
+    site: Site, client: httpx.Client, stage: str
+) -> None:
+    """Revision 2 has the alias; the older revision 1 is tried next to it and is broken."""
+    digest = client.get(f"{RATED}/revisions/1").json()["digest"]
+
+    def broken_in_revision_1(request: Request) -> list[int | EngineFault]:
+        broken = digest_of(request).startswith(digest)
+        return [EngineFault("internal_error", "planted")] if broken else [*b"yes", EOS]
+
+    site.engine.script = broken_in_revision_1
+    client.put(stage, json={"targets": [{"revision": 2, "weight": 100}]}).raise_for_status()
+    targets = [{"revision": 2, "weight": 50}, {"revision": 1, "weight": 50}]
+    client.put(stage, json={"targets": targets}).raise_for_status()
+    client.put(f"{stage}/guard", json={"measures": ["errors"]}).raise_for_status()
+    asked = site.openai().with_options(max_retries=0)
+    for number in range(120):
+        with suppress(openai.InternalServerError):
+            asked.completions.create(model=f"acme/rated@{1 + number % 2}", prompt="hello")
+    assert [one["revision"] for one in watched(site, client)] == [2]
+
+
 def test_canary_with_late_first_tokens_is_taken_back_by_its_guard(site: Site, client: httpx.Client, stage: str) -> None:
     """The counts are written as a server would: nothing here depends on how fast this machine is."""
     guard = client.put(f"{stage}/guard", json={"measures": ["latency"], "first_token_seconds": 0.5})
