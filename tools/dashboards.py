@@ -154,6 +154,7 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             Panel("Gap between tenants that wait", "short", {"units over weight": f"max ({E}service_gap)"}),
             quantiles("Distinct adapters in a step", "loramux_step_adapters"),
             rates("Steps", "ops", steps=f"{E}steps_total"),
+            gauges("Steps as CUDA graphs", recorded=f"{E}step_graphs", missing=f"{E}step_graphs_missing"),
             Panel("Starts of engines", "short", {"{{engine}}": f"sum by (engine) ({E}starts_total)"}),
         ),
     ),

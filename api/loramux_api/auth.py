@@ -17,6 +17,7 @@ from loramux.accounts.tenants.authority import SCOPES
 from loramux.accounts.tenants.errors import InvalidKey
 from loramux.accounts.tenants.sessions import Session
 from loramux.common.identity import Origin, Principal
+from loramux.common.jobs import work_for
 from loramux.server.platform import Platform
 from loramux.serving.errors import NotAllowed
 from loramux_api.bodies import SMALL_BODY_BYTES
@@ -54,6 +55,7 @@ def requires(scope: str) -> AsyncAnyCallable:
         if scope == "inference" and _has_large_body(connection):
             await platform.usage.ensure_rate(principal)
         connection.scope["auth"] = principal
+        work_for(principal.tenant)
 
     guard.scope = scope  # type: ignore[attr-defined]  # read by tools that list the routes
     return guard

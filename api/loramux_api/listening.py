@@ -13,8 +13,6 @@ import os
 import resource
 import socket
 import ssl
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ from granian.server.embed import Server
 from litestar.types import ASGIApp, Receive, Scope, Send
 from litestar.utils.path import normalize_path
 
-from loramux.common.jobs import SERVER, run_blocking
 from loramux.common.settings.file import SettingsError
 from loramux.common.settings.server import ServerSettings
 
@@ -39,13 +36,11 @@ MAX_CONNECTIONS = 16_384
 RESERVED_FILES = 512
 """Descriptors that are needed for the database, files, uploads and webhooks, in addition to the connections."""
 MIN_CONNECTIONS = 64
-CERTIFICATE_POLL_SECONDS = 2.0
-SILENT_SECONDS, SILENT_LOOK_SECONDS = 30.0, 5.0
-"""The time after which a connection that has sent nothing is closed, and how often such ones are looked for.
-
-granian closes those without TLS itself; it waits for the first byte of a TLS handshake without an end.
+MAX_FILES = 1 << 20
+"""Descriptors that a process asks for, if its hard limit has so many. granian ends a TLS handshake after 10 seconds,
+but does not count it as a connection, and under TLS it stops listening for good when no descriptor is left.
 """
-ESTABLISHED = 1
+CERTIFICATE_POLL_SECONDS = 2.0
 INTERNAL_PATHS = ("/metrics", "/health", "/schema")
 
 
@@ -134,8 +129,8 @@ def connection_limit() -> int:
     """Return the number of connections that the process can hold, after it has raised its soft limit of open files."""
     wanted = MAX_CONNECTIONS + RESERVED_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < MAX_FILES:
+        raised = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
         with suppress(OSError, ValueError):  # a container may forbid it
             resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -192,7 +187,6 @@ class Listener:
         self._address, self._max_connections = address, max_connections
         self._servers: dict[asyncio.Task[None], BoundServer] = {}
         self._closed = False
-        self._port = address.socket.getsockname()[1]
 
     def listen(self) -> None:
         """Accept connections from now on. Raises SettingsError."""
@@ -208,7 +202,6 @@ class Listener:
         """Answer until `close` is called and the last connection has ended."""
         certificate = self._address.certificate
         version = certificate and certificate.version()
-        look_at = time.monotonic() + SILENT_LOOK_SECONDS
         self._start()
         while self._servers:
             done, _ = await asyncio.wait(
@@ -219,9 +212,6 @@ class Listener:
             for task in done:
                 del self._servers[task]
                 task.result()
-            if certificate and time.monotonic() >= look_at:
-                look_at = time.monotonic() + SILENT_LOOK_SECONDS
-                await run_blocking(SERVER, close_silent_connections, self._port)
             if (
                 certificate
                 and self._address.socket.fileno() >= 0
@@ -253,28 +243,6 @@ class Listener:
         for server in before:
             server.stop()
         logger.info("new connections use the certificate that %s holds now", certificate.certificate)
-
-
-def close_silent_connections(port: int) -> None:
-    """Close the connections to `port` that have sent nothing for SILENT_SECONDS since they were accepted."""
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed since, or no TCP connection
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if _is_silent(connection, port):
-                    connection.shutdown(socket.SHUT_RDWR)
-
-
-def _is_silent(connection: socket.socket, port: int) -> bool:
-    """Read linux/tcp.h's tcp_info: the time since the last data, and the bytes that have come."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getsockname()[1] != port:
-        return False
-    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
-    if len(info) < 136 or info[0] != ESTABLISHED:
-        return False
-    milliseconds, received = int.from_bytes(info[52:56], sys.byteorder), int.from_bytes(info[128:136], sys.byteorder)
-    return received == 0 and milliseconds >= SILENT_SECONDS * 1000
 
 
 def _bind(host: str, port: int) -> socket.socket:

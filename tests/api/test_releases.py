@@ -20,12 +20,14 @@ from scripted_engine import EOS
 from site_fixture import Site
 
 from loramux.common.identity import TenantId
+from loramux.common.jobs import TenantSlots
 from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.data.records.revision_metrics import FIRST_TOKENS, RevisionHour, RevisionMetricsRepository
 from loramux.engine.messages import EngineFault, Request, ServiceClass
 from loramux.money.billing.catalog import PlanPrices, PlanTariff, PricePlan, Subscriptions
 from loramux.money.pricing import Currency, Price, PriceStep
 from loramux.releases import judges
+from loramux.releases.evaluations import Evaluation, Evaluations
 from loramux.releases.metrics import HOUR
 
 RATED = "/v1/adapters/acme/rated"
@@ -283,6 +285,44 @@ def test_evaluation_by_a_judge_needs_the_operators_leave(site: Site, client: htt
     assert (refused.status_code, refused.json()["error"]["code"]) == (403, "judges_not_allowed")
 
 
+def test_evaluations_of_one_tenant_wait_for_its_share_of_memory(
+    site: Site, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sets and answers are in memory until the last score; a share of one byte holds one evaluation at a time."""
+    monkeypatch.setattr(site.server.app.state.programs.evaluations, "_memory", TenantSlots(1 << 30, 1))
+    held, held_at_once, goes_on = set[str](), list[int](), asyncio.Event()
+    read, compared = Evaluations._answers, Evaluations._compared
+
+    async def noted_read(self: Evaluations, evaluation: Evaluation, *files: Any) -> Any:
+        held.add(evaluation.id)
+        held_at_once.append(len(held))
+        return await read(self, evaluation, *files)
+
+    async def slowly_compared(self: Evaluations, evaluation: Evaluation, *answers: Any) -> Any:
+        await goes_on.wait()
+        result = await compared(self, evaluation, *answers)
+        held.discard(evaluation.id)
+        return result
+
+    monkeypatch.setattr(Evaluations, "_answers", noted_read)
+    monkeypatch.setattr(Evaluations, "_compared", slowly_compared)
+    made = [evaluate(site, client, [{"prompt": "x", "expected": "yes"}]).json() for _ in range(3)]
+    batches = site.openai().batches
+    deadline = time.monotonic() + 120
+    while any(batches.retrieve(one["batch_id"]).status != "completed" for one in made):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while not held:
+        asyncio.run_coroutine_threadsafe(site.server.app.state.programs.evaluations.tend(), site.server.loop).result(
+            120
+        )
+        time.sleep(0.05)
+    time.sleep(0.5)  # time in which the others would have been read
+    site.server.loop.call_soon_threadsafe(goes_on.set)
+    assert [ended(site, client, one["id"])["status"] for one in made] == ["completed"] * 3
+    assert held_at_once == [1, 1, 1]
+
+
 def test_evaluation_of_one_question_says_nothing_for_certain(site: Site, client: httpx.Client) -> None:
     made = evaluate(site, client, [{"messages": [{"role": "user", "content": "hi"}], "expected": "hi"}])
     difference = ended(site, client, made.json()["id"])["result"]["difference"]
@@ -365,6 +405,28 @@ def test_canary_with_a_planted_fault_is_taken_back_by_its_guard(site: Site, clie
     assert event["data"]["revision"] == 2
     good, total = event["data"]["canary"]["candidate"]
     assert good < total >= 20
+
+
+def test_canary_of_an_older_revision_is_taken_back_and_the_newer_one_stays(
+    site: Site, client: httpx.Client, stage: str
+) -> None:
+    """Revision 2 has the alias; the older revision 1 is tried next to it and is broken."""
+    digest = client.get(f"{RATED}/revisions/1").json()["digest"]
+
+    def broken_in_revision_1(request: Request) -> list[int | EngineFault]:
+        broken = digest_of(request).startswith(digest)
+        return [EngineFault("internal_error", "planted")] if broken else [*b"yes", EOS]
+
+    site.engine.script = broken_in_revision_1
+    client.put(stage, json={"targets": [{"revision": 2, "weight": 100}]}).raise_for_status()
+    targets = [{"revision": 2, "weight": 50}, {"revision": 1, "weight": 50}]
+    client.put(stage, json={"targets": targets}).raise_for_status()
+    client.put(f"{stage}/guard", json={"measures": ["errors"]}).raise_for_status()
+    asked = site.openai().with_options(max_retries=0)
+    for number in range(120):
+        with suppress(openai.InternalServerError):
+            asked.completions.create(model=f"acme/rated@{1 + number % 2}", prompt="hello")
+    assert [one["revision"] for one in watched(site, client)] == [2]
 
 
 def test_canary_with_late_first_tokens_is_taken_back_by_its_guard(site: Site, client: httpx.Client, stage: str) -> None:

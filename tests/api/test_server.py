@@ -20,6 +20,7 @@ from loramux.common.settings.file import SettingsError
 from loramux.common.settings.server import ServerSettings
 from loramux_api.listening import (
     MAX_CONNECTIONS,
+    MAX_FILES,
     MIN_CONNECTIONS,
     RESERVED_FILES,
     below,
@@ -52,6 +53,14 @@ def test_connection_limit_raises_the_soft_limit_of_open_files() -> None:
     limit, soft, said = limit_with(1024, wanted)
     assert (limit, soft) == (MAX_CONNECTIONS, wanted)
     assert "connections" not in said
+
+
+def test_open_files_are_raised_beyond_the_connections_as_far_as_the_hard_limit_allows() -> None:
+    """TLS handshakes are not counted as connections, and need descriptors too."""
+    hard = min(resource.getrlimit(resource.RLIMIT_NOFILE)[1], MAX_FILES)
+    if hard <= MAX_CONNECTIONS + RESERVED_FILES:
+        pytest.skip("the hard limit of this machine is lower")
+    assert limit_with(1024, hard)[:2] == (MAX_CONNECTIONS, hard)
 
 
 def test_connection_limit_below_the_hard_limit_is_clamped_and_says_so() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from litestar.connection import ASGIConnection
 from site_fixture import Site
 
 import loramux.fleet.serving
-from loramux_api import listening
 from loramux_api.cli.main import main
 from loramux_api.controllers.console import session_cookie, sign_in_cookie
 from loramux_api.headers import SESSION_COOKIE, cookie_name, send_transport_policy
@@ -63,30 +60,6 @@ def test_hsts_is_sent_under_tls(scheme: str, is_sent: bool) -> None:
     message: dict[str, Any] = {"type": "http.response.start", "headers": []}
     asyncio.run(send_transport_policy(message, {"scheme": scheme}))  # type: ignore[arg-type]
     assert [name for name, _ in message["headers"]] == [b"strict-transport-security"] * is_sent
-
-
-def test_connections_that_send_nothing_are_closed_and_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        silent, speaking = (socket.create_connection(listener.getsockname()) for _ in range(2))
-        accepted = [listener.accept()[0] for _ in range(2)]
-        speaking.sendall(b"\x16")
-        monkeypatch.setattr(listening, "SILENT_SECONDS", 60.0)
-        listening.close_silent_connections(listener.getsockname()[1])
-        silent.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            silent.recv(1)
-        time.sleep(0.1)
-        monkeypatch.setattr(listening, "SILENT_SECONDS", 0.05)
-        listening.close_silent_connections(listener.getsockname()[1] + 1)
-        with pytest.raises(TimeoutError):
-            silent.recv(1)
-        listening.close_silent_connections(listener.getsockname()[1])
-        assert silent.recv(1) == b""
-        speaking.settimeout(0.1)
-        with pytest.raises(TimeoutError):
-            speaking.recv(1)
-        for one in (silent, speaking, *accepted):
-            one.close()
 
 
 def test_what_an_engine_writes_is_for_its_own_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

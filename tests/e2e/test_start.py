@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -252,6 +253,14 @@ def with_config(text: str) -> Callable[[Path], None]:
     return lambda base: (base / "config.json").write_text(text) and None
 
 
+def with_fields(**fields: object) -> Callable[[Path], None]:
+    def change(base: Path) -> None:
+        config = json.loads((base / "config.json").read_text())
+        (base / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
 def with_a_lost_shard(base: Path) -> None:
     index = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
     (base / "model.safetensors.index.json").write_text(index)
@@ -265,10 +274,26 @@ def with_a_lost_shard(base: Path) -> None:
         (without("*.safetensors"), {}, "no *.safetensors"),
         (without("tokenizer*"), {}, "no tokenizer.json"),
         (with_a_lost_shard, {}, "model-00002-of-00002.safetensors"),
+        (with_fields(model_type="gemma4"), {}, "the nearest of the supported ones are gemma"),
+        (with_fields(rope_scaling={"type": "axial"}, rope_parameters=None), {}, "rope_type = 'axial'"),
+        (with_fields(quantization_config={"quant_method": "exl3"}), {}, "quant_method 'exl3'"),
+        (with_fields(is_causal=False), {}, "is_causal"),
         (lambda _: None, {"records": 'blobs = "loramux.toml"'}, "records.blobs"),
         (lambda _: None, {"adapters": 'local_root = "nowhere"'}, "adapters.local_root"),
     ],
-    ids=["broken config", "no model type", "no weights", "no tokenizer", "a shard is lost", "blobs", "local root"],
+    ids=[
+        "broken config",
+        "no model type",
+        "no weights",
+        "no tokenizer",
+        "a shard is lost",
+        "family",
+        "rope",
+        "quantization",
+        "attention",
+        "blobs",
+        "local root",
+    ],
 )
 def test_start_is_refused_before_torch_is_imported(
     base_dir: Path, tmp_path: Path, spoil: Callable[[Path], None], more: dict[str, str], said: str
@@ -276,8 +301,19 @@ def test_start_is_refused_before_torch_is_imported(
     shutil.copytree(base_dir, tmp_path / "base")
     spoil(tmp_path / "base")
     (tmp_path / "loramux.toml").write_text(settings(tmp_path / "base", tmp_path, **more))
-    command = [sys.executable, "-c", IMPORTS, "serve", "--config", str(tmp_path / "loramux.toml")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert_refused_without_torch(tmp_path, said, "serve")
+
+
+def test_start_of_an_engine_is_refused_before_torch_is_imported(base_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(base_dir, tmp_path / "base")
+    with_fields(model_type="gemma4")(tmp_path / "base")
+    (tmp_path / "loramux.toml").write_text(settings(tmp_path / "base", tmp_path))
+    assert_refused_without_torch(tmp_path, "gemma4", "engine", "serve", "--listen", "tcp://127.0.0.1:0")
+
+
+def assert_refused_without_torch(folder: Path, said: str, *command: str) -> None:
+    arguments = [sys.executable, "-c", IMPORTS, *command, "--config", str(folder / "loramux.toml")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 1
     assert said in done.stderr
     assert "Traceback" not in done.stderr

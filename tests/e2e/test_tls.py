@@ -8,6 +8,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from running_server import free_port
 from server_process import Child, Place, served
 
 SECONDS = 30
+HANDSHAKE_SECONDS = 10
+"""Seconds that the HTTP server gives a handshake."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,32 @@ def secured(base_dir: Path, tmp_path_factory: pytest.TempPathFactory, authority:
         url = child.url.replace("http://", "https://")
         context = ssl.create_default_context(cafile=str(authority.folder / "ca.pem"))
         yield Secured(child, key, url, f"http://127.0.0.1:{internal}", context)
+
+
+def test_stalled_handshakes_are_ended_and_hinder_no_other_connection(secured: Secured) -> None:
+    """A client sends nothing, a part of its hello, its hello byte by byte, or no answer to the server's."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        secured.context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1").do_handshake()
+    hello = outgoing.read()
+    host, port = secured.url.removeprefix("https://").split(":")
+    began = time.monotonic()
+    stalled = [socket.create_connection((host, int(port))) for _ in range(200)]
+    for number, one in enumerate(stalled):
+        one.sendall((b"", hello[:40], hello[:60], hello)[number % 4])
+    assert secured.serial() == 100
+    for number in range(60, 66):
+        time.sleep(1)
+        for one in stalled[2::4]:
+            one.sendall(hello[number : number + 1])
+    assert secured.serial() == 100
+    for one in stalled:
+        one.settimeout(max(1.0, began + HANDSHAKE_SECONDS + SECONDS - time.monotonic()))
+        with suppress(ConnectionResetError):
+            while one.recv(1 << 16):
+                pass
+        one.close()
+    assert time.monotonic() - began < HANDSHAKE_SECONDS + SECONDS
 
 
 def test_request_over_tls_is_answered_and_plain_http_is_not(secured: Secured) -> None:

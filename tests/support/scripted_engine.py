@@ -68,6 +68,8 @@ class ScriptedEngine:
     """Load times of the adapter in every request's first event."""
     overrun: int = 0
     """Tokens that still come after a cancellation."""
+    prefilled: int = 0
+    """Prompt tokens that were computed of a request that is cancelled before its first token."""
     left: dict[str, asyncio.Event] = field(default_factory=dict)
     told: dict[str, int] = field(default_factory=dict)
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
@@ -217,7 +219,7 @@ class ScriptedEngine:
             return event
         prompt = 0 if request.output_token_ids else len(request.prompt_token_ids)
         answered = told or event.pooled is not None
-        tokens = TokenCounts(prompt=prompt, output=told) if answered else TokenCounts()
+        tokens = TokenCounts(prompt=prompt if answered else min(prompt, self.prefilled), output=told)
         return msgspec.structs.replace(event, count=EngineCount(tokens=tokens))
 
     def _ensure_alive(self) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from loramux.common import logs
 from loramux.common.settings.file import Settings, SettingsError, load_settings
 from loramux.common.settings.serving import BaseSettings, Dtype, Quantization
+from loramux.serving.checkpoint_files import ensure_checkpoints
 from loramux_api.cli.common import config_option, json_option, note, put
 from loramux_api.cli.remote import Remote, on_server
 from loramux_client.objects import Base, BaseMigration, BaseMigrationItem, Engine, Moved
@@ -390,6 +391,7 @@ def serve(config: Path, name: str | None, listen: str, device: str | None, as_js
     own = settings.of_base(_base_of(settings, name))
     if device is not None:
         own = msgspec.structs.replace(own, engine=msgspec.structs.replace(own.engine, device=device))
+    ensure_checkpoints(own, str(config))
     logs.configure(settings.logging.format, settings.logging.level)
     from loramux.fleet.serving import serve_engine  # imports torch, which takes seconds
 

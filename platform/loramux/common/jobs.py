@@ -4,8 +4,8 @@ A `JobRunner` never runs a job twice at the same time. All its jobs end with the
 
 asyncio's default executor has few threads, which everything shares. Work that may wait long for a store or another
 machine runs in its own `ThreadPool`. Every pool that a request can occupy gives each tenant a share (`ThreadPool`,
-`TenantQueues`, `run_blocking`), so that one tenant's slow work delays neither other work nor other tenants. The same
-`TenantSlots` bound memory that waits: its units are then bytes.
+`TenantQueues`, `run_blocking`, and the connections of `records.database`), so that one tenant's slow work delays
+neither other work nor other tenants. The same `TenantSlots` bound memory that waits: its units are then bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from contextvars import Context
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, ParamSpec, Protocol, TypeVar
@@ -37,7 +37,18 @@ DEFAULT_PER_TENANT = 2
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_tenant: ContextVar[str] = ContextVar("tenant", default=SERVER)
 logger = logging.getLogger(__name__)
+
+
+def work_for(tenant: str) -> None:
+    """Note that the running task, and the tasks that it starts, work for this tenant."""
+    _tenant.set(tenant)
+
+
+def tenant_of_work() -> str:
+    """Return the tenant for which the running task works, or SERVER."""
+    return _tenant.get()
 
 
 class Job(Protocol):

@@ -244,7 +244,7 @@ class EngineFault(msgspec.Struct, frozen=True):
 
 
 class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage of a request by the engine's own count; zero for a request that got no token."""
+    """Usage of a request by the engine's own count. Without a token, its prompt counts as far as it was gone over."""
 
     tokens: TokenCounts = TokenCounts()
     adapter_loads: int = 0

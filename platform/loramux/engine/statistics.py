@@ -64,21 +64,14 @@ class _OpenRequest:
     num_computed: int = 0
     """Prompt tokens that went through the model."""
     num_output_tokens: int = 0
-    is_pooled: bool = False
-    """True if its prompt has become a vector."""
     num_loads: int = 0
 
     @property
     def total(self) -> EngineCount:
-        """Usage so far. The prompt counts once its first token is out; tokens that the model never computed were
-        cached."""
-        if not (self.num_output_tokens or self.is_pooled):
-            return EngineCount()
-        tokens = TokenCounts(
-            prompt=self.num_prompt_tokens,
-            cached=self.num_prompt_tokens - self.num_computed,
-            output=self.num_output_tokens,
-        )
+        """Usage so far. A prompt counts as far as it was gone over, so a request that ends before its first token is
+        counted too; of these tokens, those that the model never computed were cached."""
+        prompt = min(self.num_reached, self.num_prompt_tokens)
+        tokens = TokenCounts(prompt=prompt, cached=prompt - self.num_computed, output=self.num_output_tokens)
         return EngineCount(tokens=tokens, adapter_loads=self.num_loads)
 
 
@@ -114,8 +107,6 @@ class RequestAccounting:
         request = self._open.get(event.request_id)
         if request is not None and event.token_id is not None:
             request.num_output_tokens += 1
-        elif request is not None and event.pooled is not None:
-            request.is_pooled = True
         if event.finish_reason is None:
             return event
         self._open.pop(event.request_id, None)

@@ -138,7 +138,14 @@ class Run:
         """Return the last event with the usage of all engines."""
         if event.count is None or self.count == EngineCount():
             return event
-        return msgspec.structs.replace(event, count=self.count + event.count)
+        return msgspec.structs.replace(event, count=self._with(event.count))
+
+    def _with(self, count: EngineCount) -> EngineCount:
+        """Return the usage on earlier engines together with an engine's `count`. As long as none of them had sent a
+        token, each began the prompt anew, and the prompt counts once: as that of the engine that got furthest."""
+        if self.num_before:
+            return self.count + count
+        return max(count, self.count, key=lambda one: (one.tokens.output, one.tokens.prompt))
 
     def leave_engine(self, count: EngineCount | None) -> None:
         """Note that its engine has sent its last event. Without a count the engine died, and its events are counted."""
@@ -152,7 +159,7 @@ class Run:
             is_first = self.num_before == 0
             prompt, cached = (len(self.request.prompt_token_ids), self.cached_tokens) if is_first else (0, 0)
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
-        self.count += count or EngineCount()
+        self.count = self._with(count or EngineCount())
         self.num_before = len(self.token_ids)
         self.engine, self.is_moving, self.has_begun = None, False, False
 

@@ -5,10 +5,10 @@ checked in the transaction that moves the alias, so nothing changes between the 
 a revision gets at least as large a share of the alias as its main revision has. A smaller share is a canary, and
 canaries provide the numbers for the check. Going back to targets that an alias had before is never refused.
 
-*Canary guards.* A guard removes a revision that is worse than the one before from the alias. The newest target of an
-alias is its canary; it is compared with the other targets. Their requests since the hour of the alias's last change are
-compared by a sequential test (`statistics.drop_found`), which may be repeated as often as one likes. Of a hundred
-canaries that are as good as the others, at most five are ever removed.
+*Canary guards.* A guard removes a revision that is worse than the one before from the alias. The target that was added
+last is an alias's canary (`canary_of`); it is compared with the other targets. Their requests since the hour of the
+alias's last change are compared by a sequential test (`statistics.drop_found`), which may be repeated as often as one
+likes. Of a hundred canaries that are as good as the others, at most five are ever removed.
 """
 
 from __future__ import annotations
@@ -353,7 +353,8 @@ class CanaryGuards:
             canaries = await CanaryGuardRepository(session).canaries()
         for canary in canaries:
             async with self._database.read() as session:
-                models = [f"{canary.tenant_name}/{canary.adapter}@{number}" for number, _ in canary.targets]
+                others = [number for number, _ in canary.targets if number != canary.canary]
+                models = [f"{canary.tenant_name}/{canary.adapter}@{number}" for number in (*others, canary.canary)]
                 since = canary.since - canary.since % HOUR
                 counts, feedback = await sums_of_models(session, models, since)
             for measure in canary.measures:
@@ -373,14 +374,14 @@ class CanaryGuards:
             targets = () if alias is None else tuple((one.revision, one.weight) for one in alias.targets)
             if targets != canary.targets:
                 return
-            others = [WeightedRevision(number, weight) for number, weight in canary.targets[:-1]]
+            others = [WeightedRevision(*target) for target in canary.targets if target[0] != canary.canary]
             condition = Preconditions(if_match=etag(info.version))
             await self._adapters.aliases.point(principal, name, canary.alias, others, condition, is_announced=False)
         except LoramuxError as error:
             logger.warning("the canary of %s:%s stays: %s", name, canary.alias, error)
             return
         logger.warning("the canary of %s:%s was taken back: %s", name, canary.alias, numbers)
-        detail = EventDetail(revision=canary.targets[-1][0], canary=numbers)
+        detail = EventDetail(revision=canary.canary, canary=numbers)
         async with self._database.begin() as session:
             events = EventRepository(session, canary.tenant)
             await events.add(CANARY_ROLLED_BACK, canary.adapter, detail, self._database.now())

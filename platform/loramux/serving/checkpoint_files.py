@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loramux.common.settings.file import Settings, SettingsError
+from loramux_adapters.checkpoint_config import refusal_of_config
 
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "spiece.model", "vocab.json", "*.tiktoken")
@@ -28,7 +29,7 @@ def missing_files(folder: Path) -> list[str]:
 def ensure_checkpoints(settings: Settings, origin: str) -> None:
     """Raise SettingsError, with the setting and a solution, if the folder of a base cannot be served.
 
-    `origin` names the settings file. The engine checks everything else when it loads the model.
+    `origin` names the settings file. The engine checks the weights when it loads the model.
     """
     for base in settings.served_bases:
         folder = Path(base.path)
@@ -52,9 +53,10 @@ def problem_of(folder: Path) -> str | None:
         return f"has a {CONFIG} that cannot be read ({error})"
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         return f"has a {CONFIG} without a model_type"
-    if missing := missing_files(folder):
-        return f"has no {' and no '.join(missing[:3])}"
-    return None
+    if (refusal := refusal_of_config(config)) is not None:
+        return f"is not served: {refusal.removesuffix('.')}"
+    missing = missing_files(folder)
+    return f"has no {' and no '.join(missing[:3])}" if missing else None
 
 
 def _missing_shards(folder: Path) -> Iterator[str]:

@@ -239,17 +239,23 @@ class Generation:
                 num_tokens = 0
                 await asyncio.sleep(0)
             if self._stopped:
-                self._num_running -= len(self._choices) - number
+                self._leave_out(number)
                 break
             try:
                 self._engines.submit(choice.request, partial(self._on_event, choice))
             except Exception as error:
-                self._num_running -= len(self._choices) - number
+                self._leave_out(number)
                 self._fail(error)
                 break
         self._submitted = True
         if not self._num_running:
             self._ended.set()
+
+    def _leave_out(self, first: int) -> None:
+        """Note that the choices from number `first` on are not submitted: they have used nothing."""
+        for choice in self._choices[first:]:
+            choice.count = EngineCount()
+        self._num_running -= len(self._choices) - first
 
     def _on_event(self, choice: Choice, event: TokenEvent) -> None:
         """Process one event of one choice. The engine client calls this on the event loop."""
@@ -403,7 +409,8 @@ REASONS = {"failed": "error", "cancelled": "cancelled"}
 def settlement_of(request_id: str, choices: Sequence[Choice], status: str, delivered: TokenCounts) -> Settlement:
     """Return the end of a request: the delivered tokens, and the tokens that the engine computed in addition.
 
-    If the engine died before it ended every choice itself, its count is lost, and nothing is billed.
+    Only the engine knows how far it got with a prompt without a token: there its own count is taken. If an engine did
+    not end every choice in time, its count is lost, and nothing is billed.
     """
     counts = [choice.count for choice in choices if choice.count is not None]
     reasons = {choice.output.finish_reason for choice in choices}
@@ -411,13 +418,8 @@ def settlement_of(request_id: str, choices: Sequence[Choice], status: str, deliv
     end = Settlement(request_id=request_id, ended_by=ENDED_BY[status], finish_reason=reason)
     if len(counts) < len(choices):
         return end
-    answered = [choice for choice in choices if choice.is_computed]
     count = sum(counts, EngineCount())
-    computed = TokenCounts(
-        prompt=sum(len(choice.request.prompt_token_ids) for choice in answered),
-        cached=sum(choice.cached_tokens for choice in answered),
-        output=sum(choice.num_generated for choice in answered),
-    )
+    computed = sum((choice.computed for choice in choices), TokenCounts())
     return msgspec.structs.replace(
         end,
         delivered=delivered,

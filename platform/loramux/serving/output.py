@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from loramux.common.units import TokenCounts
 from loramux.constraints.tools import ToolStyle, ToolUse, choose_style
 from loramux.engine.messages import EngineCount, PromptLogprobs, Request, TokenEvent
 from loramux.serving.calls import CallDelta, join_calls, overlap, scanner_of
@@ -610,6 +611,15 @@ class Choice:
         self.last_token_at: float | None = None
         self.last: Delta | None = None
         """Delta that is sent with the finish reason: the last one of the request."""
+
+    @property
+    def computed(self) -> TokenCounts:
+        """Tokens that the engine computed, after its last event: by its events, or by its own count if it ended the
+        request before the first token."""
+        if self.is_computed:
+            prompt = len(self.request.prompt_token_ids)
+            return TokenCounts(prompt=prompt, cached=self.cached_tokens, output=self.num_generated)
+        return TokenCounts() if self.count is None else self.count.tokens
 
     def count_event(self, event: TokenEvent) -> None:
         """Count an event, whether its text is read or not."""

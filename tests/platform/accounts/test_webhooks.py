@@ -29,7 +29,7 @@ from loramux.accounts.webhooks.endpoints import (
 )
 from loramux.accounts.webhooks.messages import endpoint_secret, write_secret
 from loramux.common.identity import Principal
-from loramux.common.public_http import Resolver
+from loramux.common.public_http import NotPublic, Resolver
 from loramux.common.settings.server import WebhookSettings
 from loramux.data.entities import EventDetail, Refusal
 from loramux.data.records.adapters import AdapterRepository, RevisionContent, Stamp
@@ -328,6 +328,31 @@ async def test_webhook_address_that_is_not_public_is_refused(harness: Harness, e
         with pytest.raises(InvalidEndpoint, match=told):
             await endpoints.create(address)
     assert await endpoints.all() == []
+
+
+async def test_webhook_port_is_one_that_the_operator_allows(harness: Harness, enrol: Enrol) -> None:
+    acme = await enrol("acme")
+
+    async def create(settings: WebhookSettings, url: str) -> None:
+        changes = harness.tenants.changes_by(acme)
+        await WebhookEndpoints(changes, acme.tenant, settings, Resolver("test")).create(url)
+
+    for refused in ("https://93.184.216.34:22/", "https://93.184.216.34:6379/", "https://[2606:4700::1111]:25/"):
+        with pytest.raises(InvalidEndpoint, match=r"one of 443, 8443; got"):
+            await create(WebhookSettings(), refused)
+    await create(WebhookSettings(), "https://93.184.216.34/")
+    await create(WebhookSettings(), "https://93.184.216.34:8443/")
+    with pytest.raises(InvalidEndpoint, match="one of 9443; got 443"):
+        await create(WebhookSettings(ports=(9443,)), "https://93.184.216.34:443/")
+    await create(WebhookSettings(ports=(9443,)), "https://93.184.216.34:9443/")
+
+
+@pytest.mark.parametrize("url", ["https://93.184.216.34:22/", "http://93.184.216.34/", "https://93.184.216.34:9443/"])
+async def test_webhook_to_a_port_that_is_not_allowed_any_more_is_not_called(url: str) -> None:
+    """The operator may have narrowed the ports after the address was given."""
+    async with webhook_client(WebhookSettings(), Resolver("test")) as client:
+        with pytest.raises(NotPublic, match=r"the port \d+ is not allowed"):
+            await client.post(url)
 
 
 async def test_webhook_number_and_kinds_are_limited(harness: Harness, enrol: Enrol) -> None:

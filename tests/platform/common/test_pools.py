@@ -24,12 +24,14 @@ POOLS = {
     "to_thread",
     "run_sync",
     "run_in_executor",
+    "create_async_engine",
 }
-"""Names by which threads, processes and places are shared."""
+"""Names by which threads, processes, connections and places are shared."""
 WITHOUT_SHARES = {
     ("loramux/common/jobs.py", "ThreadPoolExecutor"): "ThreadPool and TenantQueues, which have shares",
     ("loramux/common/jobs.py", "to_thread"): "run_blocking, which has shares",
     ("loramux/common/jobs.py", "run_in_executor"): "ThreadPool, which has shares",
+    ("loramux/data/records/database.py", "create_async_engine"): "Database, which has shares",
     ("loramux/engine/execution/runner.py", "ThreadPoolExecutor"): "the step's own thread; no request waits in it",
     ("loramux/engine/client.py", "to_thread"): "the end of an engine",
     ("loramux/server/platform.py", "to_thread"): "the start of a server",

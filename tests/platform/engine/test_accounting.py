@@ -6,12 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_harness import Harness
 
+from loramux.common.units import TokenCounts
 from loramux.engine.messages import EngineCount, TokenEvent
 from loramux.engine.statistics import RequestAccounting
 
 
-def play(harness: Harness, cancel: dict[str, int], preempt_at: int = 3) -> dict[str, EngineCount]:
-    """Run until nothing is left; those in `cancel` are given up after so many steps, others preempted."""
+def play(
+    harness: Harness, cancel: dict[str, int], preempt_at: int = 3, rows: dict[str, set[int]] | None = None
+) -> dict[str, EngineCount]:
+    """Run until nothing is left; those in `cancel` are given up after so many steps, others preempted. The positions
+    that each request's steps computed are added to `rows`."""
     tallies, counts = RequestAccounting(), {}
     for number in range(2000):
         if harness.scheduler.is_idle:
@@ -25,6 +29,8 @@ def play(harness: Harness, cancel: dict[str, int], preempt_at: int = 3) -> dict[
         events = harness.scheduler.drain_events()
         if not step.empty:
             tallies.count_step(step)
+            for chunk in step.chunks if rows is not None else ():
+                rows.setdefault(chunk.sequence.id, set()).update(range(chunk.start, chunk.end))
             sampled = [TokenEvent(request_id=chunk.sequence.id, token_id=7) for chunk in step.sampling]
             events += harness.scheduler.commit(step, sampled)
         for event in tallies.count_events(events):
@@ -48,13 +54,17 @@ def test_every_token_counts_once(requests: list[tuple[int, int, str | None]], ca
     harness = Harness(num_pages=14)
     for number, (prompt, output, adapter) in enumerate(requests):
         harness.submit(str(number), prompt, output, adapter)
-    counts = play(harness, {str(number): at for number, at in cancel.items()})
+    rows: dict[str, set[int]] = {}
+    counts = play(harness, {str(number): at for number, at in cancel.items()}, rows=rows)
     assert len(counts) == len(requests)
     for number, (prompt, output, _) in enumerate(requests):
         count, got = counts[str(number)], harness.generated[str(number)]
+        computed = rows.get(str(number), set())
+        reached = min(prompt, max(computed, default=-1) + 1)
         assert count.tokens.output == got <= output
-        assert count.tokens.prompt == (prompt if got else 0)
-        assert 0 <= count.tokens.cached <= count.tokens.prompt
+        assert reached == prompt or not got
+        assert count.tokens.prompt == reached
+        assert count.tokens.prompt - count.tokens.cached == sum(position < prompt for position in computed)
     assert sum(count.adapter_loads for count in counts.values()) <= harness.residency.counters.adapter_loads
 
 
@@ -65,3 +75,18 @@ def test_a_preempted_request_counts_every_token_once() -> None:
     counts = play(harness, {})
     assert harness.scheduler.state.counters.preemptions > 0
     assert {(count.tokens.prompt, count.tokens.output) for count in counts.values()} == {(4, 16)}
+
+
+def test_request_cancelled_during_prefill_counts_the_prompt_as_far_as_it_was_computed() -> None:
+    harness = Harness(num_pages=16, max_tokens=8)
+    harness.submit("left", 30, 4)
+    counts = play(harness, {"left": 2}, preempt_at=9)
+    assert counts["left"].tokens == TokenCounts(prompt=16)
+
+
+def test_request_preempted_and_cancelled_during_prefill_counts_every_token_once() -> None:
+    harness = Harness(num_pages=16, max_tokens=8)
+    harness.submit("left", 30, 4)
+    counts = play(harness, {"left": 4}, preempt_at=3)
+    assert harness.scheduler.state.counters.preemptions == 1
+    assert counts["left"].tokens == TokenCounts(prompt=24)

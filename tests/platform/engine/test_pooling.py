@@ -222,6 +222,20 @@ def test_cancelled_request_leaves_no_sum(zoo: Zoo) -> None:
     assert engine.stats().pages_kv == 0
 
 
+def test_cancelled_prompt_counts_the_tokens_that_were_computed(zoo: Zoo) -> None:
+    engine = zoo.engine(max_num_batched_tokens=16)
+    (text,) = prompts(1, (90,))
+    engine.submit(pooled(zoo, "x", None, text, "mean"))
+    engine.step()
+    engine.cancel("x")
+    events = []
+    while not engine.is_idle:
+        report = engine.step()
+        events += report.events if report else []
+    assert [event.count.tokens for event in events] == [TokenCounts(prompt=16)]
+    assert engine.stats().ended == TokenCounts(prompt=16)
+
+
 def test_pooling_never_waits_for_the_device() -> None:
     """A GPU works on while the host plans: the vectors are read with the step's tokens."""
     head = PagedRows(torch.randn(128), 32, [2, 0], Matrix("score", MatrixKind.CLASSIFIER, 5, 8, fills_pages=True))

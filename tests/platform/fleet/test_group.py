@@ -12,6 +12,7 @@ from scripted_engine import FACTS, ScriptedEngine
 
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import BaseSettings, EngineRange, EngineSettings
+from loramux.common.units import TokenCounts
 from loramux.engine.client import ENGINE_DIED, EngineDied
 from loramux.engine.messages import (
     AdapterRef,
@@ -427,6 +428,43 @@ def test_request_that_its_engine_gives_back_continues_after_its_tokens() -> None
         last = await fleet.end_of("a")
         assert (last.finish_reason, fleet.tokens("a")) == ("length", list(range(LENGTH)))
         assert sum(len(engine.requests) for engine in fleet.lives) == 2
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_request_given_back_during_prefill_counts_its_prompt_once() -> None:
+    async def test(fleet: Fleet) -> None:
+        for engine in fleet.lives:
+            engine.prefilled, engine.pause = 2, 60.0
+        fleet.submit("a")
+        first = fleet.engine_of("a")
+        first.cancel("a")
+        await fleet.until(lambda: sum(len(engine.requests) for engine in fleet.lives) == 2)
+        second = fleet.engine_of("a")
+        assert second is not first
+        second.prefilled = 1
+        fleet.group.cancel("a")
+        last = await fleet.end_of("a")
+        assert (last.finish_reason, fleet.tokens("a")) == ("cancelled", [])
+        assert last.count is not None
+        assert last.count.tokens == TokenCounts(prompt=2), "the engine that got furthest"
+
+    in_fleet(test, ScriptedEngine, ScriptedEngine)
+
+
+def test_request_given_back_during_prefill_and_answered_counts_its_prompt_once() -> None:
+    async def test(fleet: Fleet) -> None:
+        for engine in fleet.lives:
+            engine.prefilled = 2
+        fleet.lives[0].pause = fleet.lives[1].pause = 60.0
+        fleet.submit("a")
+        first = fleet.engine_of("a")
+        next(engine for engine in fleet.lives if engine is not first).pause = 0.002
+        first.cancel("a")
+        last = await fleet.end_of("a")
+        assert (last.finish_reason, fleet.tokens("a")) == ("length", list(range(LENGTH)))
+        assert last.count is not None
+        assert last.count.tokens == TokenCounts(prompt=len(PROMPT), output=LENGTH)
 
     in_fleet(test, ScriptedEngine, ScriptedEngine)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from loramux.common.units import TokenCounts
 from loramux.data.entities import IdempotencyClaim
 from loramux.data.records.ledger import LedgerEntry, LedgerRepository
 from loramux.money.billing.reconcile import reconcile
+from loramux.serving import generation as generations
 from loramux.serving.checks import canonical_tags
 from loramux.serving.errors import ServingError
 from loramux.serving.generation import Generation
@@ -53,6 +55,66 @@ def test_client_leaving_before_a_whole_answer_pays_nothing(tmp_path: Path, delta
         assert generation.usage == TokenCounts()
 
     in_harness(test, tmp_path, pause=0.002)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+@pytest.mark.parametrize("choices", [1, 3])
+def test_client_leaving_during_prefill_waives_the_computed_part_of_each_prompt(
+    tmp_path: Path, is_streamed: bool, choices: int
+) -> None:
+    async def test(made: Harness) -> None:
+        made.engine.prefilled = 5
+        generation = await made.begin(prompts=(PROMPT,), n=choices, is_streamed=is_streamed)
+        await asyncio.sleep(0)
+        assert len(made.engine.requests) == choices
+        await leave_after(generation, 0)
+        billed = await entry(made)
+        assert (billed.status, billed.input_tokens, billed.output_tokens) == ("cancelled", 0, 0)
+        assert billed.waived == TokenCounts(prompt=5 * choices)
+
+    in_harness(test, tmp_path, pause=60.0)
+
+
+def test_client_leaving_between_a_first_choice_and_the_prefill_of_the_next_waives_that_part(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        made.engine.prefilled = 3
+        generation = await made.begin(prompts=("abc", "abcdefgh"))
+        first, second = await submitted(made, 2)
+        made.engine.left[first].set()  # its first token comes
+        await generation.started()
+        await leave_after(generation, 1)
+        billed = await entry(made)
+        assert (billed.input_tokens, billed.output_tokens) == (4, 1)
+        assert billed.waived.prompt == 3
+        assert second not in made.engine.told or made.engine.told[second] == 0
+
+    in_harness(test, tmp_path, pause=60.0)
+
+
+def test_client_leaving_during_the_submission_of_many_choices_waives_those_that_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "TOKENS_A_TURN", 2 * generations.TOKENS_A_CHOICE)
+
+    async def test(made: Harness) -> None:
+        made.engine.prefilled = 5
+        generation = await made.begin(prompts=(PROMPT,), n=8)
+        assert 0 < len(await submitted(made, 1)) < 8
+        await leave_after(generation, 0)
+        billed = await entry(made)
+        assert billed.waived == TokenCounts(prompt=5 * len(made.engine.requests))
+        assert len(made.engine.requests) < 8
+
+    in_harness(test, tmp_path, pause=60.0)
+
+
+async def submitted(made: Harness, number: int) -> list[str]:
+    """Wait until the engine has so many requests; return their ids."""
+    for _ in range(1000):
+        if len(made.engine.requests) >= number:
+            break
+        await asyncio.sleep(0)
+    return [request.id for request in made.engine.requests]
 
 
 def test_client_leaving_before_a_whole_answer_pays_for_a_kept_one(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ class WebhookEndpoints:
             await self._resolver.addresses(parsed.host, self._tenant)
         except NotPublic as error:
             raise InvalidEndpoint(f"{error}; give a host that the internet can reach", "url") from None
-        if (port or 443) not in self._settings.ports:
+        if (port := port or 443) not in self._settings.ports:
             allowed = ", ".join(map(str, self._settings.ports))
             raise InvalidEndpoint(f"a webhook's port is one of {allowed}; got {port}", "url")
 

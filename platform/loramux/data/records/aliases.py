@@ -111,6 +111,24 @@ def targets_of(version: AliasVersionRow) -> dict[int, int]:
     return msgspec.json.decode(version.targets, type=dict[int, int])
 
 
+def canary_of(versions: Sequence[AliasVersionRow]) -> int:
+    """Return the canary of an alias with this history, newest version first: the target that was added last.
+
+    The number of a revision says nothing: an older revision may be tried next to a newer one. A rollback makes the
+    target the canary that was it in the restored version. Of targets that were added together, the canary has the
+    smallest share, and then the highest number.
+    """
+    added: dict[int, int] = {}
+    added_in_version: dict[int, dict[int, int]] = {}
+    weights: dict[int, int] = {}
+    for row in reversed(versions):
+        weights = targets_of(row)
+        restored = added_in_version.get(row.restores or 0, {})
+        before = restored if restored.keys() == weights.keys() else added
+        added = added_in_version[row.version] = {number: before.get(number, row.version) for number in weights}
+    return max(weights, key=lambda number: (added[number], -weights[number], number))
+
+
 class AliasRepository(TenantScoped):
     """One tenant's aliases. Changes require the lock on the adapter's row (`AdapterRepository.lock`)."""
 
@@ -284,6 +302,8 @@ class GuardedCanary(msgspec.Struct, frozen=True, kw_only=True):
     """The time of the alias's last change."""
     targets: tuple[tuple[int, int], ...]
     """Revision and weight, by revision."""
+    canary: int
+    """The revision that is compared with the other targets."""
 
 
 class CanaryGuardRepository(Repository):
@@ -303,28 +323,36 @@ class CanaryGuardRepository(Repository):
 
     async def canaries(self) -> list[GuardedCanary]:
         """List the guarded aliases that have several targets now."""
+        several = (
+            select(AliasTargetRow.adapter_id, AliasTargetRow.alias)
+            .group_by(AliasTargetRow.adapter_id, AliasTargetRow.alias)
+            .having(func.count() > 1)
+            .subquery()
+        )
+        is_same = (several.c.adapter_id == CanaryGuardRow.adapter_id) & (several.c.alias == CanaryGuardRow.alias)
         statement = (
-            select(CanaryGuardRow, AliasRow.updated_at, AdapterRow.name, TenantRow.name, RevisionRow.number)
-            .add_columns(AliasTargetRow.weight)
+            select(CanaryGuardRow, AliasRow.updated_at, AdapterRow.name, TenantRow.name, AliasVersionRow)
+            .join(several, is_same)
             .join(
                 AliasRow, (AliasRow.adapter_id == CanaryGuardRow.adapter_id) & (AliasRow.name == CanaryGuardRow.alias)
             )
             .join(AdapterRow, AdapterRow.id == CanaryGuardRow.adapter_id)
             .join(TenantRow, TenantRow.id == CanaryGuardRow.tenant_id)
             .join(
-                AliasTargetRow,
-                (AliasTargetRow.adapter_id == CanaryGuardRow.adapter_id)
-                & (AliasTargetRow.alias == CanaryGuardRow.alias),
+                AliasVersionRow,
+                (AliasVersionRow.adapter_id == CanaryGuardRow.adapter_id)
+                & (AliasVersionRow.alias == CanaryGuardRow.alias),
             )
-            .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
-            .order_by(CanaryGuardRow.adapter_id, CanaryGuardRow.alias, RevisionRow.number)
+            .order_by(CanaryGuardRow.adapter_id, CanaryGuardRow.alias, AliasVersionRow.version.desc())
         )
-        found: defaultdict[tuple[str, str], list[tuple[int, int]]] = defaultdict(list)
-        facts: dict[tuple[str, str], GuardedCanary] = {}
-        for guard, since, adapter, tenant, number, weight in await self._session.execute(statement):
+        history: defaultdict[tuple[str, str], list[AliasVersionRow]] = defaultdict(list)
+        facts: dict[tuple[str, str], tuple[CanaryGuardRow, int, str, str]] = {}
+        for guard, since, adapter, tenant, version in await self._session.execute(statement):
             key = (guard.adapter_id, guard.alias)
-            found[key].append((number, weight))
-            facts[key] = GuardedCanary(
+            history[key].append(version)
+            facts[key] = guard, since, adapter, tenant
+        return [
+            GuardedCanary(
                 tenant=guard.tenant_id,
                 tenant_name=tenant,
                 adapter=adapter,
@@ -332,6 +360,8 @@ class CanaryGuardRepository(Repository):
                 measures=tuple(guard.measures.split()),
                 first_token_seconds=guard.first_token_seconds,
                 since=since,
-                targets=tuple(found[key]),
+                targets=tuple(sorted(targets_of(history[key][0]).items())),
+                canary=canary_of(history[key]),
             )
-        return [one for one in facts.values() if len(one.targets) > 1]
+            for key, (guard, since, adapter, tenant) in facts.items()
+        ]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Mapped
 
+from loramux.common.jobs import SERVER, TenantSlots, tenant_of_work
 from loramux.data.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl, ValueRefused
 
 Clock = Callable[[], int]
@@ -38,6 +40,9 @@ BUSY_SECONDS = 30
 """Seconds that a transaction waits for a lock: on SQLite that of the only writer, on PostgreSQL that of a row."""
 
 READERS = 4
+SHARES = {"sqlite": (READERS, READERS // 2), "postgresql": (16, 8)}
+"""Connections that the transactions of requests may hold: of all tenants together, and of one. The server's own work
+has the remaining ones. SQLite's only writer is not shared out: its transactions are short, and queue in order."""
 
 CONNECT_SECONDS = 5
 """Seconds that a connection to PostgreSQL may take, and that a transaction waits for a free one.
@@ -53,6 +58,8 @@ POSTGRESQL = {
     "tcp_user_timeout": 20_000,
 }
 """TCP settings with which a peer that has disappeared silently is noticed after 20 to 25 seconds."""
+
+_holds_share: ContextVar[bool] = ContextVar("holds_share", default=False)
 
 MIGRATIONS = 7_401_001
 CONTENTS = 7_401_002
@@ -134,6 +141,9 @@ class Database:
 
     SQLite allows one writer at a time, so writers of this process share one connection and queue for it in order. They
     wait up to BUSY_SECONDS for a writer in another process.
+
+    The requests of one tenant hold a share of the connections at a time (SHARES), so that its slow statements leave
+    connections to others. A request waits up to BUSY_SECONDS for its turn.
     """
 
     def __init__(self, url: str, *, clock: Clock = unix_microseconds) -> None:
@@ -142,18 +152,44 @@ class Database:
         self._writer, self._reader = _engines(self.url)
         self._probe = _probe_engine(self.url)
         self._pool_wait = PoolWait(self.is_reachable)
+        self._has_one_writer = sqlite_file(self.url) is not None
+        self._shares = TenantSlots(*SHARES[self.url.get_backend_name()])
 
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[AsyncSession]:
         """Open one transaction: committed when the block ends, rolled back when it raises."""
-        async with _transaction(self._writer, self._pool_wait) as session:
+        async with (
+            nullcontext() if self._has_one_writer else self._share(),
+            _transaction(self._writer, self._pool_wait) as session,
+        ):
             yield session
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[AsyncSession]:
         """Open one read-only transaction over one snapshot."""
-        async with _transaction(self._reader, self._pool_wait) as session:
+        async with self._share(), _transaction(self._reader, self._pool_wait) as session:
             yield session
+
+    @asynccontextmanager
+    async def _share(self) -> AsyncIterator[None]:
+        """Hold a connection of the tenant's share, once for nested transactions: they would wait for each other."""
+        tenant = tenant_of_work()
+        if tenant == SERVER or _holds_share.get():
+            yield
+            return
+        try:
+            async with asyncio.timeout(BUSY_SECONDS):
+                await self._shares.acquire(tenant)
+        except TimeoutError:
+            raise RecordsUnavailable(
+                f"the organization's other requests have held its share of the database for {BUSY_SECONDS} s"
+            ) from None
+        _holds_share.set(True)
+        try:
+            yield
+        finally:
+            _holds_share.set(False)
+            self._shares.release(tenant)
 
     def connect(self) -> AsyncConnection:
         """Return a connection for state that outlives a transaction (`server_liveness`); a context manager."""

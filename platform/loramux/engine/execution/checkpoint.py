@@ -40,7 +40,8 @@ from loramux.engine.execution.quantized_checkpoint import (
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_adapters.base_weights import QuantizedLinear
-from loramux_adapters.families import FAMILIES, SWITCHING_ROPES, family_of
+from loramux_adapters.checkpoint_config import is_published_in_mxfp4, refusal_of_config
+from loramux_adapters.families import SWITCHING_ROPES, family_of
 from loramux_kernels.device import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -166,7 +167,11 @@ def _samples(tensor: torch.Tensor) -> bytes:
 
 
 def read_config(directory: Path) -> PretrainedConfig:
-    """Read and check a checkpoint's config, without its weights; raises UnsupportedModel."""
+    """Read and check a checkpoint's config, without its weights. Raises UnsupportedModel.
+
+    The start of a server has checked the file (`serving.checkpoint_files`); here transformers' defaults are checked
+    with it.
+    """
     if not (directory / "config.json").is_file():
         raise UnsupportedModel(
             f"model.path = {str(directory)!r} holds no config.json; give the local folder of a transformers checkpoint."
@@ -175,35 +180,15 @@ def read_config(directory: Path) -> PretrainedConfig:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"{directory / 'config.json'} cannot be read: {_first_sentence(error)}") from error
-    if config.model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"model_type {config.model_type!r} has not been shown to give the same tokens here as in transformers; "
-            f"supported are {', '.join(sorted(FAMILIES))}."
-        )
-    if not is_mxfp4(config):
-        format_of(vars(config))
-    parts = (config, config.get_text_config())
-    if any(getattr(p, "use_bidirectional_attention", False) or not getattr(p, "is_causal", True) for p in parts):
-        raise UnsupportedModel(
-            "config.json asks for attention that sees later tokens (use_bidirectional_attention or is_causal = false); "
-            "generation needs causal attention, so give a checkpoint of a causal language model."
-        )
-    served = family_of(config).ropes
-    for rope in rope_parameters_of(config):
-        if (kind := rope.get("rope_type", "default")) not in served:
-            raise UnsupportedModel(
-                f"config.json's rope_type = {kind!r} is not served; supported are {', '.join(sorted(served))}."
-            )
+    if (refusal := refusal_of_config(config.to_dict())) is not None:
+        raise UnsupportedModel(refusal)
     return config
 
 
 def is_mxfp4(config: PretrainedConfig) -> bool:
-    """Are the experts four-bit floats, as in this family's published checkpoints? transformers turns them into exact
-    halves."""
-    experts = family_of(config).experts
-    if experts is None or not experts.is_published_in_mxfp4:
-        return False
-    return (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+    """Return True if the experts are four-bit floats, as in this family's published checkpoints."""
+    quantization = getattr(config, "quantization_config", None)
+    return is_published_in_mxfp4({"model_type": config.model_type, "quantization_config": quantization})
 
 
 def rope_parameters_of(config: PretrainedConfig) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, module_of, safetensors_of
 from loramux_adapters.base import LinearShape
 from loramux_adapters.base_weights import QuantizedLinear
-from loramux_adapters.families import MXFP4_FAMILIES
+from loramux_adapters.checkpoint_config import quant_method, refusal_of_quantization, schemes_of
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, blocks_of_rows, pack_nibbles
 
 Stored = Mapping[str, torch.Tensor]
@@ -70,21 +70,9 @@ def format_of(config: Mapping[str, Any]) -> WeightFormat | None:
     fields: dict[str, Any] | None = config.get("quantization_config")
     if not fields:
         return None
-    method = fields.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in fields else "")
-    try:
-        return METHODS[method](fields)
-    except (KeyError, ValueError) as error:
-        reason = f"quant_method {method!r}" if isinstance(error, KeyError) else f"{method}: {error}"
-        raise UnsupportedModel(
-            f"the checkpoint is quantized in a form that is not served ({reason}); served are {SERVED}. Give the "
-            f"checkpoint that it was made from, with model.quantization if its weights take too much memory."
-        ) from error
-
-
-SERVED = (
-    "gptq of 4 or 8 bits, awq (gemm), bitsandbytes (nf4, fp4, int8), compressed-tensors (fp8, int8, pack-quantized "
-    f"int4 and int8), fp8 in blocks, and {', '.join(MXFP4_FAMILIES)} in mxfp4"
-)
+    if (refusal := refusal_of_quantization(fields)) is not None:
+        raise UnsupportedModel(refusal)
+    return METHODS[quant_method(fields)](fields)
 
 
 def _require(is_so: bool, otherwise: str) -> None:
@@ -93,11 +81,9 @@ def _require(is_so: bool, otherwise: str) -> None:
 
 
 def _gptq(fields: dict[str, Any]) -> WeightFormat:
-    bits: int = fields.get("bits", 0)
-    _require(bits in (4, 8), f"bits = {bits}")
-    form = fields.get("checkpoint_format") or "gptq"
-    _require(form in ("gptq", "gptq_v2"), f"checkpoint_format = {form!r}")
-    more = 1 if form == "gptq" else 0  # the first version saves zero points minus one
+    bits: int = fields["bits"]
+    # The first version of the format saves zero points minus one.
+    more = 1 if (fields.get("checkpoint_format") or "gptq") == "gptq" else 0
 
     def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
         codes = _unpack(stored["qweight"].T, bits)[:, :in_features]
@@ -114,10 +100,6 @@ def _gptq(fields: dict[str, Any]) -> WeightFormat:
 
 
 def _awq(fields: dict[str, Any]) -> WeightFormat:
-    bits, version = fields.get("bits", fields.get("w_bit")), str(fields.get("version", "gemm")).lower()
-    _require(bits == 4, f"bits = {bits}")
-    _require(version == "gemm", f"version = {version!r}")
-
     def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
         def columns(packed: torch.Tensor) -> torch.Tensor:
             codes = _unpack(packed, 4).view(len(packed), -1, 8)
@@ -134,9 +116,7 @@ def _awq(fields: dict[str, Any]) -> WeightFormat:
 def _bitsandbytes(fields: dict[str, Any]) -> WeightFormat:
     if fields.get("load_in_8bit"):
         return WeightFormat("bitsandbytes-int8", ("SCB",), _read_bitsandbytes_int8)
-    _require(bool(fields.get("load_in_4bit")), "neither load_in_4bit nor load_in_8bit")
     kind = fields.get("bnb_4bit_quant_type", "fp4")
-    _require(kind in ("nf4", "fp4"), f"bnb_4bit_quant_type = {kind!r}")
     return WeightFormat(f"bitsandbytes-{kind}", (f"weight.quant_state.bitsandbytes__{kind}",), _read_bitsandbytes_4bit)
 
 
@@ -162,19 +142,10 @@ def _read_bitsandbytes_4bit(stored: Stored, in_features: int, out_features: int)
 
 
 def _compressed_tensors(fields: dict[str, Any]) -> WeightFormat:
-    form = fields.get("format")
-    _require(form in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"), f"format = {form!r}")
-    _require(not fields.get("kv_cache_scheme"), "a kv_cache_scheme; engine.kv_cache_dtype is served")
-    _require(not fields.get("transform_config"), "a transform_config")
-    sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
-    _require(sparsity == "dense", f"sparsity_config of format {sparsity!r}")
-    schemes = [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
+    schemes = schemes_of(fields)
     kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
-    _require(kinds <= {("float", 8), ("int", 8), ("int", 4)}, f"weights of {sorted(map(str, kinds))}")
-    sizes = {scheme.get("group_size") for scheme in schemes}
-    blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
-    _require(len(sizes) == 1 and len(blocks) <= 1, "config_groups of different group sizes")
-    size, block = sizes.pop(), blocks.pop() if blocks else None
+    size = schemes[0].get("group_size")
+    block = next((tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")), None)
 
     def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
         if "weight_packed" in stored:
@@ -213,15 +184,12 @@ def _read_packed(stored: Stored, in_features: int, out_features: int, size: int 
 
 
 def _fp8(fields: dict[str, Any]) -> WeightFormat:
-    block: list[int] = fields.get("weight_block_size") or []
-    _require(len(block) == 2, f"weight_block_size = {block}")
-    kind = fields.get("fmt", "e4m3")
-    _require(kind == "e4m3", f"fmt = {kind!r}")
+    block = tuple(fields["weight_block_size"])
 
     def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
         scales, weight = stored["weight_scale_inv"].float(), stored["weight"]
         _require(weight.dtype == torch.float8_e4m3fn, f"weights of {weight.dtype}")
-        return _floats(weight, *_expanded(scales, in_features, out_features, None, tuple(block)))
+        return _floats(weight, *_expanded(scales, in_features, out_features, None, block))
 
     return WeightFormat("fp8", ("weight_scale_inv",), read)
 

@@ -6,8 +6,9 @@ import pytest
 import sqlalchemy as sa
 
 from loramux.common.identity import ProjectId, TenantId
+from loramux.common.jobs import work_for
 from loramux.data.records import database as database_module
-from loramux.data.records.database import Database
+from loramux.data.records.database import SHARES, Database
 from loramux.data.records.errors import RecordsUnavailable, RowRefused, ValueRefused
 from loramux.data.records.tenants import ProjectRow, TenantRow
 
@@ -213,3 +214,61 @@ async def test_cancelled_writer_leaves_no_lock_while_its_traceback_lives(databas
         await add(database, tenant("next"))
     assert await names(database) == ["next"]
     del cancelled
+
+
+async def test_slow_statements_of_one_tenant_leave_connections_to_others(database: Database) -> None:
+    goes_on, others_turn, holding = asyncio.Event(), asyncio.Event(), list[str]()
+
+    async def hold(tenant: str) -> None:
+        work_for(tenant)
+        async with database.read() as session:
+            await session.execute(sa.select(1))
+            holding.append(tenant)
+            if tenant == "other":
+                others_turn.set()
+            await goes_on.wait()
+
+    slow = [asyncio.create_task(hold("slow")) for _ in range(50)]
+    most = SHARES[database.url.get_backend_name()][1]
+    async with asyncio.timeout(30):
+        await asyncio.sleep(0.2)
+        other = asyncio.create_task(hold("other"))
+        await others_turn.wait()
+        async with database.read() as session:  # the server's own work
+            assert await session.scalar(sa.select(1)) == 1
+    assert holding.count("slow") == most
+    goes_on.set()
+    await asyncio.gather(other, *slow)
+    assert holding.count("slow") == 50
+
+
+async def test_nested_transactions_of_one_tenant_do_not_wait_for_each_other(database: Database) -> None:
+    async def nest() -> None:
+        work_for("acme")
+        async with database.read() as outer:
+            await outer.execute(sa.select(1))
+            await asyncio.sleep(0.01)
+            async with database.read() as inner:
+                await inner.execute(sa.select(1))
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(nest() for _ in range(SHARES[database.url.get_backend_name()][1])))
+
+
+async def test_wait_for_a_tenants_share_is_bounded(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(database_module, "BUSY_SECONDS", 0.05)
+    goes_on = asyncio.Event()
+
+    async def hold() -> None:
+        work_for("slow")
+        async with database.read() as session:
+            await session.execute(sa.select(1))
+            await goes_on.wait()
+
+    share = SHARES[database.url.get_backend_name()][1]
+    outcomes = [asyncio.create_task(hold()) for _ in range(share + 1)]
+    done, _ = await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+    goes_on.set()
+    [refused] = done
+    assert isinstance(refused.exception(), RecordsUnavailable)
+    await asyncio.gather(*(one for one in outcomes if one is not refused))

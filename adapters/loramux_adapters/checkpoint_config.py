@@ -1,0 +1,184 @@
+"""Refuse a checkpoint by its config.json alone: by its family, attention, rotary embeddings or quantization.
+
+Every fact of config.json that decides whether a checkpoint is served is checked here, once. A start is refused by it
+within a second, because this module loads neither torch nor transformers, whose import takes several. The engine
+checks the same, then what transformers derives from the file, then the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from loramux_adapters.families import FAMILIES, MXFP4_FAMILIES, family_of_text
+
+ROPE_ALIASES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
+"""Names of rope types in older config.json files, which transformers renames when it reads them."""
+
+QUANTIZATIONS = (
+    "gptq of 4 or 8 bits, awq (gemm), bitsandbytes (nf4, fp4, int8), compressed-tensors (fp8, int8, pack-quantized "
+    f"int4 and int8), fp8 in blocks, and {', '.join(MXFP4_FAMILIES)} in mxfp4"
+)
+"""Forms of quantized checkpoints that are served."""
+
+Fields = Mapping[str, Any]
+
+
+def refusal_of_config(config: Fields) -> str | None:
+    """Return why a checkpoint with this config.json is not served, with what is; None if the file allows it."""
+    model_type = str(config.get("model_type"))
+    return (
+        _refusal_of_family(model_type)
+        or refusal_of_attention(config)
+        or refusal_of_ropes(family_of_text(_text_of(config).get("model_type", model_type)).ropes, _rope_types(config))
+        or (None if is_published_in_mxfp4(config) else refusal_of_quantization(config.get("quantization_config")))
+    )
+
+
+def _refusal_of_family(model_type: str) -> str | None:
+    if model_type in FAMILIES:
+        return None
+    near = get_close_matches(model_type, FAMILIES, n=4, cutoff=0.6)
+    nearest = f"; the nearest of the supported ones are {', '.join(near)}" if near else ""
+    return (
+        f"model_type {model_type!r} has not been shown to give the same tokens here as in transformers{nearest}; "
+        f"supported are {', '.join(sorted(FAMILIES))}."
+    )
+
+
+def refusal_of_attention(config: Fields) -> str | None:
+    """Return why a checkpoint's attention is not served; None if it is causal."""
+    parts = (config, _text_of(config))
+    if not any(part.get("use_bidirectional_attention") or part.get("is_causal", True) is False for part in parts):
+        return None
+    return (
+        "config.json asks for attention that sees later tokens (use_bidirectional_attention or is_causal = false); "
+        "generation needs causal attention, so give a checkpoint of a causal language model."
+    )
+
+
+def refusal_of_ropes(served: Iterable[str], found: Iterable[str]) -> str | None:
+    """Return why the rope types `found` are not served; None if all of them are in `served`."""
+    unserved = next((kind for kind in found if kind not in served), None)
+    if unserved is None:
+        return None
+    return f"config.json's rope_type = {unserved!r} is not served; supported are {', '.join(sorted(served))}."
+
+
+def is_published_in_mxfp4(config: Fields) -> bool:
+    """Return True if the experts are four-bit floats, as in the family's published checkpoints. transformers turns them
+    into exact halves."""
+    quantization = config.get("quantization_config")
+    return config.get("model_type") in MXFP4_FAMILIES and _method_of(quantization or {}) == "mxfp4"
+
+
+def refusal_of_quantization(quantization: Any) -> str | None:
+    """Return why a checkpoint with this `quantization_config` is not served; None if it is, or is not quantized.
+
+    A form is served if a test compares its answers with PEFT's.
+    """
+    if not quantization:
+        return None
+    method = _method_of(quantization)
+    try:
+        CHECKS[method](quantization)
+        return None
+    except KeyError:
+        reason = f"quant_method {method!r}"
+    except ValueError as error:
+        reason = f"{method}: {error}"
+    except (AttributeError, TypeError):
+        reason = f"{method}: fields of another type"
+    return (
+        f"the checkpoint is quantized in a form that is not served ({reason}); served are {QUANTIZATIONS}. Give the "
+        f"checkpoint that it was made from, with model.quantization if its weights take too much memory."
+    )
+
+
+def quant_method(quantization: Fields) -> str:
+    """Return the method of a `quantization_config`; empty if it names none."""
+    return str(quantization.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in quantization else ""))
+
+
+def _method_of(quantization: Any) -> str:
+    return quant_method(quantization) if isinstance(quantization, Mapping) else type(quantization).__name__
+
+
+def _text_of(config: Fields) -> Fields:
+    """Return the part of config.json about the text."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def _rope_types(config: Fields) -> list[str]:
+    """Return the rope types of each kind of layer by transformers' names of today."""
+    text = _text_of(config)
+    found = text.get("rope_parameters") or text.get("rope_scaling")
+    if not isinstance(found, Mapping):
+        return []
+    parts = [part for part in found.values() if isinstance(part, Mapping)] or [found]
+    kinds = (str(part.get("rope_type") or part.get("type") or "default") for part in parts)
+    return [ROPE_ALIASES.get(kind, kind) for kind in kinds]
+
+
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise ValueError(otherwise)
+
+
+def _check_gptq(fields: Fields) -> None:
+    _require(fields.get("bits") in (4, 8), f"bits = {fields.get('bits', 0)}")
+    form = fields.get("checkpoint_format") or "gptq"
+    _require(form in ("gptq", "gptq_v2"), f"checkpoint_format = {form!r}")
+
+
+def _check_awq(fields: Fields) -> None:
+    bits, version = fields.get("bits", fields.get("w_bit")), str(fields.get("version", "gemm")).lower()
+    _require(bits == 4, f"bits = {bits}")
+    _require(version == "gemm", f"version = {version!r}")
+
+
+def _check_bitsandbytes(fields: Fields) -> None:
+    if fields.get("load_in_8bit"):
+        return
+    _require(bool(fields.get("load_in_4bit")), "neither load_in_4bit nor load_in_8bit")
+    kind = fields.get("bnb_4bit_quant_type", "fp4")
+    _require(kind in ("nf4", "fp4"), f"bnb_4bit_quant_type = {kind!r}")
+
+
+def _check_compressed_tensors(fields: Fields) -> None:
+    form = fields.get("format")
+    _require(form in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"), f"format = {form!r}")
+    _require(not fields.get("kv_cache_scheme"), "a kv_cache_scheme; engine.kv_cache_dtype is served")
+    _require(not fields.get("transform_config"), "a transform_config")
+    sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
+    _require(sparsity == "dense", f"sparsity_config of format {sparsity!r}")
+    schemes = schemes_of(fields)
+    kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
+    _require(kinds <= {("float", 8), ("int", 8), ("int", 4)}, f"weights of {sorted(map(str, kinds))}")
+    sizes = {scheme.get("group_size") for scheme in schemes}
+    blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
+    _require(len(sizes) == 1 and len(blocks) <= 1, "config_groups of different group sizes")
+
+
+def schemes_of(fields: Fields) -> list[Fields]:
+    """Return the schemes of the weights in a `quantization_config` of compressed-tensors."""
+    return [group.get("weights") or {} for group in (fields.get("config_groups") or {}).values()]
+
+
+def _check_fp8(fields: Fields) -> None:
+    block = fields.get("weight_block_size") or []
+    _require(len(block) == 2, f"weight_block_size = {block}")
+    kind = fields.get("fmt", "e4m3")
+    _require(kind == "e4m3", f"fmt = {kind!r}")
+
+
+CHECKS: Mapping[str, Callable[[Fields], None]] = {
+    "gptq": _check_gptq,
+    "awq": _check_awq,
+    "bitsandbytes": _check_bitsandbytes,
+    "compressed-tensors": _check_compressed_tensors,
+    "fp8": _check_fp8,
+}
+"""For each method of quantization a check of its fields, which raises ValueError with the one that is not served."""
