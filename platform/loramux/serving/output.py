@@ -139,6 +139,8 @@ class AnswerReader:
         """The text before the calls, and, if there is none, the character that begins an answer of calls."""
         self._held = ""
         """Text that may be the beginning of a marker."""
+        self._leading: list[str] = []
+        """Blanks before the held text, while no other character says which part they begin."""
         self._is_blank = True
         """True if the part has had only blanks so far."""
         self._blanks = ""
@@ -164,7 +166,10 @@ class AnswerReader:
 
     def push(self, text: str) -> AnswerParts:
         """Return the parts that `text` makes certain."""
-        self._held += text
+        if self.part is _Part.OPEN and not self._held and text.isspace():
+            self._leading.append(text)
+            return AnswerParts()
+        self._hold(text)
         found: list[AnswerParts] = []
         while (parts := self._advance()) is not None:
             found.append(parts)
@@ -178,6 +183,7 @@ class AnswerReader:
         """
         if self.part is _Part.CALLS:
             return self._flush_calls(is_stopped=is_stopped)
+        self._hold("")
         if is_stopped and self.is_thinking and self._unended is not None:
             return self._read_as_text("".join(self._unended) + self._take(len(self._held)))
         return self._give(self._take(len(self._held)))
@@ -208,6 +214,10 @@ class AnswerReader:
         self.text_begin = self.position - len(text.lstrip())
         return msgspec.structs.replace(parts, is_unended_thought=True)
 
+    def _hold(self, text: str) -> None:
+        self._held = "".join([*self._leading, self._held, text])
+        self._leading.clear()
+
     def _advance(self) -> AnswerParts | None:
         """Give out what is certain up to the next marker; return None if more text is needed."""
         if not self._held:
@@ -233,6 +243,9 @@ class AnswerReader:
     def _open(self) -> AnswerParts | None:
         """Decide with which part the answer begins, or continues after a thought."""
         begun = self._held.lstrip()
+        if not begun:
+            self._leading, self._held = [self._held], ""
+            return None
         if self._thought is not None:
             begin = self._thought[0]
             if begun.startswith(begin):
@@ -241,8 +254,6 @@ class AnswerReader:
                 return AnswerParts()
             if begin.startswith(begun):
                 return None
-        if not begun:
-            return None
         self._thought = None
         if self._calls is not None and not self._begin and begun.startswith(self._first):
             self._take(len(self._held) - len(begun))
