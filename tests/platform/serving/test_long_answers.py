@@ -11,8 +11,8 @@ from loramux.constraints.tools import STYLES, Tool, ToolUse
 from loramux.serving.calls import ConvertingScanner
 from loramux.serving.output import AnswerReader, Dialect
 
-LENGTH = 12_000
-MAX_BYTES = 2_500
+LENGTH = 8_000
+MAX_BYTES = 2_200
 """Bytes that one step of a reader may take on average. A step that copies what came before takes LENGTH / 2."""
 
 PROPERTIES = {"s": {"type": "string"}, "u": {"type": ["string", "null"]}, "a b": {}, "o": {"type": "object"}}
