@@ -75,6 +75,7 @@ CONTROLLERS: tuple[type[Controller], ...] = (
     webhooks.WebhookController,
     vllm.VllmController,
     vllm.VllmInformationController,
+    vllm.TrainerController,
     health.HealthController,
     home.HomeController,
     batches.BatchController,

@@ -41,7 +41,9 @@ POLL_SECONDS, MAX_POLL_SECONDS = 0.2, 3.0
 """Shortest and longest pause between polls of the upload's state, in seconds."""
 TIMEOUT_SECONDS = 900.0
 
-_HUB = re.compile(r"(?P<hub>[a-z0-9][a-z0-9-]*):(?P<repo>[^@:/]+/[^@]+)@(?P<commit>[0-9a-f]{40})")
+_HUB = re.compile(
+    r"(?P<hub>[a-z0-9][a-z0-9-]*):(?P<repo>[^@:/]+/[^@]+)@(?P<commit>[0-9a-f]{40})(?:/(?P<subfolder>.+))?"
+)
 
 
 class Bucket(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +61,8 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the repository, `owner/name`."""
     commit: str
     """Id of the commit, all 40 hexadecimal digits, because a branch or tag can move."""
+    subfolder: str | None = None
+    """The adapter's folder in the repository; None: its root."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +209,9 @@ def wait_until_checked(
 
 
 def read_source(text: str) -> Bucket | Hub | None:
-    """Parse `s3://bucket/path/` or `hub:owner/name@commit`. Returns None for anything else."""
+    """Parse `s3://bucket/path/`, `hub:owner/name@commit` or `hub:owner/name@commit/folder`; return None for any other
+    text.
+    """
     if "://" in text:
         return Bucket(url=text)
     found = _HUB.fullmatch(text)

@@ -312,3 +312,32 @@ def test_logit_bias_with_a_key_that_is_no_token_id_names_it(site: Site, keys: li
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "logit_bias"
     assert all(repr(key) in answer.json()["error"]["message"] for key in keys)
+
+
+def test_trainers_find_what_they_call_around_a_load(site: Site) -> None:
+    """The calls of TRL's `VLLMClient`, which trains on log probabilities and pushes adapters."""
+    with site.http("all-scopes") as http:
+        info = http.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
+        assert info["model_config"]["max_model_len"] == http.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
+        assert info["parallel_config"]["data_parallel_size"] == 1
+        assert info["weight_transfer_config"] is None
+        assert json.loads(http.get("/server_info").json()["vllm_config"]) == info
+        assert http.get("/get_world_size").json() == {"world_size": 1}
+        assert http.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+        assert http.post("/resume").json() == {"status": "resumed"}
+
+
+@pytest.mark.parametrize("query", ["", "?mode=abort", "?mode=wait"])
+def test_pause_that_would_end_or_delay_requests_is_refused(site: Site, query: str) -> None:
+    with site.http("all-scopes") as http:
+        refused = http.post(f"/pause{query}")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "mode")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/server_info"), ("GET", "/get_world_size"), ("POST", "/pause"), ("POST", "/resume")]
+)
+def test_routes_of_trainers_are_for_operators(site: Site, method: str, path: str) -> None:
+    with site.http() as http:
+        assert http.request(method, path).status_code == 403

@@ -230,6 +230,7 @@ def test_announcement_of_another_form_says_which_it_is(client: httpx.Client, nam
         ({"source": {"hub": "huggingface", "repo": "a/b"}}, "source"),
         ({"source": {}}, "source"),
         ({"source": {"url": "s3://bucket/", "hub": "x"}}, "source"),
+        ({"source": {"url": "s3://bucket/", "subfolder": "x"}}, "source"),
         ({"source": {"url": "s3://bucket/"}, "files": {}}, "files"),
         ({}, "files"),
     ],

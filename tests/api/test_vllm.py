@@ -75,6 +75,19 @@ def test_an_operator_loads_for_any_tenant_by_name(site: Site, root: Path) -> Non
     assert post(site, "load", lora_name="nobody/bot", lora_path="mine").status_code == 404
 
 
+def test_a_folder_of_adapters_is_refused_with_their_folders(site: Site, root: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    shutil.copytree(root / "mine", elsewhere / "secret")
+    shutil.copytree(root / "mine", root / "run" / "sql")
+    shutil.copytree(root / "mine", root / "run" / "default")
+    (root / "run" / "link").symlink_to(elsewhere, target_is_directory=True)
+    refused = post(site, "load", lora_name="bot", lora_path="run")
+    message = refused.json()["error"]["message"]
+    assert refused.status_code == 404
+    assert "'default', 'sql'" in message
+    assert "secret" not in message
+
+
 def test_folders_lead_nowhere_else(site: Site, root: Path, adapter: Path) -> None:
     (root / "link").symlink_to(adapter)
     (root / "half").mkdir()

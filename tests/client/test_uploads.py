@@ -146,6 +146,8 @@ def test_resume_continues_an_upload_by_id(tmp_path: Path) -> None:
 def test_fetch_sends_the_source(tmp_path: Path) -> None:
     commit = "0123456789abcdef" * 2 + "01234567"
     assert read_source(f"hf:acme/support@{commit}") == Hub(hub="hf", repo="acme/support", commit=commit)
+    found = read_source(f"hf:acme/support@{commit}/runs/sql")
+    assert found == Hub(hub="hf", repo="acme/support", commit=commit, subfolder="runs/sql")
     assert read_source("s3://tuned/support/") == Bucket(url="s3://tuned/support/")
     assert read_source("hf:acme/support@main") is None
     server = Server()

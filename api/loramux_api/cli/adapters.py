@@ -193,7 +193,8 @@ def push(
 def fetch(remote: Remote, source: str, name: str, promote: bool) -> None:
     """Let the server fetch an adapter from a bucket or a model hub that its settings allow.
 
-    SOURCE is s3://BUCKET/PATH/, or HUB:OWNER/REPOSITORY@COMMIT with all 40 digits of the commit.
+    SOURCE is s3://BUCKET/PATH/, or HUB:OWNER/REPOSITORY@COMMIT with all 40 digits of the commit. If the adapter is in a
+    folder of the repository: HUB:OWNER/REPOSITORY@COMMIT/FOLDER.
 
     \b
     Example:

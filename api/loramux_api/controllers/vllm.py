@@ -1,5 +1,6 @@
 """vLLM's own routes: /tokenize and /detokenize, /version, /load and /tokenizer_info, /v1/load_lora_adapter and
-/v1/unload_lora_adapter.
+/v1/unload_lora_adapter, and what trainers such as TRL's call around a load: /server_info, /get_world_size, /pause and
+/resume.
 
 Tokenizing is not charged; each tenant has one text at a time in work. Only operators can load adapters at run time,
 from folders below `adapters.local_root`.
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from litestar import Controller, MediaType, Response, get, post
@@ -24,9 +25,10 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.errors import RegistryError
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
+from loramux.common.settings.file import Settings
 from loramux.engine.messages import SamplingParams
 from loramux.serving.adapters import LocalFolders
-from loramux.serving.errors import FolderNotFound, InvalidRequest
+from loramux.serving.errors import EngineDown, FolderNotFound, InvalidRequest
 from loramux.serving.messages import GenerationRequest
 from loramux.serving.service import CompletionService
 from loramux_api.auth import requires
@@ -221,6 +223,111 @@ class VllmInformationController(ApiController):
         first base.
         """
         return await completions.describe_tokenizer(principal, model)
+
+
+class ModelInfo(msgspec.Struct):
+    """The part of vLLM's `ModelConfig` that trainers read."""
+
+    model: str
+    max_model_len: int
+    logprobs_mode: Literal["raw_logprobs"] = "raw_logprobs"
+    """Log probabilities are the model's own, before temperature, penalties and formats."""
+
+
+class ParallelInfo(msgspec.Struct):
+    """The part of vLLM's `ParallelConfig` that trainers read: a load reaches every engine, as if there were one."""
+
+    world_size: int = 1
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+
+
+class LoraInfo(msgspec.Struct):
+    """The part of vLLM's `LoRAConfig` that trainers read."""
+
+    max_lora_rank: int
+    max_loras: int
+    """The largest number of adapters of a tenant: adapters have no slots."""
+
+
+class ServerConfig(msgspec.Struct, kw_only=True):
+    """The parts of vLLM's configuration that trainers read."""
+
+    model_config: ModelInfo
+    parallel_config: ParallelInfo
+    lora_config: LoraInfo | None
+    """None if `adapters.local_root` is not set, so that no adapter can be loaded from a folder."""
+    weight_transfer_config: None = None
+    """None: the weights of a base are never replaced."""
+
+
+class ServerInfo(msgspec.Struct):
+    """vLLM's `/server_info`; the configuration is a text if the format is `text`."""
+
+    vllm_config: ServerConfig | str
+
+
+class WorldSize(msgspec.Struct):
+    """Number of workers that a trainer must reach."""
+
+    world_size: int
+
+
+class PauseStatus(msgspec.Struct):
+    """vLLM's answer to `/pause` and `/resume`."""
+
+    status: Literal["paused", "resumed"]
+
+
+class TrainerController(ApiController):
+    """Routes that trainers call around the load of an adapter.
+
+    A load is a new immutable revision, so that no running request can be answered with it: there is nothing to pause.
+    """
+
+    tags = ("Operations",)
+    guards = (requires("operator"),)
+
+    @get("/server_info", summary="The server's configuration, for trainers")
+    async def server_info(
+        self,
+        completions: NamedDependency[CompletionService],
+        settings: NamedDependency[Settings],
+        config_format: Literal["text", "json"] = "text",
+    ) -> ServerInfo:
+        """Return the parts of the configuration that TRL's trainers read, of the first base."""
+        base = next(iter(completions.bases.values()), None)
+        if base is None:
+            raise EngineDown
+        adapters = settings.adapters
+        config = ServerConfig(
+            model_config=ModelInfo(base.name, base.context),
+            parallel_config=ParallelInfo(),
+            lora_config=LoraInfo(adapters.max_rank, adapters.max_adapters_per_tenant) if adapters.local_root else None,
+        )
+        return ServerInfo(config if config_format == "json" else msgspec.json.encode(config).decode())
+
+    @get("/get_world_size", summary="The number of workers, for trainers")
+    async def world_size(self) -> WorldSize:
+        """Return 1: a load reaches every engine of the server."""
+        return WorldSize(ParallelInfo().world_size)
+
+    @post("/pause", status_code=200, summary="Pause before a load, for trainers: no effect")
+    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> PauseStatus:
+        """Accept `mode=keep`. Running requests go on, with the revision that they began with."""
+        if mode != "keep":
+            raise InvalidRequest(
+                f"'mode' is '{mode}', and this server never ends or delays its tenants' requests for a load: send "
+                "mode=keep, or load the adapter without a pause. Running requests keep their revision.",
+                field="mode",
+                code="unsupported_parameter",
+            )
+        return PauseStatus("paused")
+
+    @post("/resume", status_code=200, summary="Resume after a load, for trainers: no effect")
+    async def resume(self) -> PauseStatus:
+        """Accept the end of a pause, which has had no effect."""
+        return PauseStatus("resumed")
 
 
 LOAD_REFUSALS = {

@@ -26,7 +26,9 @@ class FileBody(Body, forbid_unknown_fields=True):
 
 
 class SourceBody(Body, forbid_unknown_fields=True):
-    """Place to fetch the files from: `url`, or `hub`, `repo` and `commit`. The operator lists the allowed places."""
+    """Place to fetch the files from: `url`, or `hub`, `repo`, `commit` and perhaps `subfolder`. The operator lists the
+    allowed places.
+    """
 
     url: Url | None = None
     """s3://bucket/path/"""
@@ -34,14 +36,16 @@ class SourceBody(Body, forbid_unknown_fields=True):
     repo: Name | None = None
     commit: Name | None = None
     """The commit's 40 hexadecimal digits."""
+    subfolder: Path | None = None
+    """The adapter's folder in the repository; left out: its root."""
 
     def source(self) -> Source:
         """Convert it to the platform's type. Raises InvalidRequest."""
-        named = (self.hub, self.repo, self.commit)
-        if self.url is not None and named == (None, None, None):
+        named = {self.hub, self.repo, self.commit, self.subfolder}
+        if self.url is not None and named == {None}:
             return BucketSource(url=self.url)
         if self.url is None and self.hub is not None and self.repo is not None and self.commit is not None:
-            return HubSource(hub=self.hub, repo=self.repo, commit=self.commit)
+            return HubSource(hub=self.hub, repo=self.repo, commit=self.commit, subfolder=self.subfolder or "")
         raise InvalidRequest(
             "'source' has either 'url', or 'hub', 'repo' and 'commit'.", field="source", code="invalid_upload"
         )

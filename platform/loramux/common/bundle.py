@@ -24,6 +24,8 @@ MAX_BUNDLE_BYTES = 4 << 20
 MAX_ADDED_TOKENS = 4096
 MAX_STOPS = 16
 MAX_LABELS = 4096
+MAX_NAMED = 5
+"""The largest number of folders that a message names."""
 MAX_TEMPLATE_CHARACTERS = 128 << 10
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -174,6 +176,29 @@ def misplaced(names: Iterable[str]) -> str | None:
                 "(adapter_config.json with lora_alpha = scale * rank, lora_A and lora_B transposed)."
             )
     return None
+
+
+def explain_absence(names: Iterable[str], choose: str) -> str:
+    """Return why a place with these files has no adapter, and the way out.
+
+    `choose` is the instruction for one of several folders, such as "send its URL".
+    """
+    found = sorted(names)
+    if (reason := misplaced(name for name in found if "/" not in name)) is not None:
+        return reason
+    folders = [name.rpartition("/")[0] for name in found if name.endswith("/adapter_config.json")]
+    if folders:
+        shown = ", ".join(f"'{folder[:80]}'" for folder in folders[:MAX_NAMED])
+        more = f" and {len(folders) - MAX_NAMED} more" if len(folders) > MAX_NAMED else ""
+        return f"The adapters are in folders of their own: {shown}{more}. To choose one, {choose}."
+    if (
+        pickled := next((name for name in found if name.startswith("adapter_model.") and is_pickled(name)), None)
+    ) is not None:
+        return (
+            f"'{pickled[:80]}' is a pickle, which may run code and is never read: load the adapter with PEFT and save "
+            "it with save_pretrained, which writes adapter_model.safetensors."
+        )
+    return "Save the adapter with save_pretrained, which writes adapter_config.json and adapter_model.safetensors."
 
 
 def encode_bundle(bundle: Bundle) -> bytes:

@@ -71,6 +71,14 @@ class ToolStyle(msgspec.Struct, frozen=True, kw_only=True):
         """First character of an answer that consists of calls, if the style has no text before them."""
         return "[" if self.notation == "python" else "{"
 
+    def heads(self, use: ToolUse) -> tuple[str, ...]:
+        """Return the texts, without blanks, with which an answer of calls begins if the style has no text before
+        them. An answer that begins otherwise is a text, even if it begins with the same character.
+        """
+        if self.notation == "python":
+            return tuple(f"{self.first}{tool.name}(" for tool in use.tools)
+        return tuple(f'{self.first}"name":"{tool.name}","{self.arguments}":' for tool in use.tools)
+
 
 STYLES: dict[str, ToolStyle] = {
     "hermes": ToolStyle(begin="<tool_call>", separator="</tool_call>\n<tool_call>", closing="</tool_call>"),

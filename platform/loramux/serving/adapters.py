@@ -9,7 +9,9 @@ settings name. The adapter is uploaded like any other.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,9 +22,9 @@ from loramux.catalog.registry.entities import AdapterInfo, RevisionInfo
 from loramux.catalog.registry.errors import AdapterNotFound, BaseRetired, ChangeConflict, RegistryError
 from loramux.catalog.registry.registry import Registry
 from loramux.catalog.registry.resolver import engine_key
-from loramux.catalog.uploads.imports import FolderSource
+from loramux.catalog.uploads.imports import MAX_LISTED, FolderSource
 from loramux.catalog.uploads.sessions import UploadRequest, UploadSessions
-from loramux.common.bundle import SOURCES
+from loramux.common.bundle import SOURCES, explain_absence
 from loramux.common.identity import Principal, TenantId
 from loramux.data.records.pins import ActivePin
 from loramux.data.storage.blobs import FILES
@@ -252,8 +254,8 @@ class LocalFolders:
         missing = [file for file in FILES if not (folder / file).is_file()]
         if missing:
             raise FolderNotFound(
-                f"No adapter found in '{path[:160]}': it has no {' and no '.join(missing)}. Save it with "
-                "model.save_pretrained().",
+                f"No adapter found in '{path[:160]}': it has no {' and no '.join(missing)}. "
+                + explain_absence(islice(_names_in(folder), MAX_LISTED), "send its path as 'lora_path'"),
                 "lora_path",
             )
         return folder
@@ -278,3 +280,9 @@ class LocalFolders:
                 "lora_path",
             )
         return self._root
+
+
+def _names_in(folder: Path) -> Iterator[str]:
+    """Yield the names of the files in a folder and the folders below it, without following links."""
+    for place, _, files in os.walk(folder):
+        yield from (str(Path(place, name).relative_to(folder)) for name in sorted(files))

@@ -107,8 +107,8 @@ class JsonCalls:
         self._num_calls = 0
         self._depth = 0
         """Number of open objects and lists in the arguments."""
-        self._string: str | None = None
-        """The unfinished string, as JSON; None outside of a string."""
+        self._string: list[str] | None = None
+        """Characters of the unfinished string, as JSON; None outside of a string."""
         self._is_escaped = False
         self._last = ""
         """Last string outside of the arguments: it is a key until its value has come."""
@@ -137,7 +137,7 @@ class JsonCalls:
         if self._string is not None:
             self._read_string(character)
         elif character == '"':
-            self._string = ""
+            self._string = []
         elif character in "{[":
             self._depth += 1
         elif character in "}]":
@@ -161,7 +161,7 @@ class JsonCalls:
                 self._key = ""
                 return self._last
         elif character == '"':
-            self._string = ""
+            self._string = []
         elif character == ":":
             self._key = self._last
             if self._key == self._style.arguments:
@@ -175,32 +175,48 @@ class JsonCalls:
         assert self._string is not None, "a string is under way"
         if character == '"' and not self._is_escaped:
             if self._at is _At.HEAD:
-                self._last = _decoded(f'"{self._string}"')
+                self._last = _decoded(f'"{"".join(self._string)}"')
             self._string = None
             return True
         self._is_escaped = character == "\\" and not self._is_escaped
         if self._at is _At.HEAD:
-            self._string += character
+            self._string.append(character)
         return False
 
 
 class ConvertingScanner:
-    """Base of the scanners that convert arguments to JSON."""
+    """Base of the scanners that convert arguments to JSON.
+
+    A scanner reads the held text from `_place` on. If it needs a certain text before it can read further, it awaits
+    that text: until it comes, new pieces are only searched, so that no character is read twice.
+    """
 
     def __init__(self, style: ToolStyle) -> None:
         self._style = style
         self._num_calls = 0
         self._held = ""
-        """Text that has not been read yet."""
+        self._place = 0
+        """Offset in the held text up to which it has been read."""
+        self._pieces: list[str] = []
+        """Pieces after the held text, which are joined to it when the awaited text has come."""
+        self._awaited: re.Pattern[str] | None = None
+        self._awaited_length = 0
+        self._tail = ""
+        """Last characters before the next piece, in which the awaited text may begin."""
         self._in_call = False
         self._news: list[CallDelta] = []
-        self._arguments = ""
+        self._arguments: list[str] = []
         """Arguments of the current call that have not been given out yet."""
 
     def push(self, text: str) -> tuple[CallDelta, ...]:
         """Return the new parts of the calls."""
-        self._held += text
-        while self._held and self._advance():
+        self._pieces.append(text)
+        if self._awaited is not None and self._awaited.search(self._tail + text) is None:
+            self._tail = _last(self._tail + text, self._awaited_length - 1)
+            return ()
+        self._held, self._place = "".join([self._held[self._place :], *self._pieces]), 0
+        self._pieces, self._awaited = [], None
+        while self._place < len(self._held) and self._advance():
             pass
         self._give()
         news, self._news = self._news, []
@@ -209,6 +225,11 @@ class ConvertingScanner:
     def _advance(self) -> bool:
         """Read further; return False if more text is needed."""
         raise NotImplementedError
+
+    def _await(self, awaited: re.Pattern[str], length: int = 1) -> bool:
+        """Wait for a text that `awaited` matches, of at most `length` characters; return False."""
+        self._awaited, self._awaited_length, self._tail = awaited, length, _last(self._held, length - 1)
+        return False
 
     def _open(self, name: str) -> None:
         self._news.append(CallDelta(index=self._num_calls, id=new_id(self._style), name=name))
@@ -220,9 +241,20 @@ class ConvertingScanner:
         self._in_call = False
 
     def _give(self) -> None:
-        if self._arguments:
-            self._news.append(CallDelta(index=self._num_calls - 1, arguments=self._arguments))
-            self._arguments = ""
+        if arguments := "".join(self._arguments):
+            self._news.append(CallDelta(index=self._num_calls - 1, arguments=arguments))
+        self._arguments = []
+
+    def _read_until(self, mark: str) -> tuple[str, bool]:
+        """Read the certain part of a text up to `mark`, and the mark if it is there; return the part, and whether it
+        is.
+        """
+        begin, end = self._place, self._held.find(mark, self._place)
+        if end >= 0:
+            self._place = end + len(mark)
+            return self._held[begin:end], True
+        self._place = len(self._held) - overlap(self._held[max(begin, len(self._held) - len(mark)) :], mark)
+        return self._held[begin : self._place], False
 
 
 class BareCalls(ConvertingScanner):
@@ -230,28 +262,32 @@ class BareCalls(ConvertingScanner):
 
     def __init__(self, style: ToolStyle) -> None:
         super().__init__(style)
+        self._middle = _any_of(style.middle)
         self._depth = 0
         self._string = False
         self._is_escaped = False
 
     def _advance(self) -> bool:
+        begin = self._place
         if not self._in_call:
-            end = self._held.find(self._style.middle)
-            if end < 0:
-                return False
-            name = self._held[:end].rpartition(self._style.begin)[2].partition("[CALL_ID]")[0].strip()
-            self._held = self._held[end + len(self._style.middle) :]
-            self._open(name)
+            found = self._middle.search(self._held, begin)
+            if found is None:
+                return self._await(self._middle, len(self._style.middle))
+            self._place = found.end()
+            written = self._held[begin : found.start()]
+            self._open(written.rpartition(self._style.begin)[2].partition("[CALL_ID]")[0].strip())
             return True
-        for place, character in enumerate(self._held):
-            if self._ends(character):
-                self._arguments += self._held[: place + 1].lstrip()
-                self._held = self._held[place + 1 :]
-                self._close()
-                return True
-        self._arguments += self._held if self._depth or self._arguments else self._held.lstrip()
-        self._held = ""
-        return False
+        is_begun = self._depth > 0 or bool(self._arguments)
+        is_over = False
+        while self._place < len(self._held) and not is_over:
+            is_over = self._ends(self._held[self._place])
+            self._place += 1
+        written = self._held[begin : self._place]
+        if written := written if is_begun else written.lstrip():
+            self._arguments.append(written)
+        if is_over:
+            self._close()
+        return is_over
 
     def _ends(self, character: str) -> bool:
         """Advance within the arguments, and return whether the character is their last."""
@@ -274,10 +310,16 @@ class LiteralCalls(ConvertingScanner):
     def __init__(self, style: ToolStyle, notation: LiteralNotation, use: ToolUse | None) -> None:
         super().__init__(style)
         self._notation = notation
+        ends = rf"{re.escape(notation.sign)},()\[\]{{}}"
+        self._end_of_key = re.compile(f"[{ends}]")
+        self._plain = re.compile(rf"[^,:()\[\]{{}}\"'{style.mark[:1]}]+")
+        """Characters of a bare word."""
+        self._key = re.compile(rf"([^\s\"'{ends}][^{ends}]*)(.?)")
         self._names = {tool.name: _known_names(tool.parameters) for tool in (use.tools if use else ())}
         self._known: list[str] = []
         """Names of the current tool's arguments that are not plain keys, the longest first."""
-        self._word = ""
+        self._word: list[str] = []
+        """Pieces of the current bare word, which has no blanks before it."""
         self._quote = ""
         """The text that will end the current text."""
         self._is_escaped = False
@@ -294,7 +336,7 @@ class LiteralCalls(ConvertingScanner):
         if self._quote:
             return self._read_marked() if self._quote == self._style.mark else self._read_quoted()
         if self._is_key:
-            self._held = self._held.lstrip()
+            self._read_run(_BLANKS)
         read = self._read_mark()
         if read is None and self._is_key:
             read = self._read_key()
@@ -302,118 +344,137 @@ class LiteralCalls(ConvertingScanner):
             self._read_value()
         return read is not False
 
+    def _read_run(self, characters: re.Pattern[str]) -> str:
+        """Read the characters that follow and match an expression."""
+        begin, found = self._place, characters.match(self._held, self._place)
+        self._place = found.end() if found else begin
+        return self._held[begin : self._place]
+
     def _read_mark(self) -> bool | None:
         """Read the mark that begins a text. Return False if more text is needed, None if something else comes."""
         mark = self._style.mark
-        if self._held and not (mark and mark.startswith(self._held[: len(mark)])):
+        following = self._held[self._place : self._place + max(len(mark), 1)]
+        if following and not (mark and mark.startswith(following)):
             return None
-        if len(self._held) < max(len(mark), 1):
+        if len(following) < max(len(mark), 1):
             return False
+        self._place += len(mark)
         self._begin_text(mark)
         return True
 
     def _read_name(self) -> bool:
-        character, self._held = self._held[0], self._held[1:]
-        if character == self._notation.opening and self._word:
-            name, self._word = self._word, ""
+        if run := self._read_run(_NAME):
+            self._word.append(run)
+            return True
+        character = self._held[self._place]
+        self._place += 1
+        name, self._word = "".join(self._word), []
+        if character == self._notation.opening and name:
             self._open(name)
             self._known = self._names.get(name, [])
-            self._arguments, self._open_signs, self._is_key = "{", [self._notation.closing], True
-        elif character.isalnum() or character in "_.-":
-            self._word += character
-        else:
-            self._word = ""
+            self._arguments, self._open_signs, self._is_key = ["{"], [self._notation.closing], True
         return True
 
     def _read_key(self) -> bool | None:
         """Read a name and its sign. Return False if more text is needed, None if something else comes."""
         is_name = len(self._open_signs) == 1 or self._notation.nested_names
-        sign = self._notation.sign if is_name else ":"
+        length = len(self._held) - self._place
         for name in self._known if is_name else ():
-            if self._held.startswith(name + sign):
-                return self._take_key(name, name + sign)
-            if (name + sign).startswith(self._held):
+            written = name + self._notation.sign
+            if self._held.startswith(written, self._place):
+                return self._take_key(name, len(written))
+            if length < len(written) and written.startswith(self._held[self._place :]):
                 return False
-        match = re.match(rf"([^\s\"'{re.escape(sign)},()\[\]{{}}][^{re.escape(sign)},()\[\]{{}}]*)(.?)", self._held)
-        if not is_name or match is None or (match[2] and match[2] != sign):
+        match = self._key.match(self._held, self._place) if is_name else None
+        if match is None or (match[2] and match[2] != self._notation.sign):
             return None
-        return self._take_key(match[1].strip(), match[0]) if match[2] else False  # the name may continue
+        return self._take_key(match[1].strip(), len(match[0])) if match[2] else self._await(self._end_of_key)
 
-    def _take_key(self, name: str, text: str) -> bool:
-        self._arguments += f"{json.dumps(name)}: "
-        self._held = self._held[len(text) :]
+    def _take_key(self, name: str, length: int) -> bool:
+        self._arguments.append(f"{json.dumps(name)}: ")
+        self._place += length
         self._is_key = False
         return True
 
     def _read_value(self) -> None:
-        character, self._held = self._held[0], self._held[1:]
-        if character in self._notation.quotes and not self._word.strip():
-            self._begin_text(character, length=0)
+        if run := self._read_run(self._plain):
+            self._add_word(run)
+            return
+        character = self._held[self._place]
+        self._place += 1
+        if character in self._notation.quotes and not self._word:
+            self._begin_text(character)
         elif character == ":" and self._is_named:
-            self._arguments += ": "
+            self._arguments.append(": ")
             self._is_named = False
         elif character in ",[]{}()":
-            self._arguments += self._written(self._word.strip())
-            self._word = ""
+            self._arguments.append(self._written("".join(self._word).strip()))
+            self._word = []
             self._read_sign(character)
         else:
-            self._word += character
+            self._add_word(character)
+
+    def _add_word(self, text: str) -> None:
+        if text := text if self._word else text.lstrip():
+            self._word.append(text)
 
     def _read_sign(self, character: str) -> None:
         if character in "[{(":
-            self._arguments += "{" if character == "{" else "["
+            self._arguments.append("{" if character == "{" else "[")
             self._open_signs.append("}" if character == "{" else "]")
             self._is_key = character == "{"
         elif character == ",":
-            self._arguments += ", "
+            self._arguments.append(", ")
             self._is_key = len(self._open_signs) == 1 or self._open_signs[-1] == "}"
         elif len(self._open_signs) > 1:
-            self._arguments += self._open_signs.pop()
+            self._arguments.append(self._open_signs.pop())
             self._is_key = False
         elif character == self._notation.closing:
-            self._arguments += "}"
+            self._arguments.append("}")
             self._close()
 
-    def _begin_text(self, end: str, length: int | None = None) -> None:
-        self._held = self._held[len(end) if length is None else length :]
-        self._quote, self._word = end, ""
+    def _begin_text(self, end: str) -> None:
+        self._quote, self._word = end, []
         self._is_named, self._is_key = self._is_key, False
-        self._arguments += '"'
+        self._arguments.append('"')
 
     def _end_text(self) -> None:
         self._quote = ""
-        self._arguments += '"'
+        self._arguments.append('"')
 
     def _read_marked(self) -> bool:
         """Read on in a text without escapes. The mark ends the text only if a comma, a colon or a closing bracket
         follows.
         """
-        text, self._held, is_marked = _until(self._held, self._quote)
-        self._arguments += _escaped(text)
+        text, is_marked = self._read_until(self._quote)
+        self._arguments.append(_escaped(text))
         if not is_marked:
             return False
-        if not (following := self._held.lstrip()):
-            self._held = self._quote + self._held
-            return False
+        following = _NOT_BLANK.search(self._held, self._place)
+        if following is None:
+            self._place -= len(self._quote)
+            return self._await(_NOT_BLANK)
         if following[0] in ",:]}":
             self._end_text()
         else:
-            self._arguments += _escaped(self._quote)
+            self._arguments.append(_escaped(self._quote))
         return True
 
     def _read_quoted(self) -> bool:
-        """Read a text with escapes."""
-        character, self._held = self._held[0], self._held[1:]
+        """Read on in a text with escapes."""
+        if not self._is_escaped and (run := self._read_run(_QUOTED[self._quote])):
+            self._arguments.append(_escaped(run))
+            return True
+        character = self._held[self._place]
+        self._place += 1
         if self._is_escaped:
             self._is_escaped = False
             escape = character if character in '"\\/bfnrtu' else ""
-            self._arguments += f"\\{escape}" if escape else _escaped(character)
+            self._arguments.append(f"\\{escape}" if escape else _escaped(character))
         elif character == "\\":
             self._is_escaped = True
-        elif character == self._quote:
-            self._end_text()
         else:
-            self._arguments += _escaped(character)
+            self._end_text()
         return True
 
     def _written(self, word: str) -> str:
@@ -439,65 +500,83 @@ class XmlCalls(ConvertingScanner):
         self._is_first = True
 
     def _advance(self) -> bool:
-        if not self._in_call:
-            return self._read_tag(FUNCTION, ">", self._begin)
         if self._kinds is not None:
             return self._read_content(self._kinds)
-        parameter, end = self._held.find(XmlWriter.BEGIN), self._held.find(END_OF_FUNCTION)
-        if end >= 0 and (parameter < 0 or end < parameter):
-            self._held = self._held[end + len(END_OF_FUNCTION) :]
-            self._arguments += "}"
+        if not self._in_call:
+            return self._read_tag(_FUNCTION, _END_OF_NAME, 1, self._begin)
+        return self._read_tag(_PARAMETER, _END_OF_KEY, len(XmlWriter.AFTER_NAME), self._begin_argument)
+
+    def _read_tag(
+        self, opening: re.Pattern[str], closing: re.Pattern[str], length: int, begin: Callable[[str], None]
+    ) -> bool:
+        """Read the next tag and its name, or the end of a function. `length` is that of the tag's end."""
+        found = opening.search(self._held, self._place)
+        if found is None:
+            return self._await(opening, len(XmlWriter.BEGIN))
+        self._place = found.start()
+        if found[0] == END_OF_FUNCTION:
+            self._place = found.end()
+            self._arguments.append("}")
             self._close()
             return True
-        return self._read_tag(XmlWriter.BEGIN, XmlWriter.AFTER_NAME, self._begin_argument)
-
-    def _read_tag(self, opening: str, closing: str, begin: Callable[[str], None]) -> bool:
-        start = self._held.find(opening)
-        end = self._held.find(closing, start)
-        if start < 0 or end < 0:
-            return False
-        name, self._held = self._held[start + len(opening) : end], self._held[end + len(closing) :]
-        begin(name)
+        end = closing.search(self._held, found.end())
+        if end is None:
+            return self._await(closing, length)
+        self._place = end.end()
+        begin(self._held[found.end() : end.start()])
         return True
 
     def _begin(self, name: str) -> None:
         self._name, self._is_first = name.strip(), True
         self._open(self._name)
-        self._arguments = "{"
+        self._arguments = ["{"]
 
     def _begin_argument(self, name: str) -> None:
         known = self._name in self._schemas
         self._kinds = argument_kinds(self._schemas[self._name], name) if known else KINDS
-        self._arguments += f"{'' if self._is_first else ', '}{json.dumps(name)}: "
+        self._arguments.append(f"{'' if self._is_first else ', '}{json.dumps(name)}: ")
         self._is_first = False
 
     def _read_content(self, kinds: frozenset[str]) -> bool:
         if kinds != {"string"}:
-            content, end, rest = self._held.partition(XmlWriter.END)
-            if end:
-                is_json = _json_kind(content) in kinds
-                self._arguments += content.strip(" \t\r\n") if is_json else json.dumps(content, ensure_ascii=False)
-                self._held, self._kinds = rest, None
-            return bool(end)
-        text, self._held, is_ended = _until(self._held, XmlWriter.END)
-        self._arguments += ("" if self._is_begun else '"') + _escaped(text) + ('"' if is_ended else "")
+            return self._read_value(kinds)
+        text, is_ended = self._read_until(XmlWriter.END)
+        self._arguments.append(("" if self._is_begun else '"') + _escaped(text) + ('"' if is_ended else ""))
         self._is_begun = not is_ended
         self._kinds = None if is_ended else kinds
         return is_ended
+
+    def _read_value(self, kinds: frozenset[str]) -> bool:
+        """Read a value whose end says whether it is a text or JSON."""
+        end = self._held.find(XmlWriter.END, self._place)
+        if end < 0:
+            return self._await(_END_OF_VALUE, len(XmlWriter.END))
+        content = self._held[self._place : end]
+        is_json = _json_kind(content) in kinds
+        self._arguments.append(content.strip(" \t\r\n") if is_json else json.dumps(content, ensure_ascii=False))
+        self._place, self._kinds = end + len(XmlWriter.END), None
+        return True
+
+
+def _last(text: str, length: int) -> str:
+    return text[max(len(text) - length, 0) :]
+
+
+def _any_of(*texts: str) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, texts)))
+
+
+_BLANKS, _NOT_BLANK = re.compile(r"\s+"), re.compile(r"\S")
+_NAME = re.compile(r"[\w.-]+")
+_QUOTED = {quote: re.compile(rf"[^\\{quote}]+") for quote in ('"', "'")}
+_FUNCTION, _END_OF_NAME = _any_of(FUNCTION), _any_of(">")
+_PARAMETER, _END_OF_KEY = _any_of(XmlWriter.BEGIN, END_OF_FUNCTION), _any_of(XmlWriter.AFTER_NAME)
+_END_OF_VALUE = _any_of(XmlWriter.END)
 
 
 def _known_names(schema: object) -> list[str]:
     """Return the names of a tool's arguments that are not plain keys, the longest first."""
     return sorted(set(special_names(schema)), key=len, reverse=True)
-
-
-def _until(text: str, mark: str) -> tuple[str, str, bool]:
-    """Return the certain part of a text up to `mark`, the rest after it, and whether the mark was found."""
-    end = text.find(mark)
-    if end >= 0:
-        return text[:end], text[end + len(mark) :], True
-    length = len(text) - overlap(text, mark)
-    return text[:length], text[length:], False
 
 
 def _json_kind(text: str) -> str | None:

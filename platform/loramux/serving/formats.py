@@ -130,6 +130,7 @@ class Format:
             may_think=dialect.may_think(prompt_tail),
             may_call=may_call,
             use=asked.chat.tools,
+            may_be_json=asked.format is not None,
             special={token: text for text, token in self.tokenizer.special_tokens(dialect.markers).items()},
         )
 

@@ -36,6 +36,9 @@ _THOUGHTS = (
 )
 """Texts around a thought: Qwen3, DeepSeek-R1, SmolLM3 and others; Magistral; Granite."""
 
+MAX_HEAD = 1024
+"""The largest number of characters, with blanks, within which a call must show the name of its tool."""
+
 _VARIABLES = ("enable_thinking", "thinking", "reasoning_effort")
 
 
@@ -118,8 +121,10 @@ class AnswerReader:
         may_think: bool,
         may_call: bool,
         use: ToolUse | None = None,
+        may_be_json: bool = False,
         special: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
+        """`may_be_json`: an answer without calls is JSON of a format."""
         self.special = special
         """Markers of the dialect that are special tokens, which otherwise have no text."""
         self.part = _Part.THOUGHT if in_thought else _Part.OPEN
@@ -138,8 +143,13 @@ class AnswerReader:
         self._calls = scanner_of(style, use) if style else None
         self._begin, self._first = (style.begin, style.first) if style else ("", "")
         """The text before the calls, and, if there is none, the character that begins an answer of calls."""
+        is_ambiguous = may_be_json and style is not None and not style.begin
+        self._heads = style.heads(use) if is_ambiguous and style and use and not use.is_required else ()
+        """The beginnings of calls, without blanks, if the answer may also be JSON that is no call."""
         self._held = ""
         """Text that may be the beginning of a marker."""
+        self._leading: list[str] = []
+        """Blanks before the held text, while no other character says which part they begin."""
         self._is_blank = True
         """True if the part has had only blanks so far."""
         self._blanks = ""
@@ -165,7 +175,10 @@ class AnswerReader:
 
     def push(self, text: str) -> AnswerParts:
         """Return the parts that `text` makes certain."""
-        self._held += text
+        if self.part is _Part.OPEN and not self._held and text.isspace():
+            self._leading.append(text)
+            return AnswerParts()
+        self._hold(text)
         found: list[AnswerParts] = []
         while (parts := self._advance()) is not None:
             found.append(parts)
@@ -179,6 +192,7 @@ class AnswerReader:
         """
         if self.part is _Part.CALLS:
             return self._flush_calls(is_stopped=is_stopped)
+        self._hold("")
         if is_stopped and self.is_thinking and self._unended is not None:
             return self._read_as_text("".join(self._unended) + self._take(len(self._held)))
         return self._give(self._take(len(self._held)))
@@ -201,6 +215,7 @@ class AnswerReader:
             may_think=False,
             may_call=may_call and self._calls is not None,
             use=self._use,
+            may_be_json=bool(self._heads),
         )
         reader._is_behind_thought = True
         parts = _joined([reader.push(text), reader.flush(is_stopped=True)])
@@ -208,6 +223,10 @@ class AnswerReader:
         self.thought_end = 0
         self.text_begin = self.position - len(text.lstrip())
         return msgspec.structs.replace(parts, is_unended_thought=True)
+
+    def _hold(self, text: str) -> None:
+        self._held = "".join([*self._leading, self._held, text])
+        self._leading.clear()
 
     def _advance(self) -> AnswerParts | None:
         """Give out what is certain up to the next marker; return None if more text is needed."""
@@ -234,6 +253,9 @@ class AnswerReader:
     def _open(self) -> AnswerParts | None:
         """Decide with which part the answer begins, or continues after a thought."""
         begun = self._held.lstrip()
+        if not begun:
+            self._leading, self._held = [self._held], ""
+            return None
         if self._thought is not None:
             begin = self._thought[0]
             if begun.startswith(begin):
@@ -242,15 +264,30 @@ class AnswerReader:
                 return AnswerParts()
             if begin.startswith(begun):
                 return None
-        if not begun:
-            return None
         self._thought = None
         if self._calls is not None and not self._begin and begun.startswith(self._first):
+            is_call = self._is_call(begun)
+            if is_call is None:
+                return None
             self._take(len(self._held) - len(begun))
-            self._enter(_Part.CALLS)
+            self._enter(_Part.CALLS if is_call else _Part.TEXT)
         else:
             self._enter(_Part.TEXT)
         return AnswerParts()
+
+    def _is_call(self, begun: str) -> bool | None:
+        """Return whether text begins a call of a known tool; None if more text is needed.
+
+        An answer in a JSON format may begin with the same character as a call, even with the same key.
+        """
+        if not self._heads:
+            return True
+        parts = begun[:MAX_HEAD].split('"')
+        written = '"'.join("".join(part.split()) if place % 2 == 0 else part for place, part in enumerate(parts))
+        if any(written.startswith(head) for head in self._heads):
+            return True
+        may_follow = len(begun) < MAX_HEAD and any(head.startswith(written) for head in self._heads)
+        return None if may_follow else False
 
     def _until(self, following: Mapping[str, _Part]) -> AnswerParts | None:
         """Give out the part's text up to the first marker, but never a text that may be the beginning of a marker.

@@ -148,6 +148,66 @@ async def test_what_a_hub_may_not_answer(hub: Hub, tmp_path: Path, answer: Answe
     assert (await refused(importer(hub), tmp_path)).code == code
 
 
+SAVED = {
+    "in two folders": (
+        ["README.md", "sql/adapter_config.json", "sql/adapter_model.safetensors", "chat/adapter_config.json"],
+        ["'chat', 'sql'", "`source.subfolder`"],
+    ),
+    "in a folder by PEFT's name": (["default/adapter_config.json"], ["'default'", "`source.subfolder`"]),
+    "in checkpoints": (
+        [f"run/checkpoint-{step}/adapter_config.json" for step in range(100, 900, 100)],
+        ["'run/checkpoint-100'", "and 3 more"],
+    ),
+    "in shards": (
+        ["adapter_config.json", *(f"adapter_model-0000{part}-of-00002.safetensors" for part in (1, 2))],
+        ["sharded", "save_pretrained"],
+    ),
+    "with an index": (["adapter_config.json", "adapter_model.safetensors.index.json"], ["sharded", "save_pretrained"]),
+    "as a pickle": (["adapter_config.json", "adapter_model.bin"], ["pickle", "save_pretrained"]),
+    "by mlx-lm": (["adapter_config.json", "adapters.safetensors"], ["mlx-lm", "lora_alpha"]),
+    "merged": (["config.json", "model.safetensors"], ["Save the adapter with save_pretrained"]),
+}
+"""Files of a repository without an adapter at its root, and what the refusal says of them."""
+
+
+@pytest.mark.parametrize("saved", SAVED)
+async def test_a_repository_without_an_adapter_at_its_root_is_refused_with_what_it_has(
+    hub: Hub, tmp_path: Path, saved: str
+) -> None:
+    names, said = SAVED[saved]
+    listing = {"id": "acme/upper", "siblings": [{"rfilename": name} for name in names]}
+    hub.answers = {f"/api/models/acme/upper/revision/{COMMIT}": Answer(msgspec.json.encode(listing))}
+    if "adapter_config.json" in names:
+        hub.answers[path_of(CONFIG_FILE)] = Answer(CONFIG)
+    why = await refused(importer(hub), tmp_path)
+    assert why.code == "source_not_found"
+    assert [one for one in said if one not in why.message] == [], why.message
+
+
+@pytest.mark.parametrize("subfolder", ["run/sql", "run/sql/", "/run/sql"])
+async def test_an_adapter_in_a_folder_of_a_repository_is_fetched(
+    hub: Hub, tmp_path: Path, acme: Principal, subfolder: str
+) -> None:
+    hub.answers = {path_of(f"run/sql/{name}"): Answer(CONFIG) for name in (CONFIG_FILE, WEIGHTS_FILE)}
+    source = check_source(msgspec.structs.replace(SOURCE, subfolder=subfolder), acme, LISTED)
+    await importer(hub).fetch(source, "acme", tmp_path)
+    assert (tmp_path / WEIGHTS_FILE).read_bytes() == CONFIG
+
+
+@pytest.mark.parametrize(
+    "listing", [Answer(status=401), Answer(b"no JSON"), Answer(bytes(100), length=5 << 20), Answer(b'{"siblings": 3}')]
+)
+async def test_a_hub_that_does_not_list_its_files_is_refused_without_them(
+    hub: Hub, tmp_path: Path, listing: Answer
+) -> None:
+    hub.answers = {f"/api/models/acme/upper/revision/{COMMIT}": listing}
+    why = await refused(importer(hub), tmp_path)
+    assert (why.code, why.message) == (
+        "source_not_found",
+        "There is no 'adapter_config.json' there, or it is not public.",
+    )
+
+
 async def test_a_hub_that_is_not_there(tmp_path: Path) -> None:
     hub = Hub("http://localhost:9")
     assert (await refused(importer(hub), tmp_path)).code == "source_unavailable"
@@ -172,6 +232,10 @@ LISTED = UploadSettings(
         (HubSource(hub="local", repo="a/b/c", commit=COMMIT), "source.repo"),
         (HubSource(hub="local", repo="a/b?x", commit=COMMIT), "source.repo"),
         (HubSource(hub="local", repo="a/b@host", commit=COMMIT), "source.repo"),
+        *(
+            (HubSource(hub="local", repo="a/b", commit=COMMIT, subfolder=folder), "source.subfolder")
+            for folder in ("..", "a/../b", "a//b", "a b", "a?x", ".git", "a%2f", "a#")
+        ),
         (HubSource(hub="local", repo="a/b", commit="main"), "source.commit"),
         (HubSource(hub="local", repo="a/b", commit=COMMIT[:39]), "source.commit"),
         (HubSource(hub="local", repo="a/b", commit=COMMIT.upper()), "source.commit"),
@@ -209,15 +273,22 @@ async def test_an_import_from_a_bucket_becomes_a_revision(
     theirs.put(f"v1/{WEIGHTS_FILE}", b"weights")
     blobs = open_blobs(str(tmp_path / "blobs"), str(tmp_path / "cache"), {})
     async with upload_harness(database, blobs, principal, settings=settings) as harness:
+        said: list[str] = []
+        theirs.put(f"runs/sql/{CONFIG_FILE}", CONFIG)
+        theirs.put(f"runs/chat/{CONFIG_FILE}", CONFIG)
 
         async def fetched(folder: str) -> tuple[str, str | None]:
             source = BucketSource(url=place.replace("{tenant}", "acme") + folder)
             upload = await harness.uploads.open(principal, UploadRequest("upper", None, source))
             assert upload.state == "validating"
             end = await harness.end_of(upload.id)
+            said.append(end.outcome.error.message if end.outcome.error else "")
             return end.state, end.outcome.error and end.outcome.error.code
 
         assert await fetched("v1") == ("ready", None)
         assert await fetched("v2/") == ("rejected", "source_not_found")
+        assert await fetched("runs/") == ("rejected", "source_not_found")
+        assert "'chat', 'sql'" in said[-1]
+        assert "`source.url`" in said[-1]
         assert len(blobs.digests()) == 1
     blobs.close()

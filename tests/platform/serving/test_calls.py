@@ -261,3 +261,30 @@ def test_strict_tool_with_a_keyword_that_cannot_be_enforced_is_refused(style: st
 )
 def test_notation_is_recognised_by_the_template(template: str, style: str) -> None:
     assert choose_style(template) == STYLES[style]
+
+
+@pytest.mark.parametrize("size", [1, 3, 500])
+@pytest.mark.parametrize(
+    ("style", "text", "is_call"),
+    [
+        ("llama3", '{"name": "Ann", "parameters": {"age": 3}}', False),  # of no tool's name
+        ("llama3", '{"name": "now", "age": 3}', False),
+        ("llama3", '{"name": "nowadays", "parameters": {}}', False),
+        ("llama3", '{ "city": {"name": "now", "parameters": {}}}', False),
+        ("llama3", '{"name": "now"}', False),
+        ("llama3", "{}", False),
+        ("llama3", '\n{ "name" :"now",\n"parameters": {}}', True),
+        ("pythonic", '["now", 3]', False),
+        ("pythonic", "[[now()]]", False),
+        ("pythonic", "[ now()]", True),
+    ],
+)
+def test_json_answer_next_to_tools_is_a_call_only_if_it_begins_as_one(
+    style: str, text: str, is_call: bool, size: int
+) -> None:
+    """Models of these families write calls without a mark before them."""
+    made = AnswerReader(
+        Dialect(STYLES[style]), in_thought=False, may_think=False, may_call=True, use=USE, may_be_json=True
+    )
+    _, content, calls = read(made, [text[place : place + size] for place in range(0, len(text), size)])
+    assert (content, [name for name, _ in calls.values()]) == (("", ["now"]) if is_call else (text, []))

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -20,14 +21,14 @@ import msgspec
 
 from loramux.catalog.uploads.errors import InvalidUpload, UploadRejected, UploadTooSlow, rejected
 from loramux.catalog.uploads.parts import UploadFileTooLarge, paced, read_off_loop, write_file
-from loramux.common.bundle import SOURCES
+from loramux.common.bundle import SOURCES, explain_absence
 from loramux.common.identity import Principal
 from loramux.common.jobs import ThreadPool, Threads
 from loramux.common.public_http import MAX_BYTES, NotPublic, PublicTransport, Resolver, outside_client
 from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
 from loramux.data.storage.blobs import FILES
 from loramux.data.storage.errors import StorageUnavailable
-from loramux.data.storage.objects import open_objects
+from loramux.data.storage.objects import Objects, open_objects
 
 SILENCE_SECONDS = 30.0
 """The time in seconds for which a hub may send nothing."""
@@ -42,6 +43,9 @@ COMMIT_HEADER = "x-repo-commit"
 """The header in which hubs name the commit that they have resolved."""
 CHUNK_BYTES = 8 << 20
 NAMES = (*FILES, *SOURCES)
+MAX_LISTED = 1000
+"""The largest number of files that are listed of a place without an adapter."""
+MAX_LISTING_BYTES = 4 << 20
 
 _path = re.compile(r"(?:[A-Za-z0-9_=-][A-Za-z0-9._=-]*/)*")
 _repo = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,95}(?:/[A-Za-z0-9_-][A-Za-z0-9._-]{0,95})?")
@@ -61,6 +65,8 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True, tag="hub"):
     hub: str
     repo: str
     commit: str
+    subfolder: str = ""
+    """The folder in the repository, with a slash at its end; empty: its root."""
 
 
 class FolderSource(msgspec.Struct, frozen=True, kw_only=True, tag="folder"):
@@ -110,7 +116,10 @@ class Importer:
                 objects = open_objects(source.url.removesuffix("/"), bucket.options)
                 await self._write(threads, folder, name, read_off_loop(threads, objects.read(name)))
             except FileNotFoundError:
-                _demand_optional(folder, name)
+                if name in FILES:
+                    found = await threads.run(_objects_there, objects)
+                    raise _absent(name, found, "send its URL as `source.url`") from None
+                (folder / name).unlink(missing_ok=True)
             except StorageUnavailable:
                 raise _unavailable("the object store does not answer, or refuses") from None
 
@@ -126,7 +135,10 @@ class Importer:
                     async with _hub_response(client, hub, source, await _token(threads, hub), name) as response:
                         await self._write(threads, folder, name, response.aiter_raw())
                 except FileNotFoundError:
-                    _demand_optional(folder, name)
+                    if name in FILES:
+                        found = await _files_of_hub(client, hub, source, await _token(threads, hub))
+                        raise _absent(name, found, "send it as `source.subfolder`") from None
+                    (folder / name).unlink(missing_ok=True)
                 except NotPublic as why:
                     raise rejected("source_not_allowed", "source", f"The hub is not called: {why}.") from None
                 except (httpx.HTTPError, httpx.InvalidURL):  # a redirect may lead to an invalid URL
@@ -138,7 +150,9 @@ class Importer:
                 chunks = _chunks_of(Path(source.path, name), self._local_root)
                 await self._write(threads, folder, name, read_off_loop(threads, chunks))
             except FileNotFoundError:
-                _demand_optional(folder, name)
+                if name in FILES:
+                    raise _absent(name) from None
+                (folder / name).unlink(missing_ok=True)
 
     async def _write(self, threads: Threads, folder: Path, name: str, chunks: AsyncIterator[bytes]) -> None:
         limit = self._max_bytes[name]
@@ -155,8 +169,8 @@ async def _hub_response(
     client: httpx.AsyncClient, hub: HubSettings, source: HubSource, token: str | None, name: str
 ) -> AsyncIterator[httpx.Response]:
     """Request the file. Follow redirects only to hosts that the settings name, and never with the hub's token."""
-    url = httpx.URL(f"{hub.url}/{source.repo}/resolve/{source.commit}/{name}")
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    url = httpx.URL(f"{hub.url}/{source.repo}/resolve/{source.commit}/{source.subfolder}{name}")
+    headers = _authorization(token)
     for _ in range(MAX_REDIRECTS + 1):
         # `write_file` bounds each file by its own limit
         async with client.stream("GET", url, headers=headers, extensions={MAX_BYTES: sys.maxsize}) as response:
@@ -206,15 +220,49 @@ def _chunks_of(file: Path, root: Path | None) -> Iterator[bytes]:
             yield data
 
 
-def _demand_optional(folder: Path, name: str) -> None:
-    """Skip a missing file. Raises UploadRejected if it is a file that every adapter must have."""
-    if name in FILES:
-        raise _absent(name)
-    (folder / name).unlink(missing_ok=True)
+def _authorization(token: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _absent(name: str) -> UploadRejected:
-    return rejected("source_not_found", "source", f"There is no '{name}' there, or it is not public.")
+class _File(msgspec.Struct):
+    rfilename: str
+
+
+class _Repository(msgspec.Struct):
+    """A repository, as the Hugging Face hub's API describes it."""
+
+    siblings: list[_File]
+
+
+async def _files_of_hub(
+    client: httpx.AsyncClient, hub: HubSettings, source: HubSource, token: str | None
+) -> list[str] | None:
+    """Return the names of the files in the source's folder; None if the hub does not list them."""
+    url = httpx.URL(f"{hub.url}/api/models/{source.repo}/revision/{source.commit}")
+    try:
+        listing = await client.get(url, headers=_authorization(token), extensions={MAX_BYTES: MAX_LISTING_BYTES})
+        files = msgspec.json.decode(listing.content, type=_Repository).siblings if listing.status_code == 200 else None
+    except (httpx.HTTPError, httpx.InvalidURL, NotPublic, msgspec.DecodeError):
+        return None
+    if files is None:
+        return None
+    place = source.subfolder
+    there = (file.rfilename[len(place) :] for file in files if file.rfilename.startswith(place))
+    return list(islice(there, MAX_LISTED))
+
+
+def _objects_there(objects: Objects) -> list[str] | None:
+    """Return the names of objects in the folder; None if the store does not list them."""
+    try:
+        return objects.names("", MAX_LISTED)
+    except StorageUnavailable:
+        return None
+
+
+def _absent(name: str, found: list[str] | None = None, choose: str = "") -> UploadRejected:
+    """Return the refusal of a place without a file that every adapter must have, which has the files `found`."""
+    way_out = f" {explain_absence(found, choose)}" if found else ""
+    return rejected("source_not_found", "source", f"There is no '{name}' there, or it is not public.{way_out}")
 
 
 def _unavailable(why: str) -> UploadRejected:
@@ -249,7 +297,12 @@ def check_source(source: Source, principal: Principal, settings: UploadSettings)
             "a commit is its 40 hexadecimal digits: branches and tags move, and what is served must not",
             "source.commit",
         )
-    return source
+    subfolder = source.subfolder.strip("/") + "/" if source.subfolder.strip("/") else ""
+    if not _path.fullmatch(subfolder) or ".." in subfolder:
+        raise InvalidUpload(
+            "a folder of a repository is folders of letters, digits, '.', '_', '=' and '-'", "source.subfolder"
+        )
+    return msgspec.structs.replace(source, subfolder=subfolder)
 
 
 def bucket_of(source: BucketSource, tenant_name: str, settings: UploadSettings) -> BucketSettings | None:

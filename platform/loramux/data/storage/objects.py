@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -66,10 +67,11 @@ class Objects:
             for data in self.read(name):
                 file.write(data)
 
-    def names(self, prefix: str) -> list[str]:
-        """List the objects under `prefix/`."""
+    def names(self, prefix: str, count: int | None = None) -> list[str]:
+        """List the objects under `prefix/`, or `count` of them."""
         with self._faults.of_store(is_absence=True):
-            return sorted(found["path"] for page in obstore.list(self._store, prefix) for found in page)
+            found = (one["path"] for page in obstore.list(self._store, prefix or None) for one in page)
+            return sorted(islice(found, count))
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; absent ones are ignored."""
