@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 from litestar import MediaType, Response
 from litestar.response import Stream
-from litestar.types import ASGIApp, Receive, Scope, Send
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from msgspec import UNSET, UnsetType
 
 from loramux.common.errors import LoramuxError
@@ -37,6 +37,7 @@ from loramux_api.auth import platform_of, principal_of
 from loramux_api.bodies import AnyRequest, ClientDisconnected
 from loramux_api.custom_calls import InputReader
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of, rate_headers
+from loramux_api.http_layer import body_sender
 from loramux_api.problems import CLIENT_CLOSED_REQUEST, error_answer
 from loramux_api.schemas.chat import PromptLogprobEntry, PromptLogprobList, UsageObject, usage_object
 from loramux_api.schemas.sampling import SamplingBody
@@ -138,6 +139,8 @@ class AnswerParts:
 
 T = TypeVar("T")
 SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+DELTAS_A_TURN = 32
+"""Number of deltas for which the reader of an answer that is sent whole is woken."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -305,8 +308,13 @@ class AnswerStream(Stream):
         response = super().to_asgi_response(*args, **kwargs)
 
         async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+            send_event = body_sender(scope, send)
+
+            async def send_part(message: Message) -> None:
+                await (send_event if message.get("more_body") else send)(message)
+
             try:
-                await response(scope, receive, send)
+                await response(scope, receive, send_part)
             finally:
                 self._answer.abandon()
 
@@ -314,19 +322,20 @@ class AnswerStream(Stream):
 
 
 async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
+    """Yield the events of all that has come since the last ones were sent: of one token, unless the client is slow."""
     try:
-        for event in writer.opening():
-            yield writer.frame(event)
-        async for delta in answer:
-            for event in writer.chunk(delta):
-                yield writer.frame(event)
+        frames = [writer.frame(event) for event in writer.opening()]
+        while deltas := await answer.read():
+            frames += [writer.frame(event) for delta in deltas for event in writer.chunk(delta)]
+            if frames:
+                yield b"".join(frames)
+                frames = []
         await writer.finish(answer.usage)
-        for event in writer.closing(answer.usage):
-            yield writer.frame(event)
+        frames += [writer.frame(event) for event in writer.closing(answer.usage)]
     except LoramuxError as error:
-        yield writer.frame(writer.failure(error))
-    if writer.ending:
-        yield writer.ending
+        frames = [writer.frame(writer.failure(error))]
+    if last := b"".join(frames) + writer.ending:
+        yield last
 
 
 def named_frame(event: NamedEvent) -> bytes:
@@ -335,10 +344,11 @@ def named_frame(event: NamedEvent) -> bytes:
 
 
 async def _collect(answer: Answer, writer: Writer) -> None:
-    async for delta in answer:
-        writer.collect(delta)
-        if delta.pooled:
-            await asyncio.sleep(0)  # a vector takes up to 1 ms to encode, and many may come at once
+    while deltas := await answer.read(DELTAS_A_TURN):
+        for delta in deltas:
+            writer.collect(delta)
+            if delta.pooled:
+                await asyncio.sleep(0)  # a vector takes up to 1 ms to encode, and many may come at once
 
 
 async def _until_disconnected(request: AnyRequest) -> None:

@@ -20,7 +20,7 @@ from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
-from litestar.types import ASGIApp, HTTPScope, Message, Receive, Send
+from litestar.types import ASGIApp, HTTPScope, Message, Receive, Scope, Send
 
 from loramux.serving.errors import InvalidRequest, ServingError
 from loramux_api.headers import request_id
@@ -31,6 +31,7 @@ GZIP = zlib.MAX_WBITS | 16
 READ_ANYWAY = 8 << 10
 """Bytes of an unread body up to which the connection stays: they have come with the head."""
 _TIMED = "/v1/"
+_BODY_SENDER = "loramux.body_sender"
 
 
 class UnsupportedEncoding(ServingError):
@@ -72,11 +73,23 @@ async def serve(app: ASGIApp, scope: HTTPScope, receive: Receive, send: Send) ->
         return
     if is_head:
         scope = cast(HTTPScope, {**scope, "method": "GET"})
+    else:
+        cast(Any, scope)["extensions"] = {**(scope.get("extensions") or {}), _BODY_SENDER: send}
     if b"content-encoding" in headers:
         scope, receive_body = _decoded(scope, receive_noted)
     else:
         receive_body = receive_noted
     await app(scope, receive_body, send_shaped)
+
+
+def body_sender(scope: Scope, send: Send) -> Send:
+    """Return the ASGI server's own `send`, for the middle parts of a body: nothing on their way out looks at them.
+
+    A stream has a part per token, and every layer below `send` is a coroutine per part. Returns `send` if a layer
+    changes the parts.
+    """
+    sender: Send = (scope.get("extensions") or {}).get(_BODY_SENDER, send)
+    return sender
 
 
 def _has_long_body(scope: HTTPScope) -> bool:

@@ -15,7 +15,9 @@ from pathlib import Path
 COMPILERS = ("c++", "g++", "clang++")
 """Commands to look for on PATH, in this order, after the variable CXX."""
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-w")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=fast", "-w")
+"""Flags of every compiler. GCC contracts `a + b * c` to one instruction by itself; clang only within one expression of
+plain numbers, and then multiplies and adds a vector's halves separately, at half the speed."""
 
 LIBRARIES = ("-lstdc++",) if sys.platform == "linux" else ()
 """Libraries to link. A $CXX of `gcc` compiles C++ but does not link its library: the result could not be loaded.

@@ -1,10 +1,11 @@
 """One admitted API request while it runs.
 
     CompletionService.begin ── usage.open ──> Generation ── engine.submit, once a choice ──> engine
-    SSE writer <── one queue of Deltas <── OutputProcessor.push <── on_event, on the event loop <── engine
+    SSE writer <── one list of Deltas <── OutputProcessor.push <── on_event, on the event loop <── engine
 
-The events of all choices are processed in the engine client's callback, and their deltas go into one queue. The
-request's only task waits for the last event, settles the usage, and then gives out the deltas with the finish reasons.
+The events of all choices are processed in the engine client's callback, and their deltas go into one list, from which
+the reader takes all that have come. The request's only task waits for the last event, settles the usage, and then gives
+out the deltas with the finish reasons.
 """
 
 from __future__ import annotations
@@ -46,6 +47,50 @@ MAX_UNREAD = 65_536
 """Maximum number of deltas that may wait for their reader. A reader that is slower than this is treated as one that has
 left.
 """
+
+
+class UnreadDeltas:
+    """The deltas that the reader of an answer has not taken yet. The reader is woken once, however many have come."""
+
+    def __init__(self) -> None:
+        self._deltas: list[Delta] = []
+        self._is_over = False
+        self._error: LoramuxError | None = None
+        self._wanted = 1
+        self._reading: asyncio.Future[None] | None = None
+        """Set while the reader waits for `_wanted` deltas or the end."""
+
+    def __len__(self) -> int:
+        return len(self._deltas)
+
+    def put(self, delta: Delta) -> None:
+        """Add one."""
+        self._deltas.append(delta)
+        if self._reading is not None and len(self._deltas) >= self._wanted:
+            self._wake()
+
+    def end(self, error: LoramuxError | None) -> None:
+        """Let nothing follow but `error`; if there is one already, that one stays."""
+        self._error = self._error or error
+        self._is_over = True
+        self._wake()
+
+    async def read(self, least: int) -> list[Delta]:
+        """See `Answer.read`. There is one reader."""
+        if len(self._deltas) < least and not self._is_over:
+            self._wanted, self._reading = least, asyncio.get_running_loop().create_future()
+            try:
+                await self._reading
+            finally:
+                self._reading = None
+        deltas, self._deltas = self._deltas, []
+        if not deltas and self._error is not None:
+            raise self._error
+        return deltas
+
+    def _wake(self) -> None:
+        if self._reading is not None and not self._reading.done():
+            self._reading.set_result(None)
 
 
 class Generation:
@@ -113,7 +158,7 @@ class Generation:
         self._keeps_answer = opened.claim is not None
         self._kept: list[Delta] = []
         """All deltas, kept if an idempotency key or an observer needs the answer."""
-        self._deltas: asyncio.Queue[Delta | LoramuxError | None] = asyncio.Queue()
+        self._unread = UnreadDeltas()
         self._started = asyncio.Event()
         self._num_running = len(choices)
         self._submitted = False
@@ -191,11 +236,18 @@ class Generation:
         if self._failure is not None:
             raise self._failure
 
+    async def read(self, least: int = 1) -> Sequence[Delta]:
+        """Wait for `least` deltas or the end, and return all that have come since the last call; none after the end.
+
+        Raises the error with which the answer ended, once its deltas have been read. A token is never delayed for the
+        next one if `least` is 1: only a reader that is behind gets several deltas.
+        """
+        return await self._unread.read(least)
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        while (item := await self._deltas.get()) is not None:
-            if isinstance(item, LoramuxError):
-                raise item
-            yield item
+        while deltas := await self.read():
+            for delta in deltas:
+                yield delta
 
     def keep_answer(self) -> None:
         """Keep all deltas for `answer`. Call it before the first delta."""
@@ -226,7 +278,8 @@ class Generation:
         if self._failure is None:
             for delta in self._ends():
                 self._put(delta)
-        self._put(self._failure)
+        self._unread.end(self._failure)
+        self._started.set()
 
     async def _submit(self) -> None:
         """Submit every choice. Long prompts yield to other requests between choices, because each choice encodes its
@@ -289,13 +342,14 @@ class Generation:
             choice.output.abort()
             return
         self._note_token(choice)
-        if self._finished:
+        is_finished = choice.output.finish_reason is not None and self._finished
+        if is_finished:
             choice.last = delta  # it is sent with the finish reason
         elif delta.token_ids or delta.text or delta.thought or delta.calls or delta.pooled:
             self._put(delta)
         if choice.output.finish_reason is not None and event.finish_reason is None:
             self._engines.cancel(choice.request.id)
-            if self._finished:
+            if is_finished:
                 self._limit_wait()
 
     def _note_token(self, choice: Choice) -> None:
@@ -358,16 +412,17 @@ class Generation:
             return "failed"
         return "completed" if self._finished and not self._is_lost else "cancelled"
 
-    def _put(self, item: Delta | LoramuxError | None) -> None:
-        if self._keeps_answer and isinstance(item, Delta):
-            self._kept.append(item)
-        if not self._left or not isinstance(item, Delta):
-            self._deltas.put_nowait(item)
-        self._started.set()
-        if self._deltas.qsize() > MAX_UNREAD and not self._left:
-            self.abandon()
-            message = f"The answer is not read as fast as it is generated: {MAX_UNREAD} parts of it wait."
-            self._deltas.put_nowait(InvalidRequest(message, code="client_too_slow"))
+    def _put(self, delta: Delta) -> None:
+        if self._keeps_answer:
+            self._kept.append(delta)
+        if not self._left:
+            self._unread.put(delta)
+            if len(self._unread) > MAX_UNREAD:
+                self.abandon()
+                message = f"The answer is not read as fast as it is generated: {MAX_UNREAD} parts of it wait."
+                self._unread.end(InvalidRequest(message, code="client_too_slow"))
+        if not self._started.is_set():
+            self._started.set()
 
     @property
     def _is_lost(self) -> bool:

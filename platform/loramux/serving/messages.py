@@ -285,6 +285,12 @@ class Answer(Protocol):
     async def started(self) -> None:
         """Wait for the first delta or the end. Raises the error with which the request failed."""
 
+    async def read(self, least: int = 1) -> Sequence[Delta]:
+        """Wait for `least` deltas or the end, and return all that have come since the last call; none after the end.
+
+        Raises the error with which the answer ended, once its deltas have been read.
+        """
+
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def abandon(self) -> None:
@@ -339,8 +345,13 @@ class Replay:
     async def started(self) -> None:
         """Return at once."""
 
+    async def read(self, least: int = 1) -> Sequence[Delta]:  # noqa: ARG002 - all have come
+        """Return all deltas at the first call."""
+        deltas, self._deltas = self._deltas, ()
+        return deltas
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
-        for delta in self._deltas:
+        for delta in await self.read():
             yield delta
 
     def abandon(self) -> None:

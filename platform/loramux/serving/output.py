@@ -403,6 +403,8 @@ class OutputProcessor:
         """Log probabilities of the prompt that no delta has brought yet."""
         self._matcher = StopMatcher(stop)
         self._reader = reader
+        self._is_plain = reader is None and not stop.next
+        """True if the answer has no parts, and no stop string can end it."""
         self._min_tokens = min_tokens
         self._num_read = 0
         """Number of characters that have been read, shown or held back."""
@@ -422,6 +424,9 @@ class OutputProcessor:
         """
         if event.finish_reason in ("error", "cancelled"):
             raise from_fault(event.fault)
+        token_id = event.token_id
+        if self._is_plain and token_id is not None and event.finish_reason is None and event.logprob is None:
+            return self._push_plain(token_id)
         self.num_tokens += event.token_id is not None
         parts = self._split(self._read(event), event.finish_reason)
         text = self._match(parts.text, is_over=event.finish_reason is not None or self._is_calling)
@@ -441,10 +446,22 @@ class OutputProcessor:
             stop_string=self._matcher.matched,
             is_unended_thought=parts.is_unended_thought,
         )
-        if self._prompt_logprobs:
-            delta = msgspec.structs.replace(delta, prompt_logprobs=tuple(self._prompt_logprobs))
-            self._prompt_logprobs = []
-        return delta
+        return self._with_prompt(delta)
+
+    def _push_plain(self, token_id: int) -> Delta:
+        """Return what the rest of `push` would return, for most tokens of most answers: nothing can be held back."""
+        self.num_tokens += 1
+        text = self._detokenizer.push(token_id)
+        self._num_read += len(text)
+        self._num_shown += len(text)
+        return self._with_prompt(Delta(index=self.index, text=text, token_ids=(token_id,)))
+
+    def _with_prompt(self, delta: Delta) -> Delta:
+        """Return the delta with the prompt's log probabilities that no delta has brought yet."""
+        if not self._prompt_logprobs:
+            return delta
+        found, self._prompt_logprobs = tuple(self._prompt_logprobs), []
+        return msgspec.structs.replace(delta, prompt_logprobs=found)
 
     def add_prompt_logprobs(self, found: PromptLogprobs) -> None:
         """Keep log probabilities of the prompt for the first delta. An engine that starts the prompt again replaces
@@ -661,6 +678,8 @@ class Choice:
     def count_event(self, event: TokenEvent) -> None:
         """Count an event, whether its text is read or not."""
         self.num_generated += event.token_id is not None
+        if self.is_computed and event.count is None and not (event.waited_s or event.cached_tokens or event.load):
+            return  # most tokens say no more: only an engine's first and last event do
         self.is_computed |= event.token_id is not None or event.pooled is not None
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.waited_s = max(self.waited_s, event.waited_s)

@@ -1,0 +1,427 @@
+"""Measure what a token costs the server's own process, from the engine's message to the client's socket.
+
+    python benchmarks/front.py
+    python benchmarks/front.py --kinds completions chat --streams 64 256 1024 --repetitions 9 --latency
+
+The server is the real one, over its real pipe to an engine's process. In that process a stand-in answers: it repeats
+the prompt's tokens, one for each running request a step. It makes as many steps a second as it is told, or as many as
+the pipe takes. The client is a separate process that only counts events.
+
+A row is one kind of answer with one number of requests that run at a time. Its figures are medians over repetitions:
+
+- *us_per_token*: processor time of the server's process, user and system, all threads, per token. It is the time for
+  answers of TOKENS tokens minus that for answers of one token, over the tokens in between, so that what a request
+  costs once is not in it: that is *us_per_request*.
+- *threads*: the same by thread: `engine-reports` reads and decodes the engine's messages, `loop` is the event loop
+  (text, events), the rest is the HTTP server's own: it writes the sockets.
+- *alone*: single parts, each timed alone in this process: `message` (decode the report), `text` (token to text,
+  without and with stop strings), `frame` (text to an event's bytes).
+- *carries*: tokens per second that arrive while the stand-in is never waited for.
+- *latency* (with `--latency`): first token and the gap between two events of a stream, p50 and p99 in ms, at 50, 80
+  and 95 percent of what it carries.
+
+On a loopback socket the receiver's part of TCP is done by the sender's system call, so it is in the server's figure.
+The result is one JSON line a row on stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import queue
+import selectors
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from peers.serving import Command as ServerCommand
+from peers.serving import free_port, running
+from progress import say
+from specs import BENCHMARKS
+
+from loramux.common.units import TokenCounts
+from loramux.engine.messages import (
+    Cancel,
+    Command,
+    EngineCount,
+    EngineStats,
+    ModelFacts,
+    Ready,
+    Report,
+    Request,
+    Shutdown,
+    StepReport,
+    Stopped,
+    Submit,
+    TokenEvent,
+    TopLogprob,
+)
+
+MODEL_PATH = BENCHMARKS.parent / "demo/loramux_demo/assets/base"
+RATE_FILE = "LORAMUX_FRONT_RATE"
+TEXT = "The quick brown fox jumps over the lazy dog, and then it rests a while in the shade of an old tree. "
+TOKENS = 256
+SHARES = (0.5, 0.8, 0.95)
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+# ---- the stand-in: it takes the place of an engine's process
+
+
+def stand_in(settings: Any, connection: Connection) -> None:
+    """Answer every request with its own prompt's tokens."""
+    inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+    encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
+
+    def receive() -> None:
+        try:
+            while True:
+                inbox.put(decoder.decode(connection.recv_bytes()))
+        except (EOFError, OSError):
+            os._exit(0)
+
+    def send(report: Report) -> None:
+        connection.send_bytes(encoder.encode(report))
+
+    threading.Thread(target=receive, daemon=True).start()
+    send(Ready(facts_of(Path(settings.model.path))))
+    answer(inbox, send, Path(os.environ[RATE_FILE]))
+    send(Stopped())
+
+
+def facts_of(model: Path) -> ModelFacts:
+    """Return the facts of the model whose tokenizer the server uses."""
+    config = json.loads((model / "config.json").read_text())
+    return ModelFacts(
+        max_model_len=config["max_position_embeddings"],
+        vocab_size=config["vocab_size"],
+        eos_token_ids=(),
+        dtype="bfloat16",
+        pages_total=1 << 20,
+        block_size=16,
+        kv_cache_dtype="auto",
+        weights="none",
+        hidden_size=config["hidden_size"],
+    )
+
+
+def answer(inbox: queue.SimpleQueue[Command | None], send: Callable[[Report], None], rate_file: Path) -> None:
+    """Step until a Shutdown comes. `rate_file` holds the steps per second; 0: no pause between steps."""
+    requests: dict[str, tuple[Request, int]] = {}
+    due, stats_at, interval = time.perf_counter(), 0.0, 0.0
+    while True:
+        while not requests or not inbox.empty():
+            command = inbox.get()
+            if isinstance(command, Shutdown):
+                return
+            if isinstance(command, Submit):
+                if not requests:
+                    rate = float(rate_file.read_text())
+                    interval, due = 1 / rate if rate else 0.0, time.perf_counter()
+                requests[command.request.id] = (command.request, 0)
+            elif isinstance(command, Cancel) and (found := requests.pop(command.request_id, None)):
+                count = _count(found[0], found[1])
+                send(StepReport([TokenEvent(request_id=found[0].id, finish_reason="cancelled", count=count)]))
+        events = []
+        for id, (request, made) in list(requests.items()):
+            events.append(_event(request, made))
+            requests[id] = (request, made + 1)
+            if made + 1 == request.sampling.max_tokens:
+                del requests[id]
+        now = time.perf_counter()
+        stats = EngineStats() if now > stats_at + 1.0 else None
+        stats_at = now if stats else stats_at
+        send(StepReport(events, stats))
+        due += interval
+        if (wait := due - time.perf_counter()) > 0:
+            time.sleep(wait)
+
+
+def _event(request: Request, made: int) -> TokenEvent:
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    token, last = prompt[1 + made % (len(prompt) - 1)], made + 1 == sampling.max_tokens
+    top = None
+    if sampling.logprobs is not None:
+        top = [TopLogprob(prompt[1 + (made + n) % (len(prompt) - 1)], -0.5 - n) for n in range(sampling.logprobs)]
+    return TokenEvent(
+        request_id=request.id,
+        token_id=token,
+        logprob=-0.5 if top is not None else None,
+        top_logprobs=top,
+        finish_reason="length" if last else None,
+        count=_count(request, made + 1) if last else None,
+    )
+
+
+def _count(request: Request, made: int) -> EngineCount:
+    return EngineCount(tokens=TokenCounts(prompt=len(request.prompt_token_ids), cached=0, output=made))
+
+
+def serve(arguments: list[str]) -> None:
+    """Run the command line with the stand-in for the engine, and with the threads' names where `/proc` shows them."""
+    from loramux.engine import client
+    from loramux_api.cli.main import main as command_line
+
+    class NamedThread(threading.Thread):
+        def run(self) -> None:
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(self.name[:15])
+            super().run()
+
+    threading.Thread = NamedThread  # type: ignore[misc]
+    client._run_child = stand_in  # the part that is not measured is replaced
+    sys.argv = ["loramux", *arguments]
+    command_line()
+
+
+# ---- the client: a process that counts events
+
+
+@dataclass
+class Drive:
+    """What the client saw of some requests that ran at a time."""
+
+    seconds: float
+    events: int
+    first: list[float] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)
+
+
+def drive(port: int, head: bytes, streams: int, connection: Connection) -> None:
+    """Open `streams` connections; for each body that comes, send it on all of them and read all answers to the end."""
+    sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
+    selector = selectors.DefaultSelector()
+    for number, one in enumerate(sockets):
+        one.setblocking(False)
+        selector.register(one, selectors.EVENT_READ, number)
+    while (order := connection.recv()) is not None:
+        connection.send(_drive_once(sockets, selector, head, order))
+
+
+def _drive_once(
+    sockets: list[socket.socket], selector: selectors.BaseSelector, head: bytes, order: tuple[bytes, bool]
+) -> Drive:
+    body, is_streamed = order
+    message = head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    tails, open_streams = [b""] * len(sockets), len(sockets)
+    sent, last = [0.0] * len(sockets), [0.0] * len(sockets)
+    seen = Drive(0.0, 0)
+    began = time.perf_counter()
+    for number, one in enumerate(sockets):
+        sent[number] = time.perf_counter()
+        one.send(message)
+    while open_streams:
+        for key, _ in selector.select():
+            number = key.data
+            data = sockets[number].recv(1 << 16)
+            assert data, "the server closed a connection"
+            now = time.perf_counter()
+            if not tails[number]:
+                assert data.startswith(b"HTTP/1.1 200 "), data[:1000]
+            tail = tails[number] = (tails[number] + data)[-512:] if is_streamed else tails[number] + data
+            if is_streamed and (count := data.count(b"data: {")):
+                seen.events += count
+                if last[number]:
+                    seen.gaps.append(now - last[number])
+                else:
+                    seen.first.append(now - sent[number])
+                last[number] = now
+            is_over = tail.endswith(b"0\r\n\r\n") if is_streamed else _is_whole(tail)
+            open_streams -= is_over
+    seen.seconds = time.perf_counter() - began
+    return seen
+
+
+def _is_whole(data: bytes) -> bool:
+    head, _, body = data.partition(b"\r\n\r\n")
+    name = b"content-length: "
+    begin = head.lower().find(name)
+    if begin < 0:
+        return False
+    return len(body) >= int(head[begin + len(name) :].partition(b"\r\n")[0])
+
+
+# ---- the measurement
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to ask."""
+
+    path: str
+    stream: bool = True
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def body(self, tokens: int) -> bytes:
+        """Return the body of a request for `tokens` tokens."""
+        prompt: dict[str, Any] = {"prompt": TEXT}
+        if "chat" in self.path:
+            prompt = {"messages": [{"role": "user", "content": TEXT}]}
+        limits = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0}
+        return json.dumps({"model": "base", "stream": self.stream, **prompt, **limits, **self.extra}).encode()
+
+
+KINDS = {
+    "completions": Kind("/v1/completions"),
+    "chat": Kind("/v1/chat/completions"),
+    "stop": Kind("/v1/completions", extra={"stop": ["never written", "\n\n\n"]}),
+    "logprobs": Kind("/v1/completions", extra={"logprobs": 5}),
+    "whole": Kind("/v1/completions", stream=False),
+}
+
+
+def thread_times(pid: int) -> Counter[str]:
+    """Return the processor time of a process's threads by their names, in microseconds."""
+    found: Counter[str] = Counter()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        name = "loop" if task.name == str(pid) else (task / "comm").read_text().strip()
+        found[name] += int((task / "schedstat").read_text().split()[0]) / 1000
+    return found
+
+
+@dataclass(frozen=True)
+class Site:
+    """A running server with its stand-in."""
+
+    port: int
+    pid: int
+    key: str
+    rate: Path
+
+    @contextmanager
+    def client(self, path: str, streams: int) -> Iterator[Callable[[bytes, bool, float], Drive]]:
+        """Start a client with `streams` connections; yields the function that makes it send."""
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: front\r\nAuthorization: Bearer {self.key}\r\n"
+            "Content-Type: application/json\r\n"
+        ).encode()
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=drive, args=(self.port, head, streams, theirs), daemon=True)
+        process.start()
+        theirs.close()  # its end is an EOFError here
+
+        def send(body: bytes, is_streamed: bool, steps_per_s: float) -> Drive:
+            self.rate.write_text(str(steps_per_s))
+            ours.send((body, is_streamed))
+            seen: Drive = ours.recv()
+            return seen
+
+        try:
+            yield send
+        finally:
+            ours.send(None)
+            process.join()
+
+
+@contextmanager
+def site(model: Path, folder: Path) -> Iterator[Site]:
+    """Start the server, with limits that no client of ours reaches."""
+    config, rate, port = folder / "settings.toml", folder / "rate", free_port()
+    rate.write_text("0")
+    config.write_text(
+        f'[model]\npath = "{model}"\nserved_model_name = "base"\n[server]\nport = {port}\n[logging]\nlevel = "error"\n'
+        f'[engine]\ndevice = "cpu"\nnum_threads = 1\npool_bytes = {64 << 20}\n'
+    )
+    cli = [sys.executable, "-m", "loramux_api"]
+
+    def run(*arguments: str) -> dict[str, Any]:
+        command = [*cli, *arguments, "--config", str(config), "--json"]
+        made: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return made
+
+    run("tenant", "create", "acme")
+    key = run("key", "create", "--tenant", "acme")["key"]
+    command = [sys.executable, str(Path(__file__).resolve()), "--serve", "serve", "--config", str(config)]
+    health = f"http://127.0.0.1:{port}/health/ready"
+    with running(ServerCommand(command, health, folder / "server.log", {RATE_FILE: str(rate)})) as (pid, _):
+        yield Site(port, pid, key, rate)
+
+
+def measure(
+    at: Site, name: str, streams: int, tokens: int, repetitions: int, steps_per_s: float, *, latency: bool
+) -> dict[str, Any]:
+    """Return a row."""
+    kind = KINDS[name]
+    totals, requests = [], []
+    threads: dict[str, list[float]] = {}
+    with at.client(kind.path, streams) as send:
+        send(kind.body(tokens), kind.stream, 0.0)
+        seen = [send(kind.body(tokens), kind.stream, 0.0) for _ in range(3)]
+        carries = statistics.median(streams * tokens / one.seconds for one in seen)
+        rate = min(steps_per_s, carries / streams / 2)
+        for _ in range(repetitions):
+            used = []
+            for length in (1, tokens):
+                before = thread_times(at.pid)
+                send(kind.body(length), kind.stream, rate)
+                used.append(thread_times(at.pid) - before)
+            rest = {part: (used[1][part] - used[0][part]) / (streams * (tokens - 1)) for part in used[1]}
+            totals.append(sum(rest.values()))
+            requests.append(sum(used[0].values()) / streams)
+            for part, value in rest.items():
+                threads.setdefault(part, []).append(value)
+        row: dict[str, Any] = {
+            "kind": name,
+            "streams": streams,
+            "us_per_token": round(statistics.median(totals), 1),
+            "spread": [round(min(totals), 1), round(max(totals), 1)],
+            "threads": {part: round(statistics.median(found), 1) for part, found in threads.items()},
+            "us_per_request": round(statistics.median(requests)),
+            "tokens_per_s": round(rate * streams),
+            "carries": round(carries),
+        }
+        if latency and kind.stream:
+            row["latency_ms"] = {
+                str(share): _latency(send(kind.body(tokens), True, share * carries / streams))
+                for share in SHARES
+            }
+    return row | {"load": round(os.getloadavg()[0], 2)}
+
+
+def _latency(seen: Drive) -> dict[str, list[float]]:
+    return {"first": _quantiles(seen.first), "gap": _quantiles(seen.gaps)}
+
+
+def _quantiles(seconds: list[float]) -> list[float]:
+    ordered = sorted(seconds)
+    return [round(1000 * ordered[len(ordered) * share // 100], 1) for share in (50, 99)]
+
+
+def main() -> None:
+    """The command line."""
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--streams", nargs="+", type=int, default=[64, 256])
+    parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--steps-per-s", type=float, default=40.0, help="at most; half of what is carried, if less")
+    parser.add_argument("--latency", action="store_true", help="measure first tokens and gaps at set rates too")
+    parser.add_argument("--model", type=Path, default=MODEL_PATH, help="folder whose tokenizer and template are used")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, site(given.model, Path(folder)) as at:
+        for name in given.kinds:
+            for streams in given.streams:
+                say(f"{name}, {streams} streams")
+                row = measure(at, name, streams, given.tokens, given.repetitions, given.steps_per_s, latency=given.latency)
+                print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
