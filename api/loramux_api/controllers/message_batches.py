@@ -9,7 +9,6 @@ import msgspec
 from litestar import Controller, delete, get, post
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody, QueryParameter
 
 from loramux.batches.files import Files
@@ -23,6 +22,7 @@ from loramux_api.auth import requires
 from loramux_api.bodies import RequestsRequest
 from loramux_api.controllers.messages import ERRORS, MessageError, MessageErrorObject, refused
 from loramux_api.downloads import Download
+from loramux_api.openapi import ResponseSpec
 from loramux_api.parameters import OptionalText, PathName
 from loramux_api.schemas.message_batches import (
     BATCHES,

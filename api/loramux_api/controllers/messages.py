@@ -14,7 +14,6 @@ import msgspec
 from litestar import Controller, MediaType, Response, post
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
@@ -28,7 +27,7 @@ from loramux_api.answering import AnswerPart, AnswerParts, Inference, NamedEvent
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, InferenceRequest
 from loramux_api.headers import request_id
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import REFUSALS, ResponseSpec
 from loramux_api.problems import ErrorObject, Problem, error_answer, problem_of
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.messages import CountBody, MessageBody, ThreadNotFound, renamed, to_counted, to_request

@@ -14,10 +14,13 @@ from loramux.common.units import SECOND
 from loramux.data.entities import Batch, LineError
 from loramux.serving.errors import InvalidRequest
 from loramux_api.bodies import Body
+from loramux_api.schemas.bounds import MAX_KEYS, Name
 
 MESSAGES = "/v1/messages"
 """Endpoint of the lines of these batches."""
 BATCHES = f"{MESSAGES}/batches"
+MAX_REQUESTS = 100_000
+"""Requests of a batch at Anthropic. The bounds of a body and of a batch's lines allow fewer."""
 
 
 class MessageRequest(msgspec.Struct):
@@ -25,14 +28,14 @@ class MessageRequest(msgspec.Struct):
 
     custom_id: Annotated[str, Meta(min_length=1, max_length=MAX_CUSTOM_ID)]
     """The caller's name for the request, unique in the batch."""
-    params: dict[str, msgspec.Raw]
+    params: Annotated[dict[Name, msgspec.Raw], Meta(max_length=MAX_KEYS)]
     """Body of a request to /v1/messages. It is checked when its turn comes."""
 
 
 class MessageBatchBody(Body, forbid_unknown_fields=True):
     """A batch to create."""
 
-    requests: Annotated[list[MessageRequest], Meta(min_length=1)]
+    requests: Annotated[list[MessageRequest], Meta(min_length=1, max_length=MAX_REQUESTS)]
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user_profile_id", "workspace_id"})
 

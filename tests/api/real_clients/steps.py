@@ -34,15 +34,14 @@ def fails(work: Callable[[], object], *words: str) -> None:
     raise AssertionError(f"no error, but {found!r}")
 
 
-def run(**apis: dict[str, Callable[[], object]]) -> None:
-    """Take the steps of each API that the client can speak."""
+def run(**apis: dict[str, Callable[[], str | None]]) -> None:
+    """Take the steps of each API that the client can speak. A step may return a note about its result."""
     results: dict[str, dict[str, str]] = {}
     for api, taken in apis.items():
         results[api] = {}
         for name, step in taken.items():
             try:
-                step()
-                results[api][name] = "ok"
+                results[api][name] = f"ok, {note}" if (note := step()) else "ok"
             except Exception as error:
                 results[api][name] = f"{type(error).__name__}: {error}"[:1200]
     print("\n" + json.dumps(results))

@@ -1,13 +1,12 @@
 """LangGraph's agents over langchain-openai (chat and Responses) and langchain-anthropic."""
 
+import steps
 from langchain.agents import create_agent
 from langchain.agents.structured_output import ProviderStrategy, ToolStrategy
 from langchain_anthropic import ChatAnthropic
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
-
-import steps
 
 
 class Person(BaseModel):

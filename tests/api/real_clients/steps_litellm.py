@@ -3,9 +3,8 @@
 import json
 
 import litellm
-from pydantic import BaseModel
-
 import steps
+from pydantic import BaseModel
 
 litellm.suppress_debug_info = True
 TOOLS = [

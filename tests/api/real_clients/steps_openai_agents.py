@@ -2,13 +2,18 @@
 
 import asyncio
 
+import steps
 from agents import (
-    Agent, AsyncOpenAI, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool,
+    Agent,
+    AsyncOpenAI,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
     set_tracing_disabled,
 )  # fmt: skip
 from pydantic import BaseModel
-
-import steps
 
 set_tracing_disabled(True)
 
@@ -50,7 +55,9 @@ def of(kind: type) -> dict:
     return {
         "turn": lambda: steps.expect(Runner.run_sync(agent(kind), steps.HELLO).final_output, "Hello there."),
         "stream": lambda: steps.expect(asyncio.run(streamed(agent(kind), steps.HELLO)), "Hello there."),
-        "tools": lambda: steps.expect(Runner.run_sync(agent(kind, tools=[weather]), steps.CALL).final_output, steps.SAID),
+        "tools": lambda: steps.expect(
+            Runner.run_sync(agent(kind, tools=[weather]), steps.CALL).final_output, steps.SAID
+        ),
         "streamed tools": lambda: steps.expect(
             asyncio.run(streamed(agent(kind, tools=[weather]), steps.CALL)), steps.SAID
         ),

@@ -4,14 +4,13 @@ import asyncio
 
 import anthropic
 import openai
+import steps
 from pydantic import BaseModel
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
-
-import steps
 
 
 class Person(BaseModel):
@@ -74,6 +73,4 @@ def of(make) -> dict:
     }
 
 
-steps.run(
-    chat=of(of_openai(OpenAIChatModel)), responses=of(of_openai(OpenAIResponsesModel)), messages=of(of_anthropic)
-)
+steps.run(chat=of(of_openai(OpenAIChatModel)), responses=of(of_openai(OpenAIResponsesModel)), messages=of(of_anthropic))

@@ -1,8 +1,7 @@
 """smolagents: its model class, and agents that call tools or write code."""
 
-from smolagents import CodeAgent, OpenAIServerModel, ToolCallingAgent, tool
-
 import steps
+from smolagents import CodeAgent, OpenAIServerModel, ToolCallingAgent, tool
 
 
 @tool
@@ -16,7 +15,9 @@ def weather(city: str) -> str:
 
 
 def model(key: str = steps.KEY) -> OpenAIServerModel:
-    return OpenAIServerModel(model_id=steps.MODEL, api_base=f"{steps.URL}/v1", api_key=key, client_kwargs={"max_retries": 0})
+    return OpenAIServerModel(
+        model_id=steps.MODEL, api_base=f"{steps.URL}/v1", api_key=key, client_kwargs={"max_retries": 0}
+    )
 
 
 def user(text: str) -> list:
