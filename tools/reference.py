@@ -294,7 +294,7 @@ def hints_table() -> str:
     by_paths: dict[tuple[str, ...], list[str]] = {}
     for name, paths in sorted(fields.items()):
         by_paths.setdefault(tuple(sorted(paths)), []).append(f"`{name}`")
-    lines = ["| endpoints | fields |", "|---|---|"]
+    lines = ["| endpoints | fields |", "| -- | -- |"]
     for paths, names in sorted(by_paths.items()):
         lines.append(f"| {', '.join(f'`{path}`' for path in paths)} | {', '.join(names)} |")
     return "\n".join(lines) + "\n"
@@ -316,7 +316,7 @@ CLIENT_STEPS = (
 def clients_table() -> str:
     """Return the table of real clients in docs/compatibility.md, whose results their own tests write."""
     columns = ["client", "version", "over", *CLIENT_STEPS, "more"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    lines = [f"| {' | '.join(columns)} |", "| -- " * len(columns) + "|"]
     for client, found in json.loads(CLIENT_RESULTS.read_text()).items():
         for api, results in found["apis"].items():
             more = [f"{step}: {said}" for step, said in results.items() if step in CLIENT_STEPS and said[:3] == "ok,"]

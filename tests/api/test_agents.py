@@ -61,7 +61,7 @@ class Agent:
 
     def run(self, *arguments: str, said: str = "", **more: str) -> tuple[int, str, str]:
         """Run the agent, with `said` as its input; return its exit code and what it prints."""
-        environment = os.environ | OFFLINE | {"HOME": str(self.home)} | self.environment | more
+        environment = os.environ | OFFLINE | {"HOME": str(self.home), "PWD": str(self.folder)} | self.environment | more
         done = subprocess.run(
             [*self.command, *arguments], cwd=self.folder, env=environment, input=said,
             capture_output=True, text=True, timeout=PATIENCE, check=False,
@@ -315,7 +315,7 @@ def test_aider_takes_every_step(served: Served, folder: Path) -> None:
 
     def ask(text: str, *arguments: str, **more: str) -> str:
         _, out, err = agent.run(*arguments, "--message", text, **more)
-        return out + err
+        return " ".join((out + err).split())  # it breaks lines
 
     def says(text: str, *words: str, **more: str) -> None:
         found = ask(text, **more)

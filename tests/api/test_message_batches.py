@@ -1,6 +1,4 @@
-"""/v1/messages/batches through Anthropic's client: the same batches as /v1/batches, in another shape, for the same
-bill.
-"""
+"""/v1/messages/batches through Anthropic's client: the batches of /v1/batches in another shape, with the same bill."""
 
 from __future__ import annotations
 

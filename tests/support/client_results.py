@@ -19,7 +19,19 @@ RESULTS, BODIES = FOLDER / "results.json", FOLDER / "bodies"
 Results = dict[str, dict[str, str]]
 MAX_TEXT, MAX_TOOLS, MAX_BODIES = 40, 4, 10
 """Characters of a text, tools of a body, and bodies of a client, that are kept."""
-KEPT_WHOLE = ("type", "role", "name", "pattern", "$ref", "format", "id", "call_id", "tool_call_id", "tool_use_id")
+KEPT_WHOLE = (
+    "type",
+    "role",
+    "name",
+    "pattern",
+    "$ref",
+    "$schema",
+    "format",
+    "id",
+    "call_id",
+    "tool_call_id",
+    "tool_use_id",
+)
 KEPT_HEADERS = ("anthropic-beta", "anthropic-version", "openai-beta")
 _uuid = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
@@ -75,7 +87,8 @@ def cut(value: Any, name: str = "") -> Any:
             return value if len(value) < 200 and "/" not in value else "{}"
         case str():
             text = _uuid.sub("0", value)
-            is_kept = name in KEPT_WHOLE or (len(text) <= MAX_TEXT and "/" not in text)
+            is_short = len(text) <= MAX_TEXT and "/" not in text and name != "description"
+            is_kept = name in KEPT_WHOLE or is_short
             return text if is_kept else f"{len(text)} characters"
     return value
 

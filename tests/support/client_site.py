@@ -91,7 +91,7 @@ class Script:
         return [*text.encode(), EOS]
 
     def answer(self, prompt: str) -> tuple[str | None, str]:
-        """What is said after a prompt, and the fault that goes with it."""
+        """The answer to a prompt, and the fault that ends or delays it."""
         last = prompt[prompt.rfind("user: ") :]
         result = last.rpartition("tool: ")
         if result[1]:

@@ -1,4 +1,4 @@
-"""Clients behind LiteLLM's proxy: openai and anthropic, whose requests go on as chats, Responses and Messages."""
+"""OpenAI's client over LiteLLM's proxy, which asks this server by chats, Responses and Messages."""
 
 import json
 import os
