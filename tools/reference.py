@@ -1,7 +1,9 @@
 """Generate the reference pages from the code: `python tools/reference.py docs`.
 
 docs/settings.md comes from the settings' types and docstrings, docs/metrics.md from `metrics.FAMILIES`, and tables in
-docs/models.md from `loramux_adapters.families` and `loramux.common.sampling`. These pages are in the repository, and a
+docs/models.md from `loramux_adapters.families` and `loramux.common.sampling`. The table of clients in
+docs/compatibility.md comes from the results that the clients' own tests write, and that of ignored fields in
+docs/no-effect.md from the bodies of the endpoints. These pages are in the repository, and a
 test compares them with the code. docs/http.md comes from the OpenAPI document, and docs/commands.md from the help of
 the command line. Both are made when the site is built (`make docs`).
 """
@@ -13,17 +15,21 @@ import inspect
 import json
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 import msgspec
+from litestar import Litestar
+from litestar.routes import HTTPRoute
 
 from loramux.common.sampling import KINDS, NEUTRAL, PARAMETERS
 from loramux.common.settings.file import Settings
 from loramux_adapters import families as model_families
 from loramux_api import vllm_metrics
 from loramux_api.app import create_app
+from loramux_api.bodies import Body
 from loramux_api.cli.main import main
 from loramux_api.metrics import FAMILIES
 from loramux_api.openapi import REFUSALS
@@ -113,8 +119,7 @@ def settings_page() -> str:
 
 def http_page() -> str:
     """Return docs/http.md: every operation, its fields and its answers."""
-    settings = msgspec.convert({"model": {"path": "model", "served_model_name": "base"}}, Settings)
-    document = create_app(settings).openapi_schema.to_schema()
+    document = _application().openapi_schema.to_schema()
     lines = [
         "# HTTP API",
         "",
@@ -133,6 +138,10 @@ def http_page() -> str:
     for tag, rows in sorted(by_tag.items()):
         lines += [f"## {tag}", "", *rows]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _application() -> Litestar:
+    return create_app(msgspec.convert({"model": {"path": "model", "served_model_name": "base"}}, Settings))
 
 
 def _operation(method: str, path: str, operation: dict[str, Any], document: dict[str, Any]) -> list[str]:
@@ -273,6 +282,51 @@ def sampling_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def hints_table() -> str:
+    """Return the table of fields in docs/no-effect.md that endpoints ignore."""
+    fields: dict[str, set[str]] = {}
+    for route in _application().routes:
+        for handler in route.route_handlers if isinstance(route, HTTPRoute) else []:
+            data = handler.parsed_data_field
+            if data is not None and inspect.isclass(data.annotation) and issubclass(data.annotation, Body):
+                for name in _ignored(data.annotation):
+                    fields.setdefault(name, set()).add(route.path)
+    by_paths: dict[tuple[str, ...], list[str]] = {}
+    for name, paths in sorted(fields.items()):
+        by_paths.setdefault(tuple(sorted(paths)), []).append(f"`{name}`")
+    lines = ["| endpoints | fields |", "| -- | -- |"]
+    for paths, names in sorted(by_paths.items()):
+        lines.append(f"| {', '.join(f'`{path}`' for path in paths)} | {', '.join(names)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ignored(body: type[Body], path: str = "") -> Iterator[str]:
+    yield from (f"{path}{name}" for name in body.ignored)
+    for name, inner in body.nested.items():
+        yield from _ignored(inner, f"{path}{name}.")
+
+
+CLIENT_RESULTS = Path(__file__).parents[1] / "tests" / "api" / "real_clients" / "results.json"
+CLIENT_STEPS = (
+    "turn", "stream", "tools", "streamed tools", "JSON", "second turn", "cut stream", "busy", "wrong key", "too long",
+)  # fmt: skip
+"""Steps that have a column in the table of clients."""
+
+
+def clients_table() -> str:
+    """Return the table of real clients in docs/compatibility.md, whose results their own tests write."""
+    columns = ["client", "version", "over", *CLIENT_STEPS, "more"]
+    lines = [f"| {' | '.join(columns)} |", "| -- " * len(columns) + "|"]
+    for client, found in json.loads(CLIENT_RESULTS.read_text()).items():
+        for api, results in found["apis"].items():
+            more = [f"{step}: {said}" for step, said in results.items() if step in CLIENT_STEPS and said[:3] == "ok,"]
+            more += [f"{step}: {said}" for step, said in results.items() if step not in CLIENT_STEPS]
+            cells = ["–" if step not in results else results[step].partition(",")[0] for step in CLIENT_STEPS]
+            row = [client, found["version"], api, *cells, "; ".join(more) or "–"]
+            lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines) + "\n"
+
+
 def with_tables(page: str, text: str) -> str:
     """Return the text of a written page with new generated tables, each between two comments."""
     for name, write in TABLES.get(page, {}).items():
@@ -286,7 +340,11 @@ def with_tables(page: str, text: str) -> str:
 
 
 PAGES = {"metrics.md": metrics_page, "settings.md": settings_page}
-TABLES = {"models.md": {"families": families_table, "sampling": sampling_table}}
+TABLES = {
+    "models.md": {"families": families_table, "sampling": sampling_table},
+    "compatibility.md": {"clients": clients_table},
+    "no-effect.md": {"hints": hints_table},
+}
 """Generated tables of pages that are written by hand, by page."""
 SITE_PAGES = {"commands.md": commands_page, "http.md": http_page}
 

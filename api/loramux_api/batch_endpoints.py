@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from loramux.batches.lines import AnswerWriter, BatchEndpoints, ParsedBody
+from loramux.batches.lines import AnswerWriter, BatchEndpoint, BatchEndpoints, ParsedBody
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, GenerationRequest
 from loramux.serving.service import CompletionService
 from loramux_api.bodies import decode_body, inference_body_bytes, look_through
 from loramux_api.controllers import completions as completion_routes
 from loramux_api.controllers.chat import ChatWriter
+from loramux_api.controllers.messages import MessageWriter, message_error
 from loramux_api.controllers.pooling import EmbeddingWriter
 from loramux_api.controllers.responses import ResponseWriter
 from loramux_api.problems import error_answer
-from loramux_api.schemas import chat, pooling, responses
+from loramux_api.schemas import chat, messages, pooling, responses
+from loramux_api.schemas.message_batches import MESSAGES
 
-B = TypeVar("B", chat.ChatBody, completion_routes.CompletionBody, responses.ResponseBody, pooling.EmbeddingBody)
+B = TypeVar(
+    "B",
+    chat.ChatBody,
+    completion_routes.CompletionBody,
+    responses.ResponseBody,
+    pooling.EmbeddingBody,
+    messages.MessageBody,
+)
 LINE_BYTES = 1 << 10
 """Bytes of a line in addition to its body."""
 
@@ -41,21 +50,25 @@ def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
 
         return parse
 
+    parsers = {
+        "/v1/chat/completions": parser(chat.ChatBody, chat.to_request, ChatWriter),
+        "/v1/completions": parser(
+            completion_routes.CompletionBody, completion_routes.to_request, completion_routes.CompletionWriter
+        ),
+        "/v1/embeddings": parser(
+            pooling.EmbeddingBody, pooling.embedding_request, lambda body, answer, _: EmbeddingWriter(body, answer)
+        ),
+        "/v1/responses": parser(
+            responses.ResponseBody, responses.stateless_request, lambda body, answer, _: ResponseWriter(body, answer)
+        ),
+    }
+    message_parser = parser(
+        messages.MessageBody, messages.to_request, lambda body, answer, _: MessageWriter(body, answer)
+    )
     return BatchEndpoints(
-        parsers={
-            "/v1/chat/completions": parser(chat.ChatBody, chat.to_request, ChatWriter),
-            "/v1/completions": parser(
-                completion_routes.CompletionBody, completion_routes.to_request, completion_routes.CompletionWriter
-            ),
-            "/v1/embeddings": parser(
-                pooling.EmbeddingBody, pooling.embedding_request, lambda body, answer, _: EmbeddingWriter(body, answer)
-            ),
-            "/v1/responses": parser(
-                responses.ResponseBody,
-                responses.stateless_request,
-                lambda body, answer, _: ResponseWriter(body, answer),
-            ),
+        by_path={
+            **{path: BatchEndpoint(parse, error_answer) for path, parse in parsers.items()},
+            MESSAGES: BatchEndpoint(message_parser, message_error, answers_every_line=True),
         },
-        error_body=error_answer,
         max_line_bytes=inference_body_bytes(completions.context) + LINE_BYTES,
     )

@@ -42,11 +42,12 @@ SMALL_BODY_BYTES = 64 << 10
 BODY_SECONDS = 120.0
 """The time that a body of JSON may take to arrive."""
 
-BodyKind = Literal["json", "document", "inference", "adapter", "file"]
+BodyKind = Literal["json", "document", "inference", "requests", "adapter", "file"]
 BODY_BYTES: Mapping[BodyKind, Callable[[Platform], int]] = {
     "json": lambda _: SMALL_BODY_BYTES,
     "document": lambda _: 512 << 10,
     "inference": lambda platform: inference_body_bytes(platform.completions.context),
+    "requests": lambda _: MAX_BODY_BYTES,
     "adapter": lambda platform: platform.settings.server.max_upload_bytes,
     "file": lambda platform: platform.settings.batches.max_body_bytes,
 }
@@ -157,6 +158,12 @@ class InferenceRequest(ApiRequest):
     """A request for completions."""
 
     body_kind = "inference"
+
+
+class RequestsRequest(ApiRequest):
+    """A request with the requests of a batch in its body."""
+
+    body_kind = "requests"
 
 
 class AdapterRequest(ApiRequest):

@@ -33,11 +33,18 @@ def file_headers(filename: str, disposition: Literal["attachment", "inline"]) ->
 
 
 class Download(Stream):
-    """A file of `size` bytes, sent as an attachment at the client's speed."""
+    """A file, sent as an attachment at the client's speed."""
 
-    def __init__(self, content: AsyncGenerator[bytes, None], filename: str, size: int) -> None:
-        headers = file_headers(filename, "attachment") | {"Content-Length": str(size)}
-        super().__init__(content, media_type="application/octet-stream", headers=headers)
+    def __init__(
+        self,
+        content: AsyncGenerator[bytes, None],
+        filename: str,
+        size: int | None,
+        media_type: str = "application/octet-stream",
+    ) -> None:
+        """`size` in bytes; None: not known before the end."""
+        length = {} if size is None else {"Content-Length": str(size)}
+        super().__init__(content, media_type=media_type, headers=file_headers(filename, "attachment") | length)
         self._content = content
 
     def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it
@@ -51,7 +58,7 @@ class Download(Stream):
 
             try:
                 await response(scope, receive, send_in_time)
-            except* TimeoutError:  # the length that was announced tells the client that the rest is missing
+            except* TimeoutError:  # the announced length, or the missing last chunk, tells the client that it is cut
                 logger.info("request %s: its client took nothing for %g s", request_id(scope), READER_SECONDS)
             finally:
                 await self._content.aclose()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from litestar import Controller
+from litestar import Controller, openapi
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
-from litestar.openapi import OpenAPIConfig, ResponseSpec
+from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin, SwaggerRenderPlugin
 from litestar.openapi.spec import (
     Components,
@@ -26,6 +26,14 @@ from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
 from loramux_api.auth import requires
 from loramux_api.problems import ErrorAnswer, ProblemDetails
 from loramux_api.schemas.bounds import MAX_NAME
+
+
+@dataclass
+class ResponseSpec(openapi.ResponseSpec):
+    """The description of a response. Random examples of nested objects would make the document 46 MB large."""
+
+    generate_examples: bool = False
+
 
 REFUSALS = {
     400: ResponseSpec(ErrorAnswer, description="The request cannot be served as it stands; `param` names the field."),

@@ -63,6 +63,9 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 TYPES = {403: "permission_error", 429: "over_capacity_error", 500: SERVER, 503: SERVER}
 """OpenAI's `type` by status. All other statuses are INVALID."""
 
+RETRY = "x-should-retry"
+"""Header by which OpenAI's and Anthropic's clients learn that a repetition is of no use."""
+
 OFFSET = "Upload-Offset"
 """Header with the offset at which a file continues."""
 
@@ -88,6 +91,7 @@ class Problem:
             headers["Retry-After"] = str(self.retry_after)
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
+            headers[RETRY] = "false"  # agents wait minutes for another key to be found, unless they are told
         return headers
 
     def response(self, request: AnyRequest) -> Response[Any]:
@@ -134,7 +138,7 @@ def _of_error(error: LoramuxError) -> Problem:
         case LimitReached():
             kind, headers = error.kind, rate_headers(error.rate_limits)
             if error.retry_after is None:
-                headers["x-should-retry"] = "false"
+                headers[RETRY] = "false"
         case WrongOffset():
             headers = {OFFSET: str(error.received)}
         case LoramuxError(code="server_draining"):

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from client_environments import PATIENCE, RegistryError, make_environment, shell
 from running_server import free_port
 
 from loramux_demo.assets import LOOKUP, base_folder
@@ -28,7 +28,6 @@ from loramux_demo.tour import Customer
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parent / "real_clients"
-PATIENCE = 900
 VLLM = "0.33.0"
 
 Run = Callable[..., str]
@@ -56,32 +55,14 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[.
     def make(*packages: str) -> Path:
         folder = tmp_path_factory.mktemp("environment")
         made.append(folder)
-        shell(sys.executable, "-m", "venv", str(folder))
-        programs = Path(sysconfig.get_path("scripts", "venv", {"base": str(folder), "platbase": str(folder)}))
         try:
-            shell(str(programs / "pip"), "install", "--quiet", "uv")
-            shell(str(programs / "uv"), "pip", "install", "--quiet", "--python", str(programs / "python"), *packages)
+            return make_environment(folder, *packages)
         except RegistryError as error:
             pytest.skip(f"{' '.join(packages)} cannot be installed here: {error}")
-        return programs
 
     yield make
     for folder in made:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class RegistryError(Exception):
-    """A package could not be installed."""
-
-
-def shell(*command: str, **environment: str) -> str:
-    """Run a program; raises RegistryError with the end of what it said."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | environment, check=False
-    )
-    if done.returncode:
-        raise RegistryError((done.stdout + done.stderr)[-2000:])
-    return done.stdout
 
 
 @pytest.fixture

@@ -67,6 +67,11 @@ def test_costs_and_audit_are_described_as_they_are_sent(document: dict[str, Any]
     assert document["components"]["schemas"]["AuditObject"]["properties"]["before"] == {}
 
 
+def test_document_is_small_enough_to_read(site: Site) -> None:
+    """Random examples of answers made it 46 MB large, and no JSON if a part of an answer is sent undecoded."""
+    assert len(httpx.get(f"{site.url}/schema/openapi.json", timeout=120).content) < 2 << 20
+
+
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The folder of a generator and a tester of APIs, installed from the registry."""

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
-from sdk_types import ROOTS, class_of, fields_of, name_of, recorded
+from sdk_types import RECORD, ROOTS, class_of, fields_of, name_of, recorded
 from typing_extensions import get_type_hints
 
 from loramux_api.bodies import Body
 from loramux_api.controllers.completions import CompletionBody
 from loramux_api.schemas.batches import BatchBody
 from loramux_api.schemas.chat import ChatBody
+from loramux_api.schemas.message_batches import MessageBatchBody
 from loramux_api.schemas.messages import CountBody, MessageBody
 from loramux_api.schemas.responses import ResponseBody
 
+PAGE = RECORD.parents[1] / "no-effect.md"
 BODIES: dict[str, type[Body]] = {
     "chat": ChatBody,
     "completions": CompletionBody,
@@ -22,6 +26,7 @@ BODIES: dict[str, type[Body]] = {
     "messages beta": MessageBody,
     "count_tokens": CountBody,
     "batches": BatchBody,
+    "message batches": MessageBatchBody,
 }
 
 
@@ -50,6 +55,13 @@ def test_endpoint_treats_each_field_by_its_class(endpoint: str) -> None:
         if class_of(rows, name_of(root), field) != class_in(BODIES[endpoint], field)
     }
     assert differing == {}
+
+
+def test_page_of_what_has_no_effect_names_every_hint_of_the_record() -> None:
+    text = PAGE.read_text().replace("```", "")
+    named = set(re.findall(r"[\w-]+", " ".join(re.findall(r"`([^`]+)`", text))))
+    hints = {(name_of(kind), field) for kind, field, of_class in fields_of(recorded()) if of_class == "hint"}
+    assert sorted(f"{kind}.{field}" for kind, field in hints if field not in named) == []
 
 
 def test_new_field_of_a_served_type_has_no_class() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from anthropic.types import message_count_tokens_params, message_create_params
 from anthropic.types.beta import message_create_params as beta_message_create_params
+from anthropic.types.messages import batch_create_params as message_batch_create_params
 from openai.types import batch_create_params, completion_create_params, file_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
@@ -26,6 +27,7 @@ ROOTS: dict[str, type] = {
     "messages beta": beta_message_create_params.MessageCreateParamsBase,
     "count_tokens": message_count_tokens_params.MessageCountTokensParams,
     "batches": batch_create_params.BatchCreateParams,
+    "message batches": message_batch_create_params.BatchCreateParams,
     "files": file_create_params.FileCreateParams,
 }
 _row = re.compile(r"^\| (?P<types>[\w.*, ]+) \| (?P<class>[\w-]+) \| (?P<fields>[^|]*) \|$", re.MULTILINE)

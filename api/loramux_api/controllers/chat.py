@@ -9,7 +9,6 @@ from typing import Any, cast
 import msgspec
 from litestar import Response, post
 from litestar.di import NamedDependency
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
@@ -28,7 +27,7 @@ from loramux_api.answering import (
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
 from loramux_api.custom_calls import InputReader, input_of
-from loramux_api.openapi import ApiController, StreamingOperation
+from loramux_api.openapi import ApiController, ResponseSpec, StreamingOperation
 from loramux_api.schemas.chat import (
     AssistantMessage,
     ChatBody,

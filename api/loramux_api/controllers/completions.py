@@ -11,7 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import msgspec
 from litestar import Response, post
 from litestar.di import NamedDependency
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, Meta, UnsetType
 
@@ -38,7 +37,7 @@ from loramux_api.answering import (
 )
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest, Unsupported
-from loramux_api.openapi import ApiController, StreamingOperation
+from loramux_api.openapi import ApiController, ResponseSpec, StreamingOperation
 from loramux_api.schemas.chat import PromptLogprobList, UsageObject, usage_object
 from loramux_api.schemas.sampling import (
     MAX_CHOICES,

@@ -13,7 +13,6 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from litestar import Controller, MediaType, Response, post
 from litestar.di import NamedDependency
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import Meta
 
@@ -29,7 +28,7 @@ from loramux.serving.service import CompletionService
 from loramux_api.answering import Writer, respond
 from loramux_api.auth import requires
 from loramux_api.bodies import MAX_BODY_BYTES, AnyRequest, Body, InferenceRequest, Unsupported
-from loramux_api.openapi import REFUSALS, StreamingOperation
+from loramux_api.openapi import REFUSALS, ResponseSpec, StreamingOperation
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.bounds import ModelName
 from loramux_api.schemas.sampling import Int64, Positive, StopString, taking_numbers

@@ -14,7 +14,6 @@ import msgspec
 from litestar import Controller, MediaType, Response, post
 from litestar.di import NamedDependency
 from litestar.exceptions import HTTPException
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import UNSET, UnsetType
 
@@ -28,7 +27,7 @@ from loramux_api.answering import AnswerPart, AnswerParts, Inference, NamedEvent
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, InferenceRequest
 from loramux_api.headers import request_id
-from loramux_api.openapi import REFUSALS
+from loramux_api.openapi import REFUSALS, ResponseSpec
 from loramux_api.problems import ErrorObject, Problem, error_answer, problem_of
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.messages import CountBody, MessageBody, ThreadNotFound, renamed, to_counted, to_request
@@ -202,17 +201,22 @@ ERRORS = {status: ResponseSpec(MessageError, description=spec.description) for s
 def refused(request: AnyRequest, error: Exception) -> Response[Any]:
     """Return the error in Anthropic's shape."""
     problem = problem_of(request, error)
-    if isinstance(error, PromptTooLong):  # the words that tell Anthropic's clients to compact the conversation
-        problem.error.message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
-    content = message_error(problem.status, problem.error, request_id(request.scope))
+    content = _in_its_shape(problem.status, problem.error, error, request_id(request.scope))
     return Response(content, status_code=problem.status, media_type=MediaType.JSON, headers=_headers(request, problem))
 
 
-def message_error(status: int, error: ErrorObject, id: str | None = None) -> MessageError:
-    """Return an error in Anthropic's shape."""
+def message_error(error: LoramuxError) -> MessageError:
+    """Return an error of a line of a batch, or in the middle of a stream."""
+    return _in_its_shape(error.status, error_answer(error).error, error)
+
+
+def _in_its_shape(status: int, shown: ErrorObject, error: Exception, id: str | None = None) -> MessageError:
+    """Return an error in Anthropic's shape. `shown`: what the caller may see of it."""
     kind = ERROR_TYPES.get(status, "invalid_request_error")
-    content = MessageErrorObject(type=kind, message=error.message, param=error.param, code=error.code)
-    if error.code == ThreadNotFound.code:
+    content = MessageErrorObject(type=kind, message=shown.message, param=shown.param, code=shown.code)
+    if isinstance(error, PromptTooLong):  # the words that tell Anthropic's clients to compact the conversation
+        content.message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+    if shown.code == ThreadNotFound.code:
         content.details = {"error_code": ThreadNotFound.code}
     return MessageError(error=content, request_id=id)
 
@@ -310,7 +314,7 @@ class MessageWriter(Writer):
 
     def failure(self, error: LoramuxError) -> MessageError:
         """Return the event for an error in the middle of a stream."""
-        return message_error(error.status, error_answer(error).error)
+        return message_error(error)
 
     def frame(self, event: msgspec.Struct) -> bytes:
         """Return an event as the bytes that are sent."""

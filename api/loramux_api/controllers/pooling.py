@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from litestar import Response, post
 from litestar.di import NamedDependency
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from numpy.typing import NDArray
 
@@ -20,7 +19,7 @@ from loramux.serving.messages import Answer, Classes, Delta, TextPair
 from loramux_api.answering import Inference, Writer
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
-from loramux_api.openapi import ApiController
+from loramux_api.openapi import ApiController, ResponseSpec
 from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.pooling import (
     INPUT,

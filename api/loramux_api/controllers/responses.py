@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal, cast
 import msgspec
 from litestar import MediaType, Response, delete, get, post
 from litestar.di import NamedDependency
-from litestar.openapi import ResponseSpec
 from litestar.params import FromQuery, JSONBody, QueryParameter
 from msgspec import UNSET
 
@@ -27,7 +26,7 @@ from loramux.serving.stored_responses import ResponseStore, ResponseText
 from loramux_api.answering import AnswerPart, AnswerParts, Inference, PartChange, Writer, named_frame
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest, inference_body_bytes
-from loramux_api.openapi import ApiController
+from loramux_api.openapi import ApiController, ResponseSpec
 from loramux_api.parameters import PathName, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
 from loramux_api.schemas.bounds import MAX_NAME

@@ -6,7 +6,6 @@ from typing import Literal
 
 from litestar import MediaType, Response, get
 from litestar.di import NamedDependency, Provide
-from litestar.openapi import ResponseSpec
 from litestar.params import FromQuery
 
 from loramux.common.identity import Principal
@@ -24,7 +23,7 @@ from loramux.serving.errors import InvalidRequest
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest
 from loramux_api.downloads import file_headers
-from loramux_api.openapi import ApiController
+from loramux_api.openapi import ApiController, ResponseSpec
 from loramux_api.parameters import (
     CostsLimit,
     EndTime,

@@ -16,7 +16,6 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from litestar import Controller, MediaType, Response, get, post
 from litestar.di import NamedDependency
-from litestar.openapi import ResponseSpec
 from litestar.params import JSONBody
 from msgspec import Meta
 
@@ -33,7 +32,7 @@ from loramux.serving.messages import GenerationRequest
 from loramux.serving.service import CompletionService
 from loramux_api.auth import requires
 from loramux_api.bodies import AnyRequest, Body, InferenceBody, InferenceRequest, Unsupported
-from loramux_api.openapi import REFUSALS, ApiController
+from loramux_api.openapi import REFUSALS, ApiController, ResponseSpec
 from loramux_api.parameters import OptionalText
 from loramux_api.problems import ErrorAnswer, problem_of
 from loramux_api.schemas.bounds import Fields, ModelName, Name, Path, Text, TokenIds

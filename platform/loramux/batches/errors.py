@@ -7,6 +7,7 @@ BatchesError
 ├── FileNotFound         404
 ├── FileInUse            an unfinished batch reads it: 409
 ├── InvalidBatch         400
+├── BatchUnfinished      the batch has not ended: 400, because clients repeat a request after 409 at once
 ├── BatchNotFound        404
 └── TooManyBatches       429
 """
@@ -66,6 +67,15 @@ class InvalidBatch(BatchesError):
     """The request for a batch is not valid; the message names the change to make."""
 
     code = "invalid_batch"
+
+
+class BatchUnfinished(BatchesError):
+    """The batch has no results yet and cannot be deleted. The status is 400: clients repeat at once after 409."""
+
+    code = "batch_unfinished"
+
+    def __init__(self, id: str, state: str) -> None:
+        super().__init__(f"The batch '{id}' is {state}; wait until it has ended, or cancel it first.", "batch_id")
 
 
 class BatchNotFound(BatchesError):

@@ -7,7 +7,7 @@ are stored even if they exceed it.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -39,6 +39,8 @@ FOLDER = "files"
 PURPOSES = ("batch", "evals")
 """Purposes for which a client may send a file."""
 OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
+REQUESTS = "batch_requests"
+"""Purpose of a file that this server makes of a batch's requests."""
 TRANSFERS, TRANSFERS_PER_TENANT = 64, 8
 THREADS, THREADS_PER_TENANT = 8, 2
 READ_BYTES = 256 << 10
@@ -203,8 +205,12 @@ class Files:
             if user is not None:
                 raise FileInUse(f"The batch '{user}' reads the file '{id}'; cancel it first.", "file_id")
             await files.remove(id)
-        await self.threads.run(principal.tenant, self._blobs.objects.delete, [object_name(id)])
+        await self.remove_objects(principal.tenant, [id])
         return file
+
+    async def remove_objects(self, tenant: TenantId, ids: Sequence[str]) -> None:
+        """Delete the bytes of files whose rows are deleted."""
+        await self.threads.run(tenant, self._blobs.objects.delete, [object_name(id) for id in ids])
 
     async def expire(self) -> int:
         """Delete files past their expiry that no unfinished batch reads; return their number."""

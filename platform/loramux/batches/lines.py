@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +36,7 @@ MAX_CUSTOM_ID = 512
 WORK_SECONDS, PAUSE_SECONDS = 0.002, 0.002
 """Seconds that the checks hold the interpreter, and seconds that they leave it to requests."""
 BLOCK = 1 << 20
+_encode = msgspec.json.Encoder().encode
 
 
 class AnswerWriter(Protocol):
@@ -57,13 +58,22 @@ class ParsedBody:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchEndpoint:
+    """An endpoint that lines may name."""
+
+    parse: Callable[[bytes], ParsedBody]
+    """Parser of bodies. It runs on a thread and raises InvalidRequest."""
+    error_body: Callable[[LoramuxError], msgspec.Struct]
+    """Writes an error as the endpoint does."""
+    answers_every_line: bool = False
+    """True: a batch runs even if none of its lines can, and each line gets its error."""
+
+
+@dataclass(frozen=True, slots=True)
 class BatchEndpoints:
     """The endpoints that lines may name."""
 
-    parsers: Mapping[str, Callable[[bytes], ParsedBody]]
-    """Parsers of bodies, by the endpoint's path. They run on a thread and raise InvalidRequest."""
-    error_body: Callable[[LoramuxError], msgspec.Struct]
-    """Writes an error as the endpoints do."""
+    by_path: Mapping[str, BatchEndpoint]
     max_line_bytes: int
     """The largest line, in bytes."""
 
@@ -144,6 +154,17 @@ def open_input(path: Path, max_lines: int) -> Input:
     return source
 
 
+def write_lines(path: Path, lines: Iterable[BatchLine]) -> int:
+    """Write lines as an input file; return its bytes. Runs on a thread."""
+    pauses = Pauses()
+    with path.open("wb") as file:
+        for line in lines:
+            # In JSON, line breaks are only between values: in a text they are escaped.
+            file.write(_encode(line).replace(b"\n", b" ").replace(b"\r", b" ") + b"\n")
+            pauses.take()
+        return file.tell()
+
+
 def read_line(source: Input, number: int, endpoint: str, endpoints: BatchEndpoints) -> BatchLine:
     """Decode a line, but not its body. Raises BadLine."""
     if source.size(number) > endpoints.max_line_bytes:
@@ -193,7 +214,7 @@ def _checked(line: BatchLine, endpoint: str) -> BatchLine:
 def parse_body(line: BatchLine, endpoints: BatchEndpoints) -> ParsedBody:
     """Parse a line's body as its endpoint does. Raises BadLine."""
     try:
-        parsed = endpoints.parsers[line.url](bytes(line.body))
+        parsed = endpoints.by_path[line.url].parse(bytes(line.body))
         if parsed.request.service_tier != "default":
             message = "Lines of a batch have a service tier of their own."
             raise InvalidRequest(message, "service_tier", code="invalid_value")
@@ -235,12 +256,16 @@ class Findings(msgspec.Struct, kw_only=True):
     """The models that lines name, each with the place of the first line that does."""
 
 
-def check_lines(source: Input, endpoint: str, endpoints: BatchEndpoints, max_lines: int) -> Findings:
-    """Check every line. Runs on a thread."""
+def size_errors(source: Input, max_lines: int) -> list[LineError]:
+    """Return the error of a file with too many lines, or with none."""
     if source.is_cut:
-        return Findings(errors=[_too_many(max_lines)])
-    if not len(source):
-        return Findings(errors=[LineError(code="empty_file", message="The file has no line.")])
+        message = f"A batch has at most {max_lines} lines; divide them among several batches."
+        return [LineError(code="too_many_lines", message=message, line=max_lines + 1)]
+    return [] if len(source) else [LineError(code="empty_file", message="The file has no line.")]
+
+
+def check_lines(source: Input, endpoint: str, endpoints: BatchEndpoints) -> Findings:
+    """Check every line. Runs on a thread."""
     found, pauses, seen, can_run = Findings(), Pauses(), dict[str, int](), False
     for number in range(len(source)):
         try:
@@ -260,11 +285,6 @@ def check_lines(source: Input, endpoint: str, endpoints: BatchEndpoints, max_lin
             return Findings(errors=[LineError(code="too_many_models", message=message, param="body.model", line=place)])
         pauses.take()
     return Findings(models=found.models) if can_run else found
-
-
-def _too_many(max_lines: int) -> LineError:
-    message = f"A batch has at most {max_lines} lines; divide them among several batches."
-    return LineError(code="too_many_lines", message=message, line=max_lines + 1)
 
 
 class Pauses:

@@ -34,7 +34,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -44,6 +44,7 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.batches.files import FOLDER, OUTPUT, Files, new_file_id, object_name
 from loramux.batches.lines import (
     BadLine,
+    BatchEndpoint,
     BatchEndpoints,
     BatchLine,
     Input,
@@ -55,6 +56,7 @@ from loramux.batches.lines import (
     read_line,
     repeated_id,
     repeated_lines,
+    size_errors,
 )
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
@@ -70,7 +72,6 @@ from loramux.data.records.batches import (
     FAILED,
     FINALIZING,
     IN_PROGRESS,
-    VALIDATING,
     BatchJobs,
     BatchRepository,
     FileRepository,
@@ -121,7 +122,7 @@ class LeaseLost(Exception):
 class LineOutcome(NamedTuple):
     """A line of the output or error file."""
 
-    answered: bool
+    kind: Literal["answered", "failed", "not_run"]
     line: bytes
 
 
@@ -251,7 +252,7 @@ class BatchRun:
             source = await self._fetch(folder)
             if source is None:
                 return
-            if self._batch.state in (VALIDATING, CANCELLING) and not self._batch.lines:
+            if self._batch.in_progress_at is None:
                 await self._validate(source)
             if self._batch.state in (IN_PROGRESS, CANCELLING):
                 await self._answer_lines(source)
@@ -273,11 +274,10 @@ class BatchRun:
         return await self._threads.run(open_input, folder / "input", self._server.settings.max_lines)
 
     async def _validate(self, source: Input) -> None:
-        server = self._server
-        found = await self._threads.run(
-            check_lines, source, self._batch.endpoint, server.endpoints, server.settings.max_lines
-        )
-        errors = found.errors or await self._check_models(found.models)
+        errors = size_errors(source, self._server.settings.max_lines)
+        if not errors and not self._endpoint.answers_every_line:
+            found = await self._threads.run(check_lines, source, self._batch.endpoint, self._server.endpoints)
+            errors = found.errors or await self._check_models(found.models)
         if errors:
             await self._end(FAILED, errors=tuple(errors))
             return
@@ -374,7 +374,7 @@ class BatchRun:
             except TimeoutError:
                 pause = min(2 * pause, MAX_PAUSE)
         not_run = OutputError(self._stopped, REASONS[self._stopped])
-        return self._written(number, await self._custom_id(source, number), False, error=not_run)
+        return self._written(number, await self._custom_id(source, number), "not_run", error=not_run)
 
     @asynccontextmanager
     async def _place(self, size: int) -> AsyncIterator[Place]:
@@ -411,7 +411,7 @@ class BatchRun:
         if bad.refusal is not None:
             return self._refused(number, bad.custom_id, bad.refusal)
         error = OutputError(bad.code, f"Line {source.place(number)}: {bad}")
-        return self._written(number, bad.custom_id, False, error=error)
+        return self._written(number, bad.custom_id, "failed", error=error)
 
     async def _answered(self, principal: Principal, number: int, source: Input, place: Place) -> LineOutcome:
         custom_id, parsed = await self._threads.run(self._read, source, number)
@@ -430,19 +430,18 @@ class BatchRun:
             raise
         body = writer.whole(answer.usage)
         response = OutputResponse(status_code=HTTPStatus.OK, request_id=answer.id, body=body)
-        return self._written(number, custom_id, True, response=response, timing=answer.timing)
+        return self._written(number, custom_id, "answered", response=response, timing=answer.timing)
 
     def _refused(self, number: int, custom_id: str | None, error: LoramuxError) -> LineOutcome:
-        body = self._server.endpoints.error_body(error)
-        return self._written(
-            number, custom_id, False, response=OutputResponse(status_code=error.status, request_id="", body=body)
-        )
+        body = self._endpoint.error_body(error)
+        response = OutputResponse(status_code=error.status, request_id="", body=body)
+        return self._written(number, custom_id, "failed", response=response)
 
     def _written(
         self,
         number: int,
         custom_id: str | None,
-        answered: bool,
+        kind: Literal["answered", "failed", "not_run"],
         *,
         response: OutputResponse | None = None,
         error: OutputError | None = None,
@@ -452,14 +451,14 @@ class BatchRun:
         if response is not None and not response.request_id:
             response.request_id = id
         made = OutputLine(id=id, custom_id=custom_id, response=response, error=error, timing=timing)
-        return LineOutcome(answered, _encode(made) + b"\n")
+        return LineOutcome(kind, _encode(made) + b"\n")
 
     async def _flush(self, first: int, outcomes: Sequence[LineOutcome]) -> None:
         """Write consecutive outcomes as a chunk."""
         name = f"{chunk_folder(self._batch.id)}/{first:08d}-{secrets.token_hex(4)}"
-        data = b"".join((b"+" if one.answered else b"-") + one.line for one in outcomes)
+        data = b"".join((b"+" if one.kind == "answered" else b"-") + one.line for one in outcomes)
         await self._threads.run(self._server.blobs.objects.put, name, data)
-        answered = sum(one.answered for one in outcomes)
+        kinds = Counter(one.kind for one in outcomes)
         flushed = first + len(outcomes)
         async with self._database.begin() as session:
             jobs = BatchJobs(session)
@@ -469,8 +468,9 @@ class BatchRun:
             await jobs.add_chunk(batch.id, first, name)
             changed = {
                 "flushed": flushed,
-                "completed": batch.completed + answered,
-                "failed": batch.failed + len(outcomes) - answered,
+                "completed": batch.completed + kinds["answered"],
+                "failed": batch.failed + kinds["failed"] + kinds["not_run"],
+                "not_run": batch.not_run + kinds["not_run"],
                 "attempts": 1,
             }
             await self._mine(session).change(batch.id, **changed)
@@ -588,6 +588,10 @@ class BatchRun:
         self._wake.set()
         for line in self._queued:
             line.cancel()
+
+    @property
+    def _endpoint(self) -> BatchEndpoint:
+        return self._server.endpoints.by_path[self._batch.endpoint]
 
     @property
     def _claims_expire_at(self) -> int:

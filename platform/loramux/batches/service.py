@@ -12,23 +12,33 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from loramux.batches.errors import BatchNotFound, FileNotFound, InvalidBatch, TooManyBatches
-from loramux.batches.files import Files
-from loramux.batches.lines import BatchEndpoints
+from loramux.batches.errors import BatchNotFound, BatchUnfinished, FileNotFound, InvalidBatch, TooManyBatches
+from loramux.batches.files import OUTPUT, REQUESTS, Files
+from loramux.batches.lines import BatchEndpoints, BatchLine, write_lines
 from loramux.batches.run import BatchRun, BatchServer, LeaseLost, chunk_folder
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import SERVER, JobRunner
 from loramux.common.settings.server import BatchSettings
 from loramux.common.units import DAY, SECOND
-from loramux.data.entities import Batch, LineError
+from loramux.data.entities import Batch, LineError, StoredFile
 from loramux.data.records.base import Viewpoint
-from loramux.data.records.batches import CANCELLING, IN_PROGRESS, VALIDATING, BatchJobs, BatchRepository, FileRepository
+from loramux.data.records.batches import (
+    CANCELLING,
+    IN_PROGRESS,
+    UNFINISHED,
+    VALIDATING,
+    BatchJobs,
+    BatchRepository,
+    FileRepository,
+)
 from loramux.data.records.database import Database
 from loramux.money.usage.service import UsageService
 from loramux.serving.checks import canonical_tags, ensure_storage_allowed
 from loramux.serving.service import service_class_of
 
+INPUTS = ("batch", REQUESTS)
+"""Purposes of files that a batch may read."""
 MAX_HOURS = 168
 MAX_ATTEMPTS = 10
 """Servers that may die in succession while they run a batch, without writing another chunk of it."""
@@ -65,17 +75,18 @@ class Batches:
         completion_window: str,
         metadata: Mapping[str, str] | None,
         output_seconds: int | None = None,
+        lines: int = 0,
     ) -> Batch:
         """Create a batch; its lines are checked at once, in the background.
 
-        `output_seconds`: the time for which its output and error files are kept.
+        `output_seconds`: the time for which its output and error files are kept. `lines`: their number, if it is known.
         Raises InvalidBatch, InvalidFile, FileNotFound, TooManyBatches, NotAllowed, InvalidRequest.
         """
         ensure_storage_allowed(principal, "input_file_id")
         self._files.check_expiry(output_seconds, "output_expires_after")
         service_class_of(principal, "batch")
-        if endpoint not in self._endpoints.parsers:
-            raise InvalidBatch(f"'endpoint' is one of {', '.join(self._endpoints.parsers)}.", "endpoint")
+        if endpoint not in self._endpoints.by_path:
+            raise InvalidBatch(f"'endpoint' is one of {', '.join(self._endpoints.by_path)}.", "endpoint")
         window = _window.fullmatch(completion_window)
         if window is None or int(window[1]) > MAX_HOURS:
             raise InvalidBatch(f"'completion_window' is 24h, or 1h to {MAX_HOURS}h.", "completion_window")
@@ -92,6 +103,7 @@ class Batches:
             state=VALIDATING,
             server_id=self.worker.server_id,
             attempts=1,
+            lines=lines,
             created_at=now,
             expires_at=now + int(window[1]) * 3600 * SECOND,
             output_seconds=output_seconds,
@@ -105,37 +117,101 @@ class Batches:
                     "input_file_id",
                 )
             file = await FileRepository(session, principal.tenant).get(input_file_id, Viewpoint.of(principal))
-            if file is None or file.purpose != "batch":
+            if file is None or file.purpose not in INPUTS:
                 raise FileNotFound(input_file_id, "input_file_id")
             await batches.add(batch)
         self.worker.jobs.look()
         return batch
 
-    async def get(self, principal: Principal, id: str) -> Batch:
-        """Return a batch. Raises BatchNotFound."""
-        async with self._database.read() as session:
-            batch = await BatchRepository(session, principal.tenant).get(id, Viewpoint.of(principal))
-        if batch is None:
-            raise BatchNotFound(id)
-        return batch
+    async def create_of(self, principal: Principal, endpoint: str, requests: Sequence[BatchLine]) -> Batch:
+        """Create a batch of requests, which become its input file. Raises the errors of `create`."""
+        if len(requests) > self._settings.max_lines:
+            most = self._settings.max_lines
+            raise InvalidBatch(
+                f"A batch has at most {most} requests; this one {len(requests)}. Divide them.", "requests"
+            )
+        async with self._files.receiving(principal, None) as folder:
+            path = folder / "requests"
+            size = await self._files.threads.run(principal.tenant, write_lines, path, requests)
+            file = await self._files.store(principal, path, size, filename="requests.jsonl", purpose=REQUESTS)
+        try:
+            return await self.create(
+                principal,
+                endpoint=endpoint,
+                input_file_id=file.id,
+                completion_window="24h",
+                metadata=None,
+                lines=len(requests),
+            )
+        except LoramuxError:
+            await self._files.delete(principal, file.id)
+            raise
 
-    async def before(self, principal: Principal, id: str | None, limit: int) -> list[Batch]:
-        """List at most `limit` batches older than that one, newest first."""
+    async def get(self, principal: Principal, id: str, endpoint: str | None = None) -> Batch:
+        """Return a batch; with `endpoint`, only one of it. Raises BatchNotFound."""
         async with self._database.read() as session:
-            return await BatchRepository(session, principal.tenant).before(Viewpoint.of(principal), id, limit)
+            return await _found(BatchRepository(session, principal.tenant), principal, id, endpoint)
 
-    async def cancel(self, principal: Principal, id: str) -> Batch:
+    async def before(
+        self, principal: Principal, id: str | None, limit: int, endpoint: str | None = None
+    ) -> list[Batch]:
+        """List at most `limit` batches older than that one, newest first; with `endpoint`, only those of it."""
+        async with self._database.read() as session:
+            batches = BatchRepository(session, principal.tenant)
+            return await batches.before(Viewpoint.of(principal), id, limit, endpoint)
+
+    async def following(self, principal: Principal, id: str, limit: int, endpoint: str | None = None) -> list[Batch]:
+        """List the `limit` batches that were created next after that one, newest first."""
+        async with self._database.read() as session:
+            batches = BatchRepository(session, principal.tenant)
+            return await batches.following(Viewpoint.of(principal), id, limit, endpoint)
+
+    async def outputs(self, principal: Principal, batch: Batch) -> list[StoredFile]:
+        """Return the files with the outcomes of a batch's lines. Raises BatchUnfinished, FileNotFound."""
+        if batch.state in UNFINISHED:
+            raise BatchUnfinished(batch.id, batch.state)
+        ids = [id for id in (batch.output_file_id, batch.error_file_id) if id is not None]
+        return [await self._files.get(principal, id) for id in ids]
+
+    async def delete(self, principal: Principal, id: str, endpoint: str | None = None) -> None:
+        """Delete a batch that has ended, with its outputs and the input that this server made of its requests.
+
+        Raises BatchNotFound, BatchUnfinished.
+        """
+        async with self._database.begin() as session:
+            batches, files = BatchRepository(session, principal.tenant), FileRepository(session, principal.tenant)
+            await files.total_size()  # locks the tenant: a batch that reads the input is created before or after
+            batch = await _found(batches, principal, id, endpoint, lock=True)
+            if batch.state in UNFINISHED:
+                raise BatchUnfinished(id, batch.state)
+            await batches.remove(id)
+            named = (batch.input_file_id, batch.output_file_id, batch.error_file_id)
+            found = [await files.get(one, Viewpoint.of(principal)) for one in named if one is not None]
+            ours = [file.id for file in found if file is not None and file.purpose in (REQUESTS, OUTPUT)]
+            gone = [one for one in ours if await batches.user_of(one) is None]
+            for one in gone:
+                await files.remove(one)
+        await self._files.remove_objects(principal.tenant, gone)
+
+    async def cancel(self, principal: Principal, id: str, endpoint: str | None = None) -> Batch:
         """Begin no further line; running lines finish. A batch that has ended does not change. Raises BatchNotFound."""
         async with self._database.begin() as session:
             batches = BatchRepository(session, principal.tenant)
-            batch = await batches.get(id, Viewpoint.of(principal), lock=True)
-            if batch is None:
-                raise BatchNotFound(id)
+            batch = await _found(batches, principal, id, endpoint, lock=True)
             if batch.state in (VALIDATING, IN_PROGRESS):
                 at = self._database.now()
                 await batches.change(id, state=CANCELLING, cancelling_at=at)
                 batch = msgspec.structs.replace(batch, state=CANCELLING, cancelling_at=at)
         return batch
+
+
+async def _found(
+    batches: BatchRepository, principal: Principal, id: str, endpoint: str | None, *, lock: bool = False
+) -> Batch:
+    batch = await batches.get(id, Viewpoint.of(principal), lock=lock)
+    if batch is None or endpoint not in (None, batch.endpoint):
+        raise BatchNotFound(id)
+    return batch
 
 
 class BatchWorker:

@@ -115,6 +115,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     flushed: int = 0
     completed: int = 0
     failed: int = 0
+    """Number of lines in the error file."""
+    not_run: int = 0
+    """Number of failed lines that were not run because the batch was cancelled or expired."""
     errors: tuple[LineError, ...] = ()
     output_file_id: str | None = None
     error_file_id: str | None = None

@@ -161,6 +161,13 @@ def newest_first(statement: Select[Found], row: Any, tenant: TenantId, before: s
     return statement.where(row.tenant_id == tenant).order_by(row.created_at.desc(), row.id.desc()).limit(limit)
 
 
+def oldest_first(statement: Select[Found], row: Any, tenant: TenantId, after: str, limit: int) -> Select[Found]:
+    """Return at most `limit` rows of the tenant, oldest first, that are newer than the one with the id `after`."""
+    last = select(row.created_at, row.id).where(row.tenant_id == tenant, row.id == after)
+    newer = statement.where(tuple_(row.created_at, row.id) > last.scalar_subquery(), row.tenant_id == tenant)
+    return newer.order_by(row.created_at, row.id).limit(limit)
+
+
 def among(session: AsyncSession, column: SQLColumnExpression[str], values: Collection[str]) -> ColumnElement[bool]:
     """Return `column IN values` with one parameter, so that it is compiled once for any number of values."""
     if is_postgresql(session):

@@ -15,6 +15,7 @@ from sqlalchemy import (
     ForeignKey,
     ForeignKeyConstraint,
     Index,
+    Select,
     UniqueConstraint,
     delete,
     func,
@@ -27,7 +28,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
 from loramux.data.entities import Batch, LineError, StoredFile
-from loramux.data.records.base import Base, Repository, TenantScoped, Viewpoint, newest_first, to_struct
+from loramux.data.records.base import Base, Repository, TenantScoped, Viewpoint, newest_first, oldest_first, to_struct
 from loramux.data.records.database import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import lock_tenant
 
@@ -152,6 +153,8 @@ class BatchRow(LeasedRow, Base):
     flushed: Mapped[int]
     completed: Mapped[int]
     failed: Mapped[int]
+    not_run: Mapped[int] = mapped_column(server_default="0")
+    """Number of failed lines that were not run because the batch was cancelled or expired."""
     errors: Mapped[str | None]
     """A list of `LineError` as JSON."""
     output_file_id: Mapped[str | None]
@@ -192,11 +195,19 @@ class BatchRepository(TenantScoped):
         row = await self._session.scalar(statement.with_for_update() if lock else statement)
         return None if row is None else _batch(row)
 
-    async def before(self, seen: Viewpoint, id: str | None, limit: int) -> list[Batch]:
-        """List at most `limit` batches older than that one, newest first."""
-        statement = select(BatchRow).where(*seen.conditions(BatchRow))
-        newest = newest_first(statement, BatchRow, self._tenant, id, limit)
+    async def before(self, seen: Viewpoint, id: str | None, limit: int, endpoint: str | None = None) -> list[Batch]:
+        """List at most `limit` batches older than that one, newest first; with `endpoint`, only those of it."""
+        newest = newest_first(_seen(seen, endpoint), BatchRow, self._tenant, id, limit)
         return [_batch(row) for row in await self._session.scalars(newest)]
+
+    async def following(self, seen: Viewpoint, id: str, limit: int, endpoint: str | None = None) -> list[Batch]:
+        """List the `limit` batches that were created next after that one, newest first."""
+        oldest = oldest_first(_seen(seen, endpoint), BatchRow, self._tenant, id, limit)
+        return [_batch(row) for row in await self._session.scalars(oldest)][::-1]
+
+    async def remove(self, id: str) -> None:
+        """Delete the row."""
+        await self._session.execute(delete(BatchRow).where(BatchRow.tenant_id == self._tenant, BatchRow.id == id))
 
     async def count_unfinished(self) -> int:
         """Count the unfinished batches; no batch of the tenant is added until this transaction ends."""
@@ -267,6 +278,12 @@ class BatchJobs(Repository):
     async def forget(self, before: int) -> None:
         """Delete the batches that finished before that time."""
         await self._session.execute(delete(BatchRow).where(BatchRow.finished_at < before))
+
+
+def _seen(seen: Viewpoint, endpoint: str | None) -> Select[BatchRow]:
+    """Select the batches that the caller sees; with `endpoint`, only those of it."""
+    conditions = seen.conditions(BatchRow)
+    return select(BatchRow).where(*conditions, *([] if endpoint is None else [BatchRow.endpoint == endpoint]))
 
 
 def _columns(values: dict[str, Any]) -> dict[str, Any]:
