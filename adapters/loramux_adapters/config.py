@@ -1,10 +1,11 @@
-"""Strict reader of adapter_config.json: every field that PEFT writes is read, known as harmless, or refused by name.
+"""Strict reader of adapter_config.json: every field that PEFT writes is read, known as harmless, or refused with an
+error that names it.
 
 `LoraConfig` and `Ia3Config` are the fields that decide the computation. `HARMLESS` and `OTHER_TOOLS` are the fields
 that do not change what a trained adapter computes. `UNSUPPORTED_FIELDS` and `UNSUPPORTED_KINDS` are the fields and
-kinds that PEFT 0.21.2 knows and this server does not serve: each entry has the reason and the way out. A field listed
-there is refused only when it is on, because PEFT writes null, false or an empty value for "off". Any other field is
-refused unless its value is neutral.
+kinds that PEFT 0.21.2 knows and this server does not serve: each entry has the reason and the way out. A listed field
+is refused only if it is on, because PEFT writes null, false or an empty value for "off". Any other field is refused
+unless its value is neutral.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ HARMLESS: Mapping[str, str] = {
     "revision": "the base is the one that is served",
     "runtime_config": "PEFT ignores it in a file",
 }
-"""Fields of LoraConfig that do not change what a trained adapter computes, and why."""
+"""Fields of LoraConfig that do not change what a trained adapter computes, and the reason."""
 
 OTHER_TOOLS: Mapping[str, str] = {
     "lora_dtype": "ms-swift writes it; the tensors' own dtypes are read",

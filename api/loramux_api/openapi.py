@@ -51,7 +51,7 @@ _FILE = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
 
 
 class ApiController(Controller):
-    """Routes that need a key. The document has `errors` for each of them."""
+    """Routes that need a key. The document lists `errors` for each of these routes."""
 
     errors = REFUSALS
 

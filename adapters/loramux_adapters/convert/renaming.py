@@ -63,7 +63,7 @@ class Entry:
     dtype: str
     shape: Shape
     make: Callable[[BufferedReader], torch.Tensor]
-    """Its values, from the opened source file."""
+    """Function that returns the tensor's values from the opened source file."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,17 +96,17 @@ class _Stack:
 
     @property
     def rank(self) -> int:
-        """Rank of the joined pair of every expert; those with less are padded with zeros."""
+        """Rank of the joined pair of every expert; pairs with a lower rank are padded with zeros."""
         return max(sum(pair.rank for pair in pairs) for pairs in self.experts.values())
 
     @property
     def scale(self) -> float:
-        """The scale of the first pair; others are folded into their B."""
+        """The scale of the first pair; the scales of other pairs are folded into their B."""
         return next(iter(self.experts.values()))[0].scale
 
 
 def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: PlanLimits) -> Renaming | None:
-    """Write to `into` the files that PEFT 0.21 would have written; None if the names are already those.
+    """Write to `into` the files that PEFT 0.21 would have written; return None if the names are already PEFT's.
 
     The result must still be validated. Raises AdapterRejected.
     """
@@ -158,8 +158,8 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], source: BufferedRead
 def _matches(config: LoraConfig, places: Iterable[TensorPlace], base: BaseDescription) -> dict[str, Match]:
     """Match the file's own names with the configuration, as when the adapter was trained.
 
-    A name that does not match is tried as it is in the file, with wrappers. An item of a list of linears is also tried
-    by the list's name.
+    A name that does not match is tried again in its original form in the file, with wrappers. An item of a list of
+    linears is also tried by the list's name.
     """
     written = {place.module: place.written for place in places}
     found: dict[str, Match] = {}

@@ -126,7 +126,7 @@ def resume_tenant(name: str, config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def set_zero_retention(name: str, zero_retention: bool, config: Path, as_json: bool) -> None:
-    """Store nothing of what the requests of the tenant NAME say or get, from now on.
+    """From now on, store no text of the requests and answers of the tenant NAME.
 
     Kept answers, files and batches of the tenant are deleted.
 
@@ -156,7 +156,7 @@ def set_allow_judges(name: str, allow_judges: bool, config: Path, as_json: bool)
 
 @click.group()
 def tier() -> None:
-    """Manage tiers: a class of the scheduler, a weight in it, and the service tiers that requests may ask for.
+    """Manage tiers: a class of the scheduler, a weight in it, and the service tiers that requests may use.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""/v1/adapters: a tenant's adapters, and below each its revisions, pins, aliases and grants.
+"""/v1/adapters: a tenant's adapters, and each adapter's revisions, pins, aliases and grants.
 
 Changes accept `If-Match` and `Idempotency-Key` (`preconditions`); a response with an adapter has its ETag (`tagged`).
 """
@@ -98,7 +98,8 @@ class AdapterController(ApiController):
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
     ) -> AdapterPage:
-        """List your adapters at their current revisions, by name: all of them, or at most `limit` after the id `after`.
+        """List your adapters by name, with their current revisions. Without `limit` the list has all adapters;
+        otherwise it has at most `limit` adapters after the id `after`.
 
         `search`: list only adapters whose name contains this text.
         """
@@ -152,8 +153,8 @@ class AdapterController(ApiController):
         adapters: NamedDependency[AdapterService],
         undo_s: FromQuery[int | None] = None,
     ) -> Deleted:
-        """Delete an adapter with all its revisions; running requests finish. Undo works for `undo_s` seconds; 0:
-        never.
+        """Delete an adapter with all its revisions; running requests finish. The deletion can be undone for `undo_s`
+        seconds (0: never).
         """
         info = await adapters.delete(principal, adapter, preconditions, check_undo(undo_s))
         return Deleted(id=info.id, name=info.name)
@@ -239,7 +240,7 @@ class RevisionController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[RevisionObject]:
-        """List the revisions, newest first. Deleted ones are included while they can be undeleted."""
+        """List the revisions, newest first. Deleted revisions are included while they can be undeleted."""
         return Listing(data=[revision_object(info) for info in await adapters.queries.revisions(principal, adapter)])
 
     @get(at("/revisions/{revision:str}"), guards=[requires("read")], summary="Describe a revision")
@@ -405,12 +406,14 @@ class AliasController(OneAdapterController):
         adapters: NamedDependency[AdapterService],
         version: VersionQuery = None,
     ) -> Response[Adapter]:
-        """Restore the alias's previous targets, or those of one `version`. Each call goes back one more change."""
+        """Restore the alias's previous targets, or the targets of `version`. Each further call goes back one more
+        change.
+        """
         return tagged(await adapters.aliases.roll_back(principal, adapter, alias, version, preconditions))
 
 
 class GrantController(OneAdapterController):
-    """Other tenants that may call an adapter, at their own cost."""
+    """Grants: other tenants that may call an adapter, at their own cost."""
 
     @get(at("/grants"), guards=[requires("read")], summary="List grants")
     async def list_grants(

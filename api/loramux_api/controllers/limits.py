@@ -1,7 +1,7 @@
-"""/v1/limits and /v1/budgets, and those of a tier or a tenant below /admin.
+"""/v1/limits and /v1/budgets, and below /admin the limits and budgets of a tier or a tenant.
 
-A tenant reads all its own limits, and sets those of its projects, keys and members. Operators set those of a whole
-tenant.
+A tenant reads all its own limits, and sets the limits of its projects, keys and members. Operators set the limits of a
+whole tenant.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class AdminTenantLimitController(OperatorController):
 
     @get("/limits", summary="List a tenant's limits")
     async def list_limits(self, tenant: PathName, operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
-        """List a tenant's own limits, and those of its tier for the other names."""
+        """List a tenant's own limits, and its tier's limits for all other names."""
         found_tenant = await operators.named(tenant)
         found = await Limits(operators.changes).of(found_tenant.id, found_tenant.tier)
         return Listing(data=[limit_object(limit) for limit in found])

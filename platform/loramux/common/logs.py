@@ -1,6 +1,6 @@
-"""Logs of every process: one line for each event, as JSON or as text, with the ids of its request.
+"""Logs of every process: one line for each event, as JSON or as text, with the ids of the event's request.
 
-Modules log with the standard library's `logging`; structlog gives the lines their form. A line has the fields of
+Modules log with the standard library's `logging`; structlog formats the lines. A line has the fields of
 `structlog.contextvars` (the request's id and trace id), which tasks of a request inherit. No line holds a tenant's
 text: no prompt, no answer, no name of an adapter.
 """
