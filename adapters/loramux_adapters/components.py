@@ -283,7 +283,8 @@ class AdapterPlan:
     """Rows of the embedding and the head, if the adapter was not trained with the base's number of rows."""
     classifier: ClassifierHead | None = None
     absent: tuple[str, ...] = ()
-    """Targeted modules without any tensor in the file. They keep the base's result, as in PEFT (B starts at 0)."""
+    """Targeted modules without any tensor in the file. Such modules keep the base's result, as in PEFT (B starts at 0).
+    """
 
     @property
     def max_rank(self) -> int:

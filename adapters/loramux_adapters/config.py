@@ -94,7 +94,7 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
     use_dora: bool = False
     lora_bias: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
-    """The base's biases that were trained too. The file holds them if the base has any."""
+    """The base's biases that were trained too. The adapter's file holds these biases if the base has biases."""
     modules_to_save: Names | None = None
     """Ends of names."""
     trainable_token_indices: TokenIds | Annotated[dict[Name, TokenIds], Meta(max_length=2)] | None = None

@@ -177,7 +177,7 @@ class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
-        # Imported only if it runs, because it needs triton.
+        # Imported only if this code runs, because the module needs triton.
         from loramux_kernels.cuda.mixture import expert_segments
 
         bank = self._bank

@@ -135,7 +135,7 @@ ROWS = (
     Family("qwen3", fuses_layers=True),
     Family("mistral", fuses_layers=True),
     Family("ministral"),
-    Family("ministral3"),  # scales queries by their positions
+    Family("ministral3"),  # this family scales queries by their positions
     Family("gemma", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma2", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma3_text", fuses_layers=True, norm=GEMMA_NORM, angles_by_layer=True),

@@ -149,8 +149,8 @@ class Application(Litestar):
 def create_app(settings: Settings, engine: EngineClient | None = None) -> Application:
     """Return the application of one server.
 
-    Its lifespan opens the platform, unless `attached` has given it an open one. The parameter `engine` replaces the
-    engines of the settings.
+    The application's lifespan opens the platform, unless `attached` has given it an open platform. The parameter
+    `engine` replaces the engines of the settings.
     """
     metrics = Metrics()
 

@@ -1,7 +1,7 @@
 """Authentication: a key, a token or the console's cookie becomes a Principal before the body is read.
 
 Browsers send a cookie for any page that makes a request. So a cookie counts only if the request also proves that it
-comes from a page of this server. Its origin must be this server, and a change needs the session's CSRF token.
+comes from a page of this server. The request's origin must be this server, and a change needs the session's CSRF token.
 """
 
 from __future__ import annotations

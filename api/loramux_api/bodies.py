@@ -1,11 +1,11 @@
 """Request bodies: their bounds, clients that disconnect in the middle of one, and their strict decoding.
 
 A decoder builds a whole list before it can count the elements, and holds the interpreter's lock during this time. So a
-large body is scanned first: `check_shape` counts its strings, containers and separators without building anything. The
-scan yields to other requests regularly, and stops at the first bound that is exceeded. A body within the bounds is
-decoded in about 10 ms.
+large body is scanned first: `check_shape` counts the body's strings, containers and separators without building
+objects. The scan yields to other requests regularly, and stops at the first bound that is exceeded. A body within the
+bounds is decoded in about 10 ms.
 
-`decode_body` refuses a wrong type or a wrong range by the field's name. It also refuses an unknown field, except in
+`decode_body` refuses a wrong type or a wrong range by the field's name. An unknown field is also refused, except in
 bodies of inference (`InferenceBody`), because in these bodies clients send fields of other servers. `unknown_fields`
 decides which unknown fields are ignored.
 """
@@ -428,7 +428,7 @@ def _check_unsupported(body: Body, path: str = "") -> None:
 
 def _refuse(message: str, body: type[Body]) -> NoReturn:
     """Translate msgspec's message, which ends in the JSON path of the invalid value."""
-    if len(message) > 2 * _SHOWN:  # it repeats a name from the body
+    if len(message) > 2 * _SHOWN:  # msgspec's message repeats a name from the body
         message = message[:_SHOWN] + message[-_SHOWN:]
     located = _where.search(message)
     path = located["path"].replace("[...]", "") if located else ""

@@ -117,8 +117,8 @@ class Form(ABC):
 
 
 class FileForm(Form):
-    """A form with one file and some fields. It holds the fields by name, and the file's name and size. The file's bytes
-    are at `path`.
+    """A form with one file and some fields. The object holds the fields by name, and the file's name and size. The
+    file's bytes are at `path`.
     """
 
     def __init__(

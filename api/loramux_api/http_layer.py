@@ -141,8 +141,8 @@ def _decoded(scope: HTTPScope, receive: Receive) -> tuple[HTTPScope, Receive]:
 
 
 class GzipBody:
-    """Receives a body and decodes it piece by piece. It never holds more than one decoded piece, even if the decoded
-    body is large.
+    """Receives a body and decodes it piece by piece. This receiver never holds more than one decoded piece, even if the
+    decoded body is large.
     """
 
     def __init__(self, receive: Receive) -> None:

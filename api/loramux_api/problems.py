@@ -82,7 +82,7 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def all_headers(self) -> dict[str, str]:
-        """Return `headers` and those that follow from the status."""
+        """Return `headers` and the headers that the status requires."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)

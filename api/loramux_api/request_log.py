@@ -112,7 +112,7 @@ class Tracer:
         return TraceParent(secrets.token_hex(16))
 
     def export(self, parent: TraceParent, request: Phase, phases: list[Phase], fields: dict[str, object]) -> None:
-        """Send the span of a request, and those of its phases. `fields` are those of its log line."""
+        """Send the span of a request, and those of its phases. `fields` are the fields of the request's log line."""
         from opentelemetry import trace
 
         self._ids.chosen = int(parent.trace_id, 16)
@@ -140,7 +140,7 @@ class Tracer:
         span.end(at(request.ended))
 
     def export_job(self, run: JobRun) -> None:
-        """Send the span of a background job. It is a separate trace, because the job outlives the request that started
+        """Send the span of a background job. A job has a separate trace, because it outlives the request that started
         it.
         """
         self._ids.chosen = int(self.new_trace().trace_id, 16)
@@ -170,7 +170,7 @@ _record: ContextVar[RequestRecord | None] = ContextVar("request_record", default
 
 
 class RequestRecord:
-    """The log line of one request. It is written when the response has been sent and the generation is settled.
+    """The log line of one request. The line is written when the response has been sent and the generation is settled.
 
     A generation ends after its response if the client has disconnected, or if an idempotency key keeps it running.
     """

@@ -109,7 +109,7 @@ def unpin(name: str, revision: int) -> Call[Revision]:
 
 
 def grants(name: str) -> Flow[list[Grant]]:
-    """Return the tenants that may call it."""
+    """Return the tenants that may call the adapter."""
     return read_list(_path(name, "/grants"), Listing[Grant])
 
 

@@ -53,7 +53,7 @@ def read_file(id: str) -> Call[bytes]:
 
 
 def delete_file(id: str) -> Call[Deleted]:
-    """Delete a file and its bytes. Raises Conflict while a batch reads it."""
+    """Delete a file and its bytes. Raises Conflict while a batch reads the file."""
     return Call(method="DELETE", path=_file_path(id), answer=Deleted)
 
 

@@ -14,7 +14,7 @@ class ApiObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(ApiObject, Generic[T], frozen=True, kw_only=True):
-    """A list, or a page of one."""
+    """A list, or a page of a list."""
 
     data: list[T]
 

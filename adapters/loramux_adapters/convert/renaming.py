@@ -2,9 +2,9 @@
 
 Tensors of modules keep their values and get their new names. Experts that were separate linears are stacked as PEFT
 stacks them for `target_parameters`: A by expert and then rank, B by rank and then expert. The pairs of gate and up
-become one pair of both ranks. Its B is block-diagonal, so its product is exactly the product of both. Pairs of linears
-that the base joins (`joined`) are treated in the same way. The configuration names every module and parameter, with its
-rank and scale, because patterns may have been written for the old names.
+become one pair of both ranks. The B of this pair is block-diagonal, so its product is exactly the product of both.
+Pairs of linears that the base joins (`joined`) are treated in the same way. The configuration names every module and
+parameter, with its rank and scale, because patterns may have been written for the old names.
 """
 
 from __future__ import annotations

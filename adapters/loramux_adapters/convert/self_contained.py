@@ -7,7 +7,7 @@
 - MiSS, C3A and GraLoRA change the weight in blocks. Sources: https://arxiv.org/abs/2409.15371,
   https://arxiv.org/abs/2407.19342, https://arxiv.org/abs/2505.20355.
 
-Their layers in PEFT are sources too.
+The layers of these kinds in PEFT are sources too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from loramux_adapters.matching import Match
 _NORM_FLOOR = 1e-4
 """Least norm that DeLoRA divides by."""
 _RANK_GUARD = 1e-5
-"""AdaLoRA: PEFT adds it to the rank that it divides by."""
+"""AdaLoRA: a constant that PEFT adds to the rank before it divides by the rank."""
 
 _SAVE = "Save it again with save_projection=true: a file without them cannot be read alike on every machine."
 _COUNT = Meta(ge=1, le=1 << 20)

@@ -46,7 +46,7 @@ def key() -> None:
 @config_option()
 @json_option
 def create_key(tenant_name: str, config: Path, as_json: bool, **wanted: Any) -> None:
-    """Create a key and print it. It is shown only once and not stored.
+    """Create a key and print it. The key is shown only once and not stored.
 
     stdout has the key alone, so that a script can store it.
 

@@ -40,7 +40,7 @@ MARKS = {"passed": "ok", "failed": "no", "not_run": "--"}
 
 @contextmanager
 def show_upload(remote: Remote) -> Iterator[OnProgress]:
-    """Show an upload's progress. If it is rejected, the command ends with the report and exit code 1."""
+    """Show an upload's progress. If the upload is rejected, the command ends with the report and exit code 1."""
     try:
         with progress_bars() as on_progress:
             yield on_progress
@@ -169,8 +169,8 @@ def push(
 ) -> None:
     """Upload the PEFT adapter in DIRECTORY, as `save_pretrained` wrote it.
 
-    The server validates the adapter against its base model first. An adapter that it cannot serve exactly is refused,
-    and the message names the field. To resume an interrupted upload, run the same command again.
+    The server validates the adapter against its base model first. An adapter that the server cannot serve exactly is
+    refused, and the message names the field. To resume an interrupted upload, run the same command again.
 
     \b
     Example:

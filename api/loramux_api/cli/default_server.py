@@ -1,6 +1,6 @@
 """The server that needs no settings file: `loramux serve MODEL`, its settings and the folder with its data.
 
-Its settings are those of `configs/single-node.toml`, with this model and with all data in one folder, `LORAMUX_DATA`.
+The settings are those of `configs/single-node.toml`, with this model and with all data in one folder, `LORAMUX_DATA`.
 Each start writes the settings into this folder, so that commands without `--config` find the database, the pepper and
 the address of the same server. `loramux init` writes the same settings to a file that the user chooses.
 """

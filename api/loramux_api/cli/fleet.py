@@ -191,7 +191,7 @@ def report(remote: Remote, migration: str) -> None:
 @click.argument("migration")
 @on_server
 def cancel(remote: Remote, migration: str) -> None:
-    """End a running migration. Its decisions so far remain. Another `migrate` checks all adapters again.
+    """End a running migration. The migration's decisions so far remain. Another `migrate` checks all adapters again.
 
     \b
     Example:

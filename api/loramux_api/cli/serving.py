@@ -55,7 +55,8 @@ class InitResult(msgspec.Struct, frozen=True):
 def init(file: Path, model: Path | None, force: bool, as_json: bool) -> None:
     """Write commented settings for a first server to FILE (default: loramux.toml), and print the next commands.
 
-    These are the settings that `loramux serve MODEL` assumes, including the data folder. Change them as you like.
+    These are the settings that `loramux serve MODEL` assumes, including the data folder. Change these settings as you
+    like.
 
     \b
     Example:

@@ -49,7 +49,7 @@ def tenant() -> None:
 def create_tenant(name: str, tier: str, config: Path, as_json: bool) -> None:
     """Create the tenant NAME, which consists of a-z, 0-9, '.', '_' and '-'.
 
-    Its adapters are called NAME/ADAPTER. It starts with one project, `default`.
+    The tenant's adapters are called NAME/ADAPTER. The tenant starts with one project, `default`.
 
     \b
     Example:
@@ -216,7 +216,7 @@ def list_tiers(config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def remove_tier(name: str, config: Path, as_json: bool) -> None:
-    """Delete the tier NAME. No tenant may be in it.
+    """Delete the tier NAME. The tier must have no tenants.
 
     \b
     Example:

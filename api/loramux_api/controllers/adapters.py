@@ -80,8 +80,8 @@ class AdapterController(ApiController):
         """Make PEFT files the next revision of an adapter.
 
         The form has the field `name` and the files `adapter_config.json` and `adapter_model.safetensors`, as
-        `save_pretrained` writes them. It may have the field `base_model`: the base that the adapter was trained on.
-        Sending the same files again changes nothing.
+        `save_pretrained` writes them. The form may have the field `base_model`: the base that the adapter was trained
+        on. Sending the same files again changes nothing.
         """
         async with uploads.parts.receiving(principal) as folder:
             form = AdapterForm(folder, uploads.parts.threads.of(principal.tenant))
@@ -269,7 +269,9 @@ class RevisionController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Set the revision to be deleted `ttl_s` seconds from now, or never. Aliases then keep their other targets."""
+        """Set the revision to be deleted `ttl_s` seconds from now, or never. When the revision is deleted, aliases keep
+        their other targets.
+        """
         number = number_of(adapter, revision)
         return revision_object(
             await adapters.deletion.set_revision_ttl(principal, adapter, number, data.ttl_s, preconditions)
@@ -313,8 +315,8 @@ class PinController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Pin the revision, and wait until it is in the pool. Its memory is charged until DELETE, or until long disuse
-        ends the pin.
+        """Pin the revision, and wait until it is in the pool. The revision's memory is charged until DELETE, or until
+        long disuse ends the pin.
         """
         return revision_object(await adapters.pins.pin(principal, adapter, number_of(adapter, revision), preconditions))
 

@@ -79,8 +79,8 @@ class AdminTenantController(OperatorController):
     async def change(
         self, name: PathName, data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
     ) -> TenantObject:
-        """Change a tenant's tier, suspend or resume it, set zero retention, allow judges. Applies from its next request
-        on.
+        """Change a tenant's tier, suspend or resume it, set zero retention, allow judges. The change applies from the
+        tenant's next request on.
         """
         tenant: Tenant = await operators.named(name)
         if isinstance(data.tier, str):
@@ -152,12 +152,12 @@ class AdminTierController(OperatorController):
     async def put_tier(
         self, name: PathName, data: JSONBody[TierBody], operators: NamedDependency[Tenants]
     ) -> TierObject:
-        """Create or change a tier. Applies from its tenants' next requests on."""
+        """Create or change a tier. The change applies from the next requests of the tier's tenants on."""
         return tier_object(await operators.tiers.put(name, data.service_class, data.weight, data.service_tiers))
 
     @delete("/{name:str}", status_code=200, summary="Delete a tier")
     async def remove(self, name: PathName, operators: NamedDependency[Tenants]) -> TierObject:
-        """Delete a tier. No tenant may be in it."""
+        """Delete a tier. The tier must have no tenants."""
         return tier_object(await operators.tiers.remove(name))
 
 

@@ -68,7 +68,7 @@ class AdminBaseController(OperatorController):
     ) -> BaseObject:
         """Refuse new uploads and requests for a base model, and stop its engines when no request runs.
 
-        After that, requests to its adapters get 410, and the error names the base model to use instead.
+        After that, requests to the base's adapters get 410, and the error names the base model to use instead.
         """
         return base_object(await lifecycle.retire(operators.changes, data.name, data.successor, force=data.force))
 
@@ -131,7 +131,9 @@ class AdminMigrationController(OperatorController):
         operators: NamedDependency[Tenants],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
-        """End a running migration. Its decisions so far remain, and a further migration continues from them."""
+        """End a running migration. The migration's decisions so far remain, and a further migration continues from
+        them.
+        """
         return migration_object(await base_upgrades.cancel(operators.changes, migration_id))
 
     @post("/{migration_id:str}/promote", status_code=200, summary="Move adapters to the target")

@@ -351,7 +351,9 @@ class ConsoleSessionController(Controller):
         tenants: NamedDependency[Tenants],
         bases: NamedDependency[ServedBases],
     ) -> SessionObject:
-        """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log records it."""
+        """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log records this
+        view.
+        """
         session = await session_of(request)
         if "operator" not in session.principal.scopes:
             raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")

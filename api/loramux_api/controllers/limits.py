@@ -60,8 +60,8 @@ class LimitController(ApiController):
         account: NamedDependency[Account],
         limits: NamedDependency[Limits],
     ) -> LimitObject:
-        """Set a limit. It applies from the next request on, in addition to the tenant's limits, which the operator
-        sets.
+        """Set a limit. The limit applies from the next request on, in addition to the tenant's limits, which the
+        operator sets.
         """
         await ensure_subject(account, principal, subject)
         return limit_object(await limits.put(principal.tenant, subject, name, data.value))
@@ -184,7 +184,7 @@ class AdminTierLimitController(OperatorController):
     async def set_limit(
         self, tier: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
-        """Set a limit. It applies from the next request on."""
+        """Set a limit. The limit applies from the next request on."""
         return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
 
     @delete("/{name:str}", status_code=200, summary="Remove a tier's limit")
@@ -209,7 +209,7 @@ class AdminTenantLimitController(OperatorController):
     async def set_limit(
         self, tenant: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
-        """Set a limit that has priority over the tier's. It applies from the next request on."""
+        """Set a limit that has priority over the tier's. The limit applies from the next request on."""
         id = (await operators.named(tenant)).id
         return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
 

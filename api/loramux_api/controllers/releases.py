@@ -172,7 +172,9 @@ class GuardController(OneAdapterController):
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
-        """Set a guard. It rolls back the newest target of the alias as soon as this target is worse than the others."""
+        """Set a guard. The guard rolls back the newest target of the alias as soon as this target is worse than the
+        others.
+        """
         bound = data.first_token_seconds
         return _guard_object(alias, await guards.put(principal, adapter, alias, data.measures, bound))
 

@@ -254,8 +254,8 @@ class ResponseWriter(Writer):
         return response
 
     async def finish(self, usage: TokenCounts) -> None:
-        """Store the response. It is stored before the caller gets the end of the answer, so that the next request can
-        refer to it.
+        """Store the response. The response is stored before the caller gets the end of the answer, so that the next
+        request can refer to it.
 
         The answer of an earlier request under the same idempotency key was stored at that time, and may have been
         deleted since.

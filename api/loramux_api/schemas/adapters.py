@@ -72,7 +72,7 @@ class Adapter(msgspec.Struct, kw_only=True):
     created_at: int
     aliases: list[AliasObject]
     expires_at: int | None
-    """Time of its automatic deletion, in Unix seconds; null: never."""
+    """Time of the automatic deletion, in Unix seconds; null: never."""
     etag: str
     """Value for `If-Match`; also in the header `ETag`."""
 

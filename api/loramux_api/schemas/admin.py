@@ -234,7 +234,7 @@ class OverviewObject(msgspec.Struct, kw_only=True):
     completed: dict[str, int]
     """Number of requests that have ended, by outcome."""
     ledger_drift_tokens: int
-    """Number of tokens that the engines counted and the ledger lacks. If it is not 0, the bill is wrong."""
+    """Number of tokens that the engines counted and the ledger lacks. If this number is not 0, the bill is wrong."""
     sinks: list[SinkCountObject]
     engines: list[EngineLoadObject]
 

@@ -115,7 +115,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
-    """Maximum number of tokens of the answer. It overrides `max_tokens`, which has the same meaning."""
+    """Maximum number of tokens of the answer. This field overrides `max_tokens`, which has the same meaning."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
@@ -336,7 +336,7 @@ def _content(message: ChatMessage, where: str) -> str:
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
-"""Reason of an answer's end. `tool_calls`: it ends with calls that the model chose to make."""
+"""Reason of an answer's end. `tool_calls`: the answer ends with calls that the model chose to make."""
 
 
 class PromptTokensDetails(msgspec.Struct):

@@ -80,7 +80,7 @@ class SentCall(msgspec.Struct):
     """A call of an earlier answer, from this server or another, which the client sends back."""
 
     id: Text | None = None
-    """Id of the call. It may have any length, because some servers hide a thought in it."""
+    """Id of the call. The id may have any length, because some servers hide a thought in it."""
     type: Name | None = None
     function: SentFunction | None = None
     custom: SentCustom | None = None
@@ -274,7 +274,7 @@ def call_fields(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def required(part: msgspec.Struct, name: str, where: str) -> Any:
-    """Return a field that parts of this kind need. Raises InvalidRequest if it is absent."""
+    """Return a field that parts of this kind need. Raises InvalidRequest if the field is absent."""
     value = getattr(part, name)
     if value is None or value is msgspec.UNSET:
         field = f"{where}.{name}"

@@ -180,7 +180,7 @@ class PromptBody(InferenceBody, kw_only=True):
     chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     context_management: ContextManagement | None = None
-    """Accepted if it cuts nothing from the prompt."""
+    """Edits of the context, which are accepted if they remove no part of the prompt."""
     thread: Thread | None = None
 
     ignored: ClassVar[frozenset[str]] = frozenset(

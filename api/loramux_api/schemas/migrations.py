@@ -23,7 +23,7 @@ class MigrationBody(Body, forbid_unknown_fields=True):
     source: Name
     """The base model that the adapters are for."""
     target: Name
-    """The base model on which the adapters are checked. It must be served already."""
+    """The base model on which the adapters are checked. The target must be served already."""
     tenant: Name | None = None
     """The name of one tenant; null: all tenants."""
     adapter: Name | None = None

@@ -37,8 +37,8 @@ class PooledBody(InferenceBody, kw_only=True):
     add_special_tokens: bool | None = None
     """Put the tokenizer's own special tokens around each text; this is the default."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Shorten each text to this many tokens; -1: to the maximum that the model accepts. Without it, a longer text is
-    refused.
+    """Shorten each text to this many tokens; -1: to the maximum that the model accepts. Without this field, a longer
+    text is refused.
     """
     truncation_side: Literal["left", "right"] | None = None
     """End of a text that is shortened: at its end (`right`, the default) or at its beginning."""

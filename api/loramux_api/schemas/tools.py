@@ -334,7 +334,7 @@ def _grammar(tool: OfferedTool) -> GrammarDefinition | None:
 
 
 def _given(value: Any, where: str) -> Any:
-    """Return a field that this kind of tool needs. Raises InvalidRequest if it is absent."""
+    """Return a field that this kind of tool needs. Raises InvalidRequest if the field is absent."""
     if value is None:
         raise InvalidRequest(f"Missing required parameter: '{where}'.", field=where, code="missing_required_parameter")
     return value

@@ -274,9 +274,9 @@ def teach(
 ) -> None:
     """Train `model` to answer in the style `name`.
 
-    The base also learns its questions by heart. It has read every fact in every style, as a real base model has read
-    JSON and pirates: otherwise the bytes of `{`, `"` or `!` would have no meaning for an adapter. The base has read no
-    calls of tools, because they are JSON between two markers. The base answers questions plainly.
+    The base also learns its questions by heart. The base has read every fact in every style, as a real base model has
+    read JSON and pirates: otherwise the bytes of `{`, `"` or `!` would have no meaning for an adapter. The base has
+    read no calls of tools, because they are JSON between two markers. The base answers questions plainly.
     """
     questions, is_base = invent_questions(), name == "base"
     rng = random.Random(0)  # noqa: S311 - lessons, not a secret

@@ -62,7 +62,7 @@ class BatchEndpoints:
     """The endpoints that lines may name."""
 
     parsers: Mapping[str, Callable[[bytes], ParsedBody]]
-    """Parsers of bodies, by the endpoint's path. They run on a thread and raise InvalidRequest."""
+    """Parsers of bodies, by the endpoint's path. The parsers run on a thread and raise InvalidRequest."""
     error_body: Callable[[LoramuxError], msgspec.Struct]
     """Writes an error as the endpoints do."""
     max_line_bytes: int

@@ -1,4 +1,4 @@
-"""One batch on one server. Its lines are checked, answered one by one, and written into its two files.
+"""One batch on one server. The lines of the batch are checked, answered one by one, and written into its two files.
 
     lines ── at most `max_in_flight` at a time ──> CompletionService.begin ──> outcomes ── in order ──> chunks ──> files
 
@@ -351,7 +351,7 @@ class BatchRun:
             del buffered[tenant]
 
     async def _line(self, source: Input, number: int) -> LineOutcome:
-        """Run a line until it has an answer or a permanent error. Its text is read for each attempt."""
+        """Run a line until it has an answer or a permanent error. The line's text is read for each attempt."""
         pause, failures = FIRST_PAUSE, 0
         while self._stopped is None:
             try:

@@ -43,7 +43,7 @@ class LoramuxError(Exception):
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why an upload did not become a revision. It is stored in the upload and its report."""
+    """The reason why an upload did not become a revision. The reason is stored in the upload and its report."""
 
     code: str
     """The error code, stable because clients read it."""

@@ -9,8 +9,8 @@ from typing import NewType
 import msgspec
 
 TenantId = NewType("TenantId", str)
-"""Id of a *verified* tenant. Only `loramux.accounts.tenants` creates it from a key. A row's `tenant_id` is a verified
-id too.
+"""Id of a *verified* tenant. Only `loramux.accounts.tenants` creates this id from a key. A row's `tenant_id` is a
+verified id too.
 """
 
 ProjectId = NewType("ProjectId", str)
@@ -57,7 +57,7 @@ class Principal(msgspec.Struct, frozen=True):
 
     @property
     def owner(self) -> str:
-        """Id of the caller as the owner of the objects that it creates. A rotation passes it to the new key."""
+        """Id of the caller as the owner of the objects that it creates. A rotation passes this id to the new key."""
         return self.lineage[0] if self.lineage else self.key_id
 
     @property

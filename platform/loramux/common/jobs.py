@@ -1,7 +1,7 @@
 """Work outside of requests: jobs of one server, periodic work, blocking work on threads, and tenants' shares of the
 threads.
 
-A `JobRunner` never runs a job twice at the same time. All its jobs end with the server.
+A `JobRunner` never runs a job twice at the same time. All jobs of the runner end with the server.
 
 asyncio's default executor has few threads, which everything shares. Work that may wait long for a store or another
 machine runs in its own `ThreadPool`. Every pool that a request can occupy gives each tenant a share (`ThreadPool`,
@@ -96,7 +96,7 @@ class JobRunner(Generic[J]):
             running.cancel()
 
     async def stop(self) -> None:
-        """Cancel the running jobs. This server starts them again after a restart, or another server does."""
+        """Cancel the running jobs. After a restart this server starts the jobs again, or another server does."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -49,7 +49,7 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 
 def set_level(level: Level) -> None:
-    """Log this level and those above it from now on. Lines of libraries are logged only from `warning` on."""
+    """Log this level and higher levels from now on. Lines of libraries are logged only from `warning` on."""
     logging.getLogger().setLevel(max(LEVELS[level], logging.WARNING))
     for package in ("loramux", "loramux_api", "loramux_adapters", "loramux_kernels"):
         logging.getLogger(package).setLevel(LEVELS[level])

@@ -1,7 +1,7 @@
 """Sampling parameters: one table, from which requests, defaults, checks and the samplers take their names and bounds.
 
 `TokenSelection` is the table. A field is a parameter of the choice of a token. The field's default is the neutral
-value, and its `Parameter` has all other facts that the code needs. The following parts derive from it:
+value, and its `Parameter` has all other facts that the code needs. The following parts derive from the table:
 
     fields and refusals of request bodies     `loramux_api.schemas.sampling`
     fields that an endpoint must not ignore   `loramux_api.unknown_fields`
@@ -35,7 +35,7 @@ class Parameter:
     it.
     """
     example: Any
-    """A value that is not neutral. The warm-up and the tests use it."""
+    """A value that is not neutral. The warm-up and the tests use this value."""
     range: Meta | None = None
     """Range of a request's value. If the parameter has a value for each token, this is the range of each value. None:
     the values are token ids, whose range depends on the model.
@@ -80,8 +80,8 @@ KINDS: Mapping[str, type] = {name: kind.__origin__ for name, kind in _TYPES.item
 STEERING = tuple(name for name, one in PARAMETERS.items() if one.acts_on == "logits")
 """The parameters that change logits."""
 PENALTIES = tuple(name for name in STEERING if name in KINDS)
-"""The parameters of STEERING that are a single number. They change logits of tokens that the prompt or the answer
-contains.
+"""The parameters of STEERING that are a single number. These penalties change logits of tokens that the prompt or the
+answer contains.
 """
 DRAWING = tuple(name for name, one in PARAMETERS.items() if one.acts_on == "draw")
 """The parameters of a draw."""

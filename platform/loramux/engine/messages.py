@@ -176,7 +176,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End a request, for example after a disconnect or a stop string. Its pages are free at the next step."""
+    """End a request, for example after a disconnect or a stop string. The request's pages are free at the next step."""
 
     request_id: str
 
@@ -534,7 +534,7 @@ class StepReport(msgspec.Struct, frozen=True, tag=True):
 
     events: list[TokenEvent]
     stats: EngineStats | None = None
-    """Statistics; None if those of an earlier report are still recent."""
+    """Statistics; None if the statistics of an earlier report are still recent."""
     pins: list[Pinned] = []
     service: list[TenantService] = []
     """Service of each tenant since the last report with service, sent a few times per second. In a fleet, one of the

@@ -50,7 +50,7 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Autoscaler:
-    """The scaling of one base. It decides from views, and remembers the times of changes and of requests."""
+    """The scaling of one base. The scaler decides from views, and remembers the times of changes and of requests."""
 
     def __init__(self, policy: ScalingPolicy, now: float) -> None:
         self.policy = policy

@@ -472,7 +472,7 @@ class EngineGroup:
             self._place(run)
 
     def _end_trial(self, run: Run) -> None:
-        """Note that a request has got a token, or has ended: it is no suspect any more, and the next suspect is tried."""
+        """Note that a request has got a token, or has ended: it is no longer a suspect. The next suspect is tried."""
         run.num_deaths = run.num_lost = 0
         if self._trial is run:
             self._try_next()

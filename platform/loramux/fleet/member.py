@@ -1,4 +1,4 @@
-"""One engine of a group over its lives. It is started, watched, restarted after a pause, and drained.
+"""One engine of a group over its lives. An engine is started, watched, restarted after a pause, and drained.
 
     STARTING ──> READY ──> LOST ──pause──> STARTING          the engine died, or did not load its model
                    ├─> DRAINING ──> LOST ──restart──> ...    an operator took it out of service
@@ -177,7 +177,7 @@ class FleetEngine:
         return facts
 
     async def refuse(self, conflict: str) -> None:
-        """Stop an engine that cannot serve together with the others. It is retried as after a failed start."""
+        """Stop an engine that cannot serve together with the others. Its start is repeated as after a failed start."""
         await self.client.stop()
         self._note_failed_start(conflict)
 

@@ -12,8 +12,9 @@
    the adapter if it is not in the pool, prefill of the uncached tokens. If another engine would be `patience` times
    earlier, the request goes there.
 
-Requests for the base need no adapter, but profit from cached prefixes. Their order depends on the tenant and the
-beginning of the prompt. Engines that got a request with a longer equal beginning are candidates too.
+Requests for the base need no adapter, but profit from cached prefixes. The order of engines for such requests depends
+on the tenant and the beginning of the prompt. Engines that got a request with a longer equal beginning are candidates
+too.
 
 A view is up to a second old. The server corrects the view: it replaces its own requests at the time of the view by its
 current requests.
@@ -210,7 +211,7 @@ class Router:
         demand = self._demand.get(key)
         if demand is None:
             return 1
-        # Other servers are assumed to send similar traffic. A single request gives no information about them.
+        # Other servers are assumed to send similar traffic. A single request gives no information about other servers.
         level = demand.level(now, self.policy.half_life_s)
         level += max(0.0, level - 1.0) * fleet.others
         return max(1, min(len(fleet.loads), math.ceil(level / fleet.home_load)))

@@ -1,11 +1,12 @@
 """One engine as a process that listens for servers: `loramux engine serve`, and each actor of the Ray launcher.
 
 The worker is the same as in a child process with a pipe; it does not know the channel. The process ends with its
-worker, and its supervisor starts it again. It also ends if the worker hangs, so that servers find a new engine.
+worker, and its supervisor starts it again. The process also ends if the worker hangs, so that servers find a new
+engine.
 
-`EngineListener` is the engine's end of the channel: one socket for all servers, on a separate thread. It authorizes
-connections by their key, greets servers of the same base and message version, and carries frames between their
-connections and `FrontSessions`.
+`EngineListener` is the engine's end of the channel: one socket for all servers, on a separate thread. The listener
+authorizes connections by their key, greets servers of the same base and message version, and carries frames between
+their connections and `FrontSessions`.
 
 `FetchedAdapters` finds an adapter's files on this machine. A server names the folder in its own cache. The last three
 parts of this path are the content's path in every cache and in the store. So an engine on another machine finds the
@@ -59,7 +60,7 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5.0
 """Seconds for sending the last reports."""
 LEAVE_SECONDS = 20.0
-"""Maximum seconds for a worker that was told to stop. It gives its requests back at its next step."""
+"""Maximum seconds for a worker that was told to stop. The worker gives its requests back at its next step."""
 
 
 class ListeningEngine:

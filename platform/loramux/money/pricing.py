@@ -2,10 +2,10 @@
 
 Prices are in nano-units of a currency, invoices in its minor units (ISO 4217).
 
-A line is the usage at one price in one period, rounded once. Its amount is then divided exactly, first over the days
-and then within a day. A day gets the amount that it added to the running total, so volume steps and free quotas apply
-to the days that reached them. Within a day the amount is divided in proportion to the quantity. So a further division
-of one day changes no other day.
+A line is the usage at one price in one period, rounded once. The line's amount is then divided exactly, first over the
+days and then within a day. A day gets the amount that it added to the running total, so volume steps and free quotas
+apply to the days that reached them. Within a day the amount is divided in proportion to the quantity. So a further
+division of one day changes no other day.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class PriceStep(msgspec.Struct, frozen=True):
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """A price. It never changes: a price with a later `valid_from` replaces it. Times are in microseconds, at midnight
-    UTC.
+    """A price. A price never changes: another price with a later `valid_from` replaces it. Times are in microseconds,
+    at midnight UTC.
 
     Steps are graduated: each step applies to the units between its `above` and the next step's `above`. The first step
     begins at 0. A free quota is a first step with the price 0.

@@ -1,4 +1,4 @@
-"""Graders, which compare an answer with the expected answer and score it from 0 to 1. They are pure functions over
+"""Graders, which compare an answer with the expected answer and score it from 0 to 1. Graders are pure functions over
 untrusted text.
 
 Graders run on a thread, and each has a limit. A pattern has a time limit for each answer, and validation by a JSON

@@ -146,8 +146,8 @@ def _said(answer: ChoiceAnswer) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 class FormatCheck:
     """Checks whether an answer is complete JSON that the request's schema allows.
 
-    A schema whose validation may take long (patterns, references) is not validated again. The grammar has enforced it,
-    so a complete answer is valid.
+    A schema whose validation may take long (patterns, references) is not validated again. The grammar has enforced the
+    schema, so a complete answer is valid.
     """
 
     def __init__(self, schema: dict[str, object] | None, size: int) -> None:

@@ -48,13 +48,13 @@ MAX_UNREAD = 65_536
 
 
 class Generation:
-    """The choices of a request, running in the engine. Iterate over it to get their deltas.
+    """The choices of a request, running in the engine. Iterate over a generation to get the deltas of its choices.
 
     A generation continues without its reader, so that the usage is always recorded. The usage row is opened before the
-    engine sees the request. It is settled before the reader gets the deltas with the finish reasons. The last token
-    comes with one of these deltas: clients that measure would count an empty event as a token. A reader that leaves
-    calls abandon(). After that, only a request with an idempotency key continues, because its reader may repeat the
-    request.
+    engine sees the request. The row is settled before the reader gets the deltas with the finish reasons. The last
+    token comes with one of these deltas: clients that measure would count an empty event as a token. A reader that
+    leaves calls abandon(). After that, only a request with an idempotency key continues, because its reader may repeat
+    the request.
 
     The tokens that the caller could read are billed, unless the server itself failed; all other tokens are waived. If
     an answer is sent whole, a reader that leaves before its end could read no token. Some faults concern one choice: a

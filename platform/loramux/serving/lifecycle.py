@@ -90,7 +90,7 @@ class KnownBase:
 
     @property
     def is_retired(self) -> bool:
-        """True if an operator has retired it."""
+        """True if an operator has retired the base."""
         return self.retired_at is not None
 
 
@@ -235,7 +235,7 @@ class BaseLifecycle:
     # changes by operators
 
     async def add(self, changes: Changes, table: dict[str, Any]) -> BaseStatus:
-        """Add a base, or serve a retired base again. Its engines are started in the background.
+        """Add a base, or serve a retired base again. The base's engines are started in the background.
 
         `table` has the form of a table of `[[bases]]`. Raises InvalidBase, BaseConflict.
         """
@@ -485,7 +485,7 @@ class BaseLifecycle:
         self.serving[name] = loaded.served
 
     def _begin_unload(self, loaded: LoadedBase, seconds: float) -> None:
-        """Send the base no new requests from now on. Its running requests have `seconds` to end."""
+        """Send the base no new requests from now on. Running requests of the base have `seconds` to end."""
         name = loaded.settings.name
         del self._loaded[name]
         self.models.remove(name)

@@ -1,5 +1,5 @@
-"""Responses that later requests refer to. They are encrypted, belong to one tenant and project, and have an expiry and
-bounds.
+"""Responses that later requests refer to. Stored responses are encrypted, belong to one tenant and project, and have an
+expiry and bounds.
 
 The API defines the content: two JSON texts, whose fields this module does not know. A later request renders `items`
 before its own input; `content` is the rest of the response. Data that was encrypted with another pepper counts as
@@ -73,8 +73,8 @@ class ResponseStore:
     ) -> bool:
         """Store a response, created at `created` Unix seconds; return whether it is stored.
 
-        It is not stored if it is too large, if the tenant got zero retention in the meantime, or if the database does
-        not accept it. The caller gets its answer in all cases.
+        A response is not stored if it is too large, if the tenant got zero retention in the meantime, or if the
+        database does not accept it. The caller gets its answer in all cases.
         """
         if len(response.items) + len(response.content) > MAX_BYTES:
             return False
@@ -151,7 +151,7 @@ class ResponseStore:
         return [one for one in items if one is not None]
 
     async def items(self, principal: Principal, ids: Collection[str], most_bytes: int) -> dict[str, bytes]:
-        """Return the items of those of `ids` that are stored. Raises InvalidRequest beyond `most_bytes`."""
+        """Return the stored items among `ids`. Raises InvalidRequest beyond `most_bytes`."""
         seen, now = Viewpoint.of(principal), self._database.now()
         async with self._database.read() as session:
             responses = ResponseRepository(session, principal.tenant)

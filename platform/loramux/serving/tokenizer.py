@@ -69,7 +69,7 @@ class RenderedChat(NamedTuple):
 
     token_ids: list[int]
     tail: str
-    """End of its text, TAIL_CHARACTERS long."""
+    """End of the prompt's text, TAIL_CHARACTERS long."""
 
 
 class Tokenizer:
@@ -468,12 +468,14 @@ def _end_of_prompt(decode: Decode, ids: list[int]) -> list[int]:
 
 
 class StopAutomaton:
-    """Automaton of the stop strings of a request. Its choices share it, and each has its own StopMatcher."""
+    """Automaton of the stop strings of a request. The choices of a request share the automaton, and each choice has its
+    own StopMatcher.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.next: dict[int, int] = {}
-        """Next state by state and character. It is one flat dict, because thousands of small ones would trigger the
-        garbage collector.
+        """Next state by state and character. The table is one flat dict, because thousands of small dicts would trigger
+        the garbage collector.
         """
         self.fallback: list[int] = [0]
         """The longest proper suffix of every state that is also a state; state 0 is the empty text."""

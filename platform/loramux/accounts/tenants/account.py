@@ -37,8 +37,8 @@ from loramux.data.records.credentials import CredentialRepository, KeyRepository
 from loramux.data.records.tenants import MemberRepository, MemberRow, ProjectRepository, ProjectRow
 
 MAX_LIVE_KEYS = 10_000
-"""Maximum number of live keys of a tenant. It is limited because lists show all keys, and every check of limits names
-them.
+"""Maximum number of live keys of a tenant. The number is limited because lists show all keys, and every check of limits
+names them.
 """
 MAX_MODELS = 1000
 MAX_MODEL_LENGTH = 200
@@ -277,7 +277,8 @@ class Projects:
             return [project_of(row) for row in await ProjectRepository(session, self._tenant).all()]
 
     async def archive(self, name: str) -> Project:
-        """Close a project. Its keys, and requests of members in it, are refused until `create` restores the project.
+        """Close a project. The project's keys, and requests of members in it, are refused until `create` restores the
+        project.
 
         Raises ProjectNotFound, StillNeeded.
         """

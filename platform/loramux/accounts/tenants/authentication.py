@@ -69,7 +69,7 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastUse:
-    """Times of the keys' last use. They are kept in memory and written in batches, so that no request waits for a
+    """Times of the keys' last use. The times are kept in memory and written in batches, so that no request waits for a
     write.
     """
 

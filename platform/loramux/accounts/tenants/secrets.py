@@ -1,4 +1,4 @@
-"""Secrets of keys. They are made with the pepper; invalid secrets are refused at a constant cost.
+"""Secrets of keys. Secrets are made with the pepper; invalid secrets are refused at a constant cost.
 
 The pepper is the server's own secret, under which the MACs of keys' secrets are stored.
 

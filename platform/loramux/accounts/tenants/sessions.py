@@ -136,7 +136,7 @@ class Sessions:
         return await self._principal(row, origin)
 
     async def find(self, secret: str, origin: Origin) -> Session:
-        """Return the session of this secret. Raises InvalidKey if it has ended, and TenantSuspended."""
+        """Return the session of this secret. Raises InvalidKey if the session has ended, and TenantSuspended."""
         now = self._database.now()
         async with self._database.read() as session:
             row = await SessionRepository(session).find(self._mac(secret), SESSION)
@@ -168,7 +168,7 @@ class Sessions:
             await change.note(action, found.id, tenant=found.principal.tenant, before=note)
 
     async def view(self, session: Session, tenant: str) -> Session:
-        """Let an operator read a tenant's pages without changing anything. The tenant's audit log records it.
+        """Let an operator read a tenant's pages without changing anything. The tenant's audit log records this view.
 
         Raises TenantNotFound, and StillNeeded if the operator has opened the pages of too many tenants.
         """

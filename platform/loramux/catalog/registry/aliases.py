@@ -30,8 +30,8 @@ class AliasService:
         self._conditions: list[AliasCondition] = []
 
     def require(self, condition: AliasCondition) -> None:
-        """Register a condition. It runs in a change's transaction, and raises an error if an alias must not move or
-        lose a revision.
+        """Register a condition. The condition runs in a change's transaction, and raises an error if an alias must not
+        move or lose a revision.
         """
         self._conditions.append(condition)
 

@@ -1,8 +1,8 @@
 """One change of an adapter: a transaction that locks the adapter, checks preconditions, and is audited.
 
 A change is an async function over an `AdapterChange`. `ChangeService` opens the transaction. If the idempotency key was
-used before, it replays the stored answer. Otherwise it locks the adapter's row, compares ETags, runs the function, and
-stores its answer with the change.
+used before, it replays the stored answer. Otherwise the service locks the adapter's row, compares ETags, runs the
+function, and stores its answer with the change.
 """
 
 from __future__ import annotations

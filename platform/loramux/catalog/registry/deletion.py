@@ -1,8 +1,8 @@
 """Deletion of adapters and revisions, undeletion, expiry, and the removal of unneeded files.
 
-A deleted revision cannot be called. Its files remain until `purge_at`. Until then the deletion can be undone, and
-requests that had resolved the name before the deletion can still be queued. After that, `BlobCollector` removes a
-content if no revision keeps it and no request uses it.
+A deleted revision cannot be called. A deleted revision's files remain until `purge_at`. Until then the deletion can be
+undone, and requests that had resolved the name before the deletion can still be queued. After that, `BlobCollector`
+removes a content if no revision keeps it and no request uses it.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DeletionService:
     ) -> AdapterInfo:
         """Undo `delete`: restore the adapter, its aliases, grants and the revisions deleted with it, but not its pins.
 
-        Raises AdapterNotFound if it cannot be undeleted any more, and TooManyAdapters.
+        Raises AdapterNotFound if the adapter cannot be undeleted any more, and TooManyAdapters.
         """
 
         async def act(change: AdapterChange) -> AdapterInfo:
@@ -161,8 +161,8 @@ class DeletionService:
         ttl: int | None,
         preconditions: Preconditions = UNCONDITIONAL,
     ) -> RevisionInfo:
-        """Set the expiry of one revision. After the expiry its aliases keep their other targets. Raises InvalidChange,
-        PartNotFound.
+        """Set the expiry of one revision. After the expiry, the revision's aliases keep their other targets. Raises
+        InvalidChange, PartNotFound.
 
         If a condition of an alias refuses these targets, the revision remains, and its expiry is tried again every
         hour.

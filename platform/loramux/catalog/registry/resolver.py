@@ -74,7 +74,7 @@ class AbsentBase:
 
 
 class BaseModels:
-    """The bases of one server, in the order of its settings. They may change at run time (`serving.lifecycle`)."""
+    """The bases of one server, in the order of its settings. The bases may change at run time (`serving.lifecycle`)."""
 
     def __init__(self, bases: Iterable[BaseModel] = ()) -> None:
         self._bases = {base.name: base for base in bases}
@@ -112,8 +112,8 @@ class BaseModels:
         """Return the base that serves a revision made for `recorded`; None if no base does.
 
         Equal fingerprints mean equal shapes, but not equal weights, so the name decides. Revisions from a release that
-        had only one base do not name their base. They belong to the first base that they fit, and `Registry.name_bases`
-        records this base.
+        had only one base do not name their base. Such revisions belong to the first base that they fit, and
+        `Registry.name_bases` records this base.
         """
         for base in self:
             if recorded in ("", base.name, *base.former_names) and base.description.fingerprint == fingerprint:

@@ -207,7 +207,7 @@ def _chunks_of(file: Path, root: Path | None) -> Iterator[bytes]:
 
 
 def _demand_optional(folder: Path, name: str) -> None:
-    """Skip a missing file. Raises UploadRejected if it is a file that every adapter must have."""
+    """Skip a missing file. Raises UploadRejected if every adapter must have the file."""
     if name in FILES:
         raise _absent(name)
     (folder / name).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Complete uploads become revisions in the background. They are checked in a sandbox, stored, and registered in one
+"""Complete uploads become revisions in the background. Uploads are checked in a sandbox, stored, and registered in one
 transaction.
 
 `Ingest` makes a revision from files. The stored and digested bytes are exactly the bytes that the engine reads later. A
@@ -67,10 +67,12 @@ from loramux.money.limits.definitions import AdapterQuota, adapter_quota
 
 THREADS, THREADS_PER_TENANT = 8, 2
 OnRegistered = Callable[[AsyncSession, RevisionRow], Awaitable[None]]
-"""A function that runs in the transaction that registers the revision. It may raise UploadSuperseded to roll back."""
+"""A function that runs in the transaction that registers the revision. The function may raise UploadSuperseded to roll
+back.
+"""
 CHECKS, CHECKS_PER_TENANT = 2, 1
-"""Maximum number of uploads that are checked and registered at a time. It is limited because a sandbox needs a core and
-much memory.
+"""Maximum number of uploads that are checked and registered at a time. The number is limited because a sandbox needs a
+core and much memory.
 """
 FETCHES, FETCHES_PER_TENANT = 16, 2
 """Maximum number of imports that are fetched, or wait in the staging folder for their check."""

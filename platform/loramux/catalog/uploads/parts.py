@@ -139,7 +139,9 @@ class PartReceiver:
 
 
 class Spool:
-    """Bytes of the next part before they are stored. They are in a file, so that an open connection holds no memory."""
+    """Bytes of the next part before they are stored. The bytes are in a file, so that an open connection holds no
+    memory.
+    """
 
     def __init__(self, folder: Path, threads: Threads) -> None:
         self.size = 0
@@ -286,7 +288,7 @@ async def _read_parts(threads: Threads, objects: Objects, parts: Sequence[Upload
 
 
 def _file_at(upload: Upload, name: str, offset: int) -> UploadFile:
-    """Return the upload's file. Its next bytes must begin at `offset`."""
+    """Return the upload's file. The file's next bytes must begin at `offset`."""
     if upload.state != UPLOADING:
         raise UploadClosed(f"the upload {upload.id} is {upload.state}: it takes no more bytes", "id")
     file = next((file for file in upload.files if file.name == name), None)

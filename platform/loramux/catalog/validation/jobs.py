@@ -138,7 +138,7 @@ class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
     uploaded: str
     """The folder that PEFT reads."""
     served: str
-    """The folder that is served. It is the uploaded folder, unless the adapter was converted."""
+    """The folder that is served. This is the uploaded folder, unless the adapter was converted."""
     limits: PlanLimits
     answers: tuple[EngineAnswer, ...] = ()
     """The serving engine's answers to the report's `to_answer`, and then the base's own answer to the first prompt.
@@ -177,7 +177,7 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     peft_type: str
     peft_version: str | None
     base_model_name_or_path: str | None
-    """The base on which the adapter claims to be trained. The files cannot prove it."""
+    """The base on which the adapter claims to be trained. The files cannot prove this claim."""
     task: str = "CAUSAL_LM"
     """PEFT's task type. An adapter that names no task generates text."""
     labels: int = 0
@@ -204,7 +204,7 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of an upload's validation. Its JSON is part of the HTTP API."""
+    """The outcome of an upload's validation. The JSON of the report is part of the HTTP API."""
 
     checks: tuple[Check, ...]
     base_model: str | None = None

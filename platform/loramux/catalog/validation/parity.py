@@ -2,7 +2,7 @@
 
 `compare_layers` always runs: it compares PEFT's own linears with ours, in float32, on the same inputs and the
 checkpoint's weights. The comparison uses the adapted linears of three sampled layers. Then a few greedy tokens are
-compared (`parity_tokens`). They come from a separate engine if memory can hold the base twice, otherwise from the
+compared (`parity_tokens`). The tokens come from a separate engine if memory can hold the base twice, otherwise from the
 serving engine. `ParityComparison` joins both results in a report.
 """
 

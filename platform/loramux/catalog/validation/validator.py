@@ -69,7 +69,7 @@ adapter.
 
 
 class Validator:
-    """Checks folders against one served base model. Its methods block, so call them from a thread."""
+    """Checks folders against one served base model. The methods of this class block, so call them from a thread."""
 
     def __init__(
         self, settings: Settings, base: BaseDescription, dtype: str, ask_engine: AskEngine | None = None

@@ -1,4 +1,5 @@
-"""A jail that a process enters by itself. In the jail it has no network, and only the listed parts of the filesystem.
+"""A jail that a process enters by itself. In the jail the process has no network, and only the listed parts of the
+filesystem.
 
 The filesystem is closed by Landlock, which needs neither root nor a container.
 

@@ -181,8 +181,8 @@ def _charge(cpu_seconds: float) -> None:
 class Sandbox:
     """Runs the jobs of one module, each in a separate process that is forked from a warm process.
 
-    The warm process starts with the first job. It has no secrets, no connections and one thread, and a low priority
-    (`niceness`). Threads may share a Sandbox; `run` blocks.
+    The warm process starts with the first job. The warm process has no secrets, no connections, one thread and a low
+    priority (`niceness`). Threads may share a Sandbox; `run` blocks.
     """
 
     def __init__(self, module: str, setup: bytes, niceness: int = 10) -> None:

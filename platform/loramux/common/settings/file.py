@@ -129,7 +129,7 @@ def ensure_files(settings: Settings) -> None:
 
 
 def _ensure_readable(setting: str, path: Path) -> bytes:
-    """Return the first four bytes of a file. Raises SettingsError if it cannot be read."""
+    """Return the first four bytes of a file. Raises SettingsError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(4)

@@ -59,8 +59,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     max_upload_bytes: Positive = 2 << 30
     """The largest upload."""
     lame_duck_seconds: Seconds = 1.0
-    """Seconds after SIGTERM during which requests are still served and /health/ready already answers 503. Set it to the
-    time that your load balancer needs to notice."""
+    """Seconds after SIGTERM during which requests are still served and /health/ready already answers 503. Set this time
+    to the time that your load balancer needs to notice the 503.
+    """
     drain_seconds: Seconds = 30.0
     """Seconds after SIGTERM within which running requests must finish."""
 
@@ -82,7 +83,7 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     format: Literal["auto", "json", "text"] = "auto"
     """auto: text on a terminal, JSON elsewhere."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level that is logged. PUT /admin/log-level changes it while the server runs."""
+    """The lowest level that is logged. PUT /admin/log-level changes the level while the server runs."""
 
 
 class TracingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -95,7 +96,9 @@ class TracingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     service_name: str = "loramux"
     """The service's name in traces."""
     sample_ratio: Fraction = 1.0
-    """Share of requests that are traced. It applies to requests without a `traceparent`, which otherwise decides."""
+    """Share of requests that are traced. This share applies to requests without a `traceparent`, which otherwise
+    decides.
+    """
 
 
 class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -130,8 +133,9 @@ class SignInSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     secret_file: str | None = None
     """The file with the client's secret. Unset: a public client, which PKCE alone protects."""
     scopes: tuple[Annotated[str, Meta(pattern=r"^[\x21\x23-\x5b\x5d-\x7e]+$")], ...] = ("email", "profile")
-    """The scopes to request in addition to `openid`. With them, ID tokens must have `identity_claim` and
-    `operator_claim`."""
+    """The scopes to request in addition to `openid`. With these scopes, ID tokens must have `identity_claim` and
+    `operator_claim`.
+    """
     label: Annotated[str, Meta(max_length=60)] = ""
     """The issuer's name on the button. Empty: its host."""
 
@@ -204,7 +208,7 @@ class BillingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """A TrueType file for PDFs. None: Helvetica, which has Latin-1's letters only."""
     bill_abandoned: bool = False
     """Bill the tokens that were computed for a caller that disconnected before it could read them. Otherwise these
-    tokens are waived. They count against budgets in both cases.
+    tokens are waived. Abandoned tokens count against budgets in both cases.
     """
 
     def __post_init__(self) -> None:
@@ -225,7 +229,7 @@ class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_per_tenant: Annotated[int, Meta(ge=0)] = 10
     """The largest number of webhooks of a tenant."""
     allow_private_addresses: bool = False
-    """Allow webhooks to private addresses, and to http://. Set it only if every tenant is trusted."""
+    """Allow webhooks to private addresses, and to http://. Set this only if every tenant is trusted."""
     ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = (443, 8443)
     """The allowed ports of webhooks; with `allow_private_addresses` every port is allowed."""
 
@@ -273,7 +277,7 @@ class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     judge_seconds: Annotated[float, Meta(gt=0, le=600)] = 60.0
     """Seconds within which a judge of evaluations must answer one call."""
     allow_private_judges: bool = False
-    """Allow judges with addresses in private networks, and http://. Set it only if every tenant is trusted."""
+    """Allow judges with addresses in private networks, and http://. Set this only if every tenant is trusted."""
 
     @property
     def max_body_bytes(self) -> int:

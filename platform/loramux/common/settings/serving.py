@@ -126,7 +126,7 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     target_wait_s: Annotated[float, Meta(gt=0)] = 1.0
     """Predicted wait for a first token, in seconds, above which more engines are started, up to `max`."""
     max_wait_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Seconds that a request waits while no engine serves. Set it above the start time of an engine."""
+    """Seconds that a request waits while no engine serves. Set this time above the start time of an engine."""
     devices: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=MAX_ENGINES)] = ()
     """Devices of the engines, assigned in turn. Empty: all engines use `engine.device`."""
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ENGINES)] = ()
@@ -151,7 +151,7 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base models of a server with several base models, one table each. Each adapter belongs to one of them."""
+    """Base models of a server with several base models, one table each. Each adapter belongs to one base."""
 
     name: str
     """The base model's name in requests."""

@@ -85,8 +85,8 @@ class RevisionRow(Base):
     revisions of two bases.
     """
     bundle: Mapped[str | None] = deferred(mapped_column())
-    """A `loramux.common.bundle.Bundle` as JSON; null if the revision has no bundle. It is not read together with the
-    row.
+    """A `loramux.common.bundle.Bundle` as JSON; null if the revision has no bundle. The bundle is not read together
+    with the row.
     """
     state: Mapped[str]
     created_at: Mapped[int]
@@ -184,7 +184,7 @@ class AdapterRepository(TenantScoped):
     ) -> Sequence[AdapterRow]:
         """List at most `limit` adapters by name, after the adapter with that id, among these names or among all names.
 
-        `search`: only those with this text in their name.
+        `search` limits the list to names that contain this text.
 
         `after` may be the id of a deleted adapter, so that a deletion does not break a listing in progress.
         """

@@ -89,7 +89,9 @@ class AliasVersionRow(Base):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A target of an alias: a revision with its `weight`. Its share is the weight divided by the sum of all weights."""
+    """A target of an alias: a revision with its `weight`. The share of a target is its weight divided by the sum of all
+    weights.
+    """
 
     revision: RevisionRow
     weight: int

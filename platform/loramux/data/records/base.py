@@ -125,8 +125,8 @@ class Viewpoint(msgspec.Struct, frozen=True):
 
 
 def table_of(model: type[DeclarativeBase]) -> Table:
-    """Return the table of a model. Statements over it bypass the session, because the session's identity map keeps
-    every row.
+    """Return the table of a model. Statements over the table bypass the session, because the session's identity map
+    keeps every row.
     """
     assert isinstance(model.__table__, Table)
     return model.__table__

@@ -37,7 +37,7 @@ COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cance
 
 
 class FileRow(Base):
-    """A stored file. Its object is stored before the row is inserted, and removed after the row is deleted."""
+    """A stored file. The file's object is stored before the row is inserted, and removed after the row is deleted."""
 
     __tablename__ = "files"
     __table_args__ = (
@@ -115,7 +115,7 @@ async def expired_files(session: AsyncSession, now: int, needed: Collection[str]
 
 
 async def known_files(session: AsyncSession, ids: Collection[str]) -> frozenset[str]:
-    """Return those of `ids` that have a row."""
+    """Return the ids among `ids` that have a row."""
     return frozenset(await session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
 
 
@@ -260,7 +260,7 @@ class BatchJobs(Repository):
         return list(await self._session.scalars(select(BatchRow.input_file_id).where(BatchRow.state.in_(UNFINISHED))))
 
     async def unfinished(self, ids: list[str]) -> frozenset[str]:
-        """Return those of `ids` that are unfinished batches."""
+        """Return the ids among `ids` that are unfinished batches."""
         statement = select(BatchRow.id).where(BatchRow.id.in_(ids), BatchRow.state.in_(UNFINISHED))
         return frozenset(await self._session.scalars(statement))
 

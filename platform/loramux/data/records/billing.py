@@ -69,8 +69,8 @@ class SubscriptionRow(Base):
 
 
 class PeriodRow(Base):
-    """A closed period. It permanently contains the ledger's entries from first_sequence to last_sequence, with any
-    date.
+    """A closed period. The period permanently contains the ledger's entries from first_sequence to last_sequence, with
+    any date.
     """
 
     __tablename__ = "periods"
@@ -192,7 +192,7 @@ class PeriodRepository(Repository):
         return await self._session.scalar(statement) or GENESIS
 
     async def hashes_at(self, sequences: Sequence[int]) -> dict[int, str]:
-        """Return the hashes of those of these entries that exist."""
+        """Return the hashes of the existing entries among these."""
         found: dict[int, str] = {}
         for start in range(0, len(sequences), CHUNK):
             statement = select(LedgerRow.sequence, LedgerRow.hash)

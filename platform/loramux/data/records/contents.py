@@ -190,21 +190,21 @@ class ContentRepository(Repository):
         return frozenset(await self._session.scalars(statement))
 
     async def unused(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that no revision keeps and no open request uses."""
+        """Return the digests that no revision keeps and no open request uses."""
         return await self.unkept(digests) - await self.running(digests)
 
     async def running(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that an open request uses."""
+        """Return the digests that an open request uses."""
         running = select(RequestRow.adapter_digest).where(RequestRow.status == "open").distinct()
         return frozenset(digests) & frozenset(await self._session.scalars(running))
 
     async def unkept(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that no revision keeps."""
+        """Return the digests that no revision keeps."""
         kept = select(RevisionRow.digest).where(among(self._session, RevisionRow.digest, digests), KEPT)
         return frozenset(digests) - frozenset(await self._session.scalars(kept))
 
     async def uncallable(self, tenant: TenantId, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that no callable revision of the tenant has."""
+        """Return the digests that no callable revision of the tenant has."""
         callable_ = select(RevisionRow.digest).where(
             RevisionRow.tenant_id == tenant,
             among(self._session, RevisionRow.digest, digests),

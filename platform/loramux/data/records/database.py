@@ -149,7 +149,9 @@ class Database:
 
     @asynccontextmanager
     async def begin(self) -> AsyncIterator[AsyncSession]:
-        """Open one transaction. It is committed when the block ends, and rolled back when the block raises an error."""
+        """Open one transaction. The transaction is committed when the block ends, and rolled back when the block raises
+        an error.
+        """
         async with _transaction(self._writer, self._pool_wait) as session:
             yield session
 

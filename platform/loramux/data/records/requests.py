@@ -9,8 +9,8 @@ A request is charged at its tenant's tier. If the request's service tier is not 
 `standard`, `standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices use this text, so
 a price for `standard` covers all requests of this tier, unless a price for `standard/batch` or `*/batch` exists.
 
-`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to it, and
-all its tokens are waived.
+`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to a shadow,
+and all its tokens are waived.
 """
 
 from __future__ import annotations
@@ -95,7 +95,8 @@ class RequestRow(Base):
 
 
 class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request before it is queued. The limits check it, a row stores it, and the ledger entry copies its fields.
+    """A request before it is queued. The limits check the request, a row stores it, and the ledger entry copies its
+    fields.
 
     `prompt_tokens` and `max_tokens` are the maximum numbers of tokens that the request can use.
     """
@@ -311,8 +312,8 @@ class ClaimRepository(Repository):
 
 SHADOW: ServiceTier = "shadow"
 BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
-"""Service tiers without a waiting caller. Their requests begin when the server has free capacity, and do not count for
-latency.
+"""Service tiers without a waiting caller. Requests of these tiers begin when the server has free capacity, and do not
+count for latency.
 """
 ANY = "*"
 """A price's wildcard: any base model, or any tier."""

@@ -34,7 +34,7 @@ class BlobMissing(StorageError):
 
 
 class BlobCorrupt(StorageError):
-    """The stored files have another digest than their name. Uploading the same files again repairs it."""
+    """The stored files have another digest than their name. Uploading the same files again repairs the content."""
 
 
 def digest_of(hashes: Mapping[str, str]) -> str:
@@ -122,7 +122,7 @@ class BlobStore:
         return {f"{place}/{name}" for name in FILES} <= set(self.objects.names(place))
 
     def directory(self, digest: str) -> Path:
-        """Return a local folder with the content's files. Their digest was checked when they were fetched.
+        """Return a local folder with the content's files. The digest of the files was checked when they were fetched.
 
         Raises BlobMissing, BlobCorrupt or StorageUnavailable.
         """

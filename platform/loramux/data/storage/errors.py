@@ -10,7 +10,7 @@
         └── StorageSlow        it does not answer in time
 
 All these errors are answered with 503, because callers cannot cause them. Only `StorageFaults.translated` makes them
-from the system's and obstore's errors. It logs each error with its cause and errno, and counts it.
+from the system's and obstore's errors. This function logs and counts each error with its cause and errno.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class StorageFaults:
 
     @contextmanager
     def of_disk(self) -> Iterator[None]:
-        """Raise the StorageUnavailable of its cause if a disk is full, refuses or fails. Other errors pass."""
+        """If a disk is full, refuses or fails, raise the StorageUnavailable of this cause. Other errors pass."""
         try:
             yield
         except OSError as error:

@@ -55,7 +55,7 @@ class _CachedAdapter:
 
 
 class HostCache:
-    """A cache of adapters in the host's memory, with at most `max_bytes`. Any thread may call its methods."""
+    """A cache of adapters in the host's memory, with at most `max_bytes`. Any thread may call the cache's methods."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float], half_life: float = 300.0) -> None:
         """The parameter `half_life` is the time in seconds after which a use counts half."""
@@ -125,7 +125,7 @@ class AdapterTarget(Protocol):
     """The place from which adapters are served: an AdapterBank, or the banks of several ranks."""
 
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
-        """Lay out the blocks of a validated adapter. Raises AdapterRejected if its rank is too large."""
+        """Lay out the blocks of a validated adapter. Raises AdapterRejected if the adapter's rank is too large."""
 
     def fence(self) -> torch.cuda.Event | None:
         """Return the end of all steps launched so far; None on a CPU, where a launch returns after its step."""
@@ -298,7 +298,7 @@ SAMPLE_PAGES = 16
 class HostPages:
     """A `HostKv` for a bank's pool: tensors on a CPU; on a GPU pinned memory, copied in the order of its stream.
 
-    The host does not wait for copies. The device waits for them before its next step. This is a short time: a page
+    The host does not wait for copies. The device waits for copies before its next step. This is a short time: a page
     takes some tens of microseconds over the link, and few steps preempt sequences.
     """
 

@@ -9,9 +9,9 @@ pages x the seconds that a page takes over the link. The second time is that to 
 one waiting sequence, and no other sequence ever reads it.
 
 **Pins** (`AdapterPins`): revisions that an operator or a tenant wants in the pool, even without requests. A pinned
-revision is loaded as soon as enough pages are free, without evicting an adapter that a request waits for. It is kept
-until every owner has unpinned it. All pins together may hold a limited share of the pool; other pages always remain for
-traffic.
+revision is loaded as soon as enough pages are free, without evicting an adapter that a request waits for. The revision
+is kept until every owner has unpinned it. All pins together may hold a limited share of the pool; other pages always
+remain for traffic.
 """
 
 from __future__ import annotations

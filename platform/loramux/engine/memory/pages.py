@@ -181,8 +181,9 @@ class SequenceKv:
         self.num_cached = 0
         """Prompt tokens found in the cache before the sequence had computed them itself."""
         self.pages: array[int] = array("i")
-        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). It is an array because the
-        runner copies it into a tensor in every step."""
+        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). The table is an array because
+        the runner copies it into a tensor in every step.
+        """
         self.prefix_pages: list[CachedPage] = []
         """Cached pages at the beginning of `pages`. While the sequence waits, these are the cached pages that it could
         use.

@@ -12,7 +12,7 @@ demand.
   is evicted after all other revisions.
 - **Bounded time**: an inspection or a load that takes longer than `load_timeout` is cancelled; its revision is FAILED.
 - **Bounded memory**: a revision that holds no pages and that no request wants is forgotten after MAX_DORMANT other
-  revisions were used. At its next request its size is read again.
+  revisions were used. At the revision's next request its size is read again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Inspected(NamedTuple):
 
 
 class StoreJob(Future[T]):
-    """A running job of a store. It can be cancelled until its result is being written into the pool."""
+    """A running job of a store. A job can be cancelled until its result is being written into the pool."""
 
     started_at: float | None = None
     """Time at which a thread began the job, by the engine's clock; None: no thread has begun it."""
@@ -316,7 +316,7 @@ class Residency:
         self._forget_if_unneeded(resident)
 
     def load(self, digest: str, *, claimed: bool = False) -> None:
-        """Start to load a KNOWN revision. Its pages must be free."""
+        """Start to load a KNOWN revision. The revision's pages must be free."""
         resident = self._known[digest]
         resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
         self._resident[digest] = None
@@ -382,7 +382,7 @@ class Residency:
         self._forget_if_unneeded(resident)
 
     def add_tree(self, digest: str) -> None:
-        """Count a prefix tree that has begun under it."""
+        """Count a new prefix tree with cached KV of the revision."""
         self._known[digest].num_trees += 1
 
     def remove_tree(self, digest: str) -> None:

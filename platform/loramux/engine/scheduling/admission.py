@@ -460,7 +460,7 @@ class Admission:
 
     def _blocked_claimant(self) -> Sequence | None:
         """Return a claimant whose adapter is READY and whose pages were taken by other sequences during the load. No
-        sequence may overtake it.
+        sequence may overtake this claimant.
 
         A claimant that waits for its turn or its quota blocks no other sequence.
         """

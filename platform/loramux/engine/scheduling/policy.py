@@ -3,7 +3,7 @@
 `PageBudget` computes the exact maximum of pages that a set of sequences will hold at one time, and decides if another
 sequence fits. vLLM and S-LoRA assume the maximum length of all sequences at once, which leaves a third of a pool
 unused. In fact, sequences grow by one token per step and end one after the other, so their peak is lower. `kv_peak`
-computes it exactly.
+computes this peak exactly.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Policy:
     """
     affinity_window: float = 512.0
     """Maximum units, divided by weight, by which a flow may be admitted early because its adapter is already in the
-    batch. It applies if the batch's adapters cost more than `adapter_overhead_target`.
+    batch. The window applies if the batch's adapters cost more than `adapter_overhead_target`.
     """
     adapter_overhead_target: float = 0.1
     """Ratio of the bytes of a step's adapters to the bytes that the step reads anyway, above which `affinity_window`
@@ -136,7 +136,7 @@ class Policy:
 
     @classmethod
     def from_settings(cls, settings: Settings, weight_pages: float) -> Policy:
-        """Return the operator's settings; the model's weights are as large as `weight_pages` pages."""
+        """Return the operator's settings. `weight_pages` is the size of the model's weights in pages."""
         asked = settings.scheduler
         return cls(
             class_shares={c: getattr(asked.class_shares, c) for c in ServiceClass},
@@ -250,8 +250,8 @@ class PageBudget:
         """Return whether the peak of KV with `candidate`, and the pinned adapters with its own, stay in the pool.
 
         Adapters and cached KV that are not in use are evictable and therefore not counted, unless the candidate would
-        use them. Pages that the candidate shares with running sequences count only once. It cannot use the `reserved`
-        pages. An empty pool admits every sequence that fits alone.
+        use them. Pages that the candidate shares with running sequences count only once. The candidate cannot use the
+        `reserved` pages. An empty pool admits every sequence that fits alone.
         """
         if not running:
             return self.kv_peak([candidate]) + adapter_pages <= self.num_pages

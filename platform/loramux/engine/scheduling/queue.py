@@ -58,7 +58,7 @@ class RequestQueue:
         """Flows without requests, the lowest counter with its pending lift first."""
         self._length = 0
         self._unreported: dict[tuple[ClassCounter, str], float] = {}
-        """Service since the last report. The other engines of a fleet need it."""
+        """Service since the last report. The other engines of a fleet need this service."""
 
     # questions
 
@@ -289,7 +289,8 @@ class RequestQueue:
     def lift(self, services: Iterable[TenantService]) -> None:
         """Count the service of tenants on other engines.
 
-        A tenant that is unknown or forgotten has no counter to lift. It will start at the level of the waiting tenants.
+        A tenant that is unknown or forgotten has no counter to lift. Such a tenant will start at the level of the
+        waiting tenants.
         """
         self.num_changes += 1
         for service in services:

@@ -264,9 +264,9 @@ class Scheduler:
     def _schedule_running(self, builder: StepBuilder, now: float) -> list[Sequence]:
         """Give rows to the sequences that were admitted earlier, and charge their flows.
 
-        Return the sequences whose prompts come after the admission. Their rows and the background's tokens stay
-        reserved. Attributes are read instead of properties, because this is the part of a plan that grows with the
-        rows.
+        Return the sequences whose prompts come after the admission. The rows of these sequences and the background's
+        tokens stay reserved. Attributes are read instead of properties, because this is the part of a plan that grows
+        with the rows.
         """
         size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
         decoding: list[Sequence] = []

@@ -122,8 +122,8 @@ class Sequence(SequenceKv):
 
     @property
     def likely_left(self) -> int:
-        """Number of tokens that the sequence is still expected to generate. If it has exceeded its estimate, it is
-        expected to generate half as many again.
+        """Number of tokens that the sequence is still expected to generate. A sequence that has exceeded its estimate
+        is expected to generate half as many tokens again.
         """
         held = len(self.token_ids)
         left, beyond = self.likely_len - held, (held - self.num_prompt_tokens) // 2
@@ -171,8 +171,8 @@ class Sequence(SequenceKv):
             self.load = max(0.0, began - self.arrival), min(ended, self.began_at) - self.arrival
 
     def activate(self, invocation: tuple[int, ...]) -> None:
-        """Apply the adapter from the last occurrence of `invocation` in the prompt. Without an occurrence it never
-        applies (as in PEFT).
+        """Apply the adapter from the last occurrence of `invocation` in the prompt. Without an occurrence the adapter
+        never applies (as in PEFT).
         """
         prompt, length = self.request.prompt_token_ids, len(invocation)
         starts = range(self.num_prompt_tokens - length, -1, -1)

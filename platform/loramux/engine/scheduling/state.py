@@ -91,7 +91,9 @@ class SchedulerState:
         self.queue.push(sequence)
 
     def join(self, sequence: Sequence) -> None:
-        """Admit a waiting `sequence` after its KV was looked up in the cache or saved. Its adapter must be READY."""
+        """Admit a waiting `sequence` after its KV was looked up in the cache or saved. The sequence's adapter must be
+        READY.
+        """
         self.queue.remove(sequence)
         # Pinned before the claim is released: the revision must not become evictable in between.
         sequence.slot = BASE_SLOT if sequence.digest is None else self.residency.pin(sequence.digest)

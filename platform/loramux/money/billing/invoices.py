@@ -102,7 +102,7 @@ class Tax(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """All data of an invoice that do not follow from the ledger. They are frozen together with the invoice."""
+    """All data of an invoice that do not follow from the ledger. These terms are frozen together with the invoice."""
 
     seller: InvoiceParty | None = None
     buyer: InvoiceParty | None = None

@@ -7,8 +7,8 @@ settlement's transaction also writes the engine's count, so a crash loses both n
 different sources: the steps that ran, and the texts and events that the serving layer received. Requests that were
 interrupted, or whose engine died, are in neither count: their use is unknown and is not charged.
 
-A hash chain proves that entries follow from each other. It does not prove that they are the original entries: with
-write access to the database, an old entry can be changed and every later hash can be computed again. So three more
+A hash chain proves that entries follow from each other. The chain does not prove that they are the original entries:
+with write access to the database, an old entry can be changed and every later hash can be computed again. So three more
 conditions are checked. The last hash of every closed period must be unchanged. Every frozen invoice must still have its
 digest, and follow from the ledger and the prices. Every checkpoint must agree.
 

@@ -194,8 +194,8 @@ class AdmissionBatch:
     def admit(self, request: OpenedRequest) -> RateLimitStatus:
         """Take the request's needs from all its subjects, or from none of them.
 
-        A request is counted once. If it is admitted again because the first result was lost, nothing is counted. Raises
-        LimitReached or RequestTooLarge.
+        A request is counted once. If a request is admitted again because the first result was lost, it is not counted
+        again. Raises LimitReached or RequestTooLarge.
         """
         owners = {pool: word for pool, word in pools_of(request).items() if pool in self._limits}
         counters = {id: self._counters[id].refilled(self._limits[id], self._now) for id in owners}

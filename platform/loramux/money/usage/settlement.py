@@ -68,7 +68,7 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     prompts, each counted once.
     """
     undelivered: TokenCounts = NOTHING
-    """Tokens that the engine computed in addition to `delivered`. They are recorded and never billed."""
+    """Tokens that the engine computed in addition to `delivered`. These tokens are recorded and never billed."""
     adapter_loads: int = 0
     """Reads of adapter weights into the pool for this request."""
     answer: bytes | None = None
@@ -91,8 +91,8 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
     def abandoned(self) -> TokenCounts:
         """Tokens that were computed for a caller that disconnected before it could read them. Each prompt counts once.
 
-        These tokens are waived, unless a setting bills them. They count against budgets in both cases. Otherwise a
-        caller that always disconnects before the answer could use the engine without limit.
+        These tokens are waived, unless a setting bills them. Abandoned tokens count against budgets in both cases.
+        Otherwise a caller that always disconnects before the answer could use the engine without limit.
         """
         if self.ended_by != "caller" or self.is_shadow:
             return NOTHING
