@@ -47,7 +47,7 @@ class Cell:
 
 
 def tokens_per_s(measurement: Measurement) -> float:
-    """Output tokens a second."""
+    """Output tokens per second."""
     return measurement.figures.output_tokens_per_s
 
 

@@ -1,6 +1,6 @@
 """The report of a comparison: Markdown tables and a plot, made from the lines that compare.py wrote.
 
-python benchmarks/report.py benchmarks/results/NAME [CHART.png]     # the chart of tokens a second alone, too
+python benchmarks/report.py benchmarks/results/NAME [CHART.png]     # the chart of tokens per second alone, too
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ COLOURS = ("#1b6ca8", "#d9822b", "#7a5195", "#3a7d44", "#bc5090", "#6b7280")
 
 @dataclass(frozen=True)
 class Bound:
-    """How much a series may have grown between the second and the last quarter of a run."""
+    """Maximum growth of a series between the second and the last quarter of a run."""
 
     share: float
     beside: float

@@ -26,7 +26,7 @@ class System(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in the results."""
+        """Name of the system in the results."""
         ...
 
     def modes(self, items: Sequence[Item]) -> tuple[str, ...]:

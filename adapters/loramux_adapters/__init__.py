@@ -2,8 +2,9 @@
 
 The way of an adapter:
 
-1. Read. `config` parses adapter_config.json strictly (`strict_json`) and refuses unserved fields by name, with the way
-   out; `weights_file` parses the safetensors header. Both are bounded before anything is built.
+1. Read. `config` parses adapter_config.json strictly (`strict_json`) and refuses unserved fields with an error that
+   names the field and the way out; `weights_file` parses the safetensors header. Both are bounded before anything is
+   built.
 2. Plan. `base` describes the served model from its config.json. `targets` finds the targets of the configuration:
    modules, by PEFT's rules and in bounded time (`matching`), and rows of tokens. `plan` derives the exact `components`
    (pairs, vectors, rows), compares them with the file, and reads every value once. `convert` turns adapters of other

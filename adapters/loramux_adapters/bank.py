@@ -312,7 +312,7 @@ class AdapterBank:
         """End of the last step that read a slot's rows, by dropped slot. An adapter may be dropped while the step of
         its last token runs. A load that then takes its slot may have taken its fence before that step."""
         self.least_pages = max(1, -(-len(pool) // self.page_elements // max(max_slots, 1)))
-        """Least number of pages that an adapter takes."""
+        """Minimum number of pages of an adapter."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.side_stream = SideStream(device)
         """Stream for the half of the adapters' products that does not wait for the base's."""

@@ -36,7 +36,7 @@ class LinearShape:
     in_features: int
     out_features: int
     layer: int | None
-    """Its decoder layer."""
+    """Decoder layer of the base."""
     transposed: bool = False
     """The weight is stored `[in, out]` (GPT-2's Conv1D). A and B of an adapter are as for any other linear."""
 
@@ -69,7 +69,7 @@ class ParameterShape:
     in_features: int
     out_features: int
     layer: int | None
-    """Its decoder layer."""
+    """Decoder layer of the base."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class ExpertPair(LoraPair):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Both tensors as PEFT saves them, for all experts."""
+        """Shapes of both tensors in PEFT's file, for all experts."""
         ranks = self.rank * self.num_experts
         return {self.a_key: (ranks, self.in_features), self.b_key: (self.out_features, ranks)}
 
@@ -119,7 +119,7 @@ class TiedPair(LoraPair):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Both tensors as PEFT saves them for the embedding."""
+        """Shapes of both tensors in PEFT's file for the embedding."""
         return {self.a_key: (self.in_features, self.rank), self.b_key: (self.rank, self.out_features)}
 
     @property

@@ -215,7 +215,7 @@ async def release_answered_body(message: Message, scope: Scope) -> None:
 
 
 def inference_body_bytes(context: int) -> int:
-    """Return the most bytes of a request for completions, by the tokens of the largest context."""
+    """Return the maximum bytes of a request for completions, computed from the tokens of the largest context."""
     return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * context), MAX_BODY_BYTES)
 
 
@@ -408,7 +408,7 @@ def _unknown_names(data: bytes | msgspec.Raw, body: type[Body], path: str = "") 
 
 
 def known_fields(body: type[Body]) -> frozenset[str]:
-    """Return the fields that are served, ignored or refused by name."""
+    """Return the fields that are served, ignored or refused."""
     return frozenset({*(one.encode_name for one in msgspec.structs.fields(body)), *body.ignored, *body.unsupported})
 
 

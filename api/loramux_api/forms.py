@@ -1,4 +1,4 @@
-"""Multipart forms, written to disk as they arrive: memory holds one network chunk, whatever the size of the files.
+"""Multipart forms, written to disk as they arrive: memory holds only one network chunk, even for large files.
 
 `FileForm` receives one file with a few fields (POST /v1/files); `AdapterForm` receives an adapter's files under their
 standard names (POST /v1/adapters).

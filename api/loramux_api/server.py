@@ -3,8 +3,8 @@ left.
 
 SIGTERM or SIGINT stops the server in four phases, each of which is logged:
 
-1. Lame duck: for `server.lame_duck_seconds`, /health/ready answers 503, so that load balancers send their requests
-   elsewhere. Requests are still served. A second signal ends this phase.
+1. Lame duck: for `server.lame_duck_seconds`, /health/ready answers 503, so that load balancers send their requests to
+   other servers. Requests are still served. A second signal ends this phase.
 2. Drain: new requests get 503 and Retry-After. Running requests finish within `server.drain_seconds`.
 3. The listener and the idle connections close.
 4. The platform closes in reverse order of its start. The exit code is 0.
@@ -47,7 +47,7 @@ def serve(settings: Settings, on_serving: Callable[[Platform], None]) -> int:
     Calls `on_serving` when the server answers requests. Raises the errors of `open_platform`, and SettingsError if the
     address is not available.
     """
-    os.umask(0o077)  # only the server's own user may read what it writes (rows, blobs, staged files)
+    os.umask(0o077)  # only the server's own user may read the files that it writes (rows, blobs, staged files)
     max_connections = connection_limit()
     with reserved_addresses(settings.server) as addresses:
         return asyncio.run(_serve(settings, addresses, max_connections, on_serving))

@@ -32,7 +32,7 @@ DAY_SECONDS = 86_400
 
 MIN_EXACT = 0.9
 MIN_SHARED = 5
-"""Least number of adapters that must share one step with the base. The sixth may come a moment later on a busy
+"""Minimum number of adapters that must share one step with the base. The sixth may come a moment later on a busy
 machine.
 """
 MAX_CROWDS = 4

@@ -126,7 +126,7 @@ class Panels:
 
 
 def narrowed(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return float32 `weights` in bfloat16 or float16 if that loses nothing, else as they are."""
+    """Return float32 `weights` in bfloat16 or float16 if the values stay exact, otherwise unchanged."""
     if weights[0].dtype != torch.float32:
         return weights
     for dtype in (torch.bfloat16, torch.float16):
@@ -280,7 +280,7 @@ def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 Weight = torch.Tensor | QuantizedWeight
-"""A linear's weight `[out_features, in_features]`, as it is or quantized."""
+"""A linear's weight `[out_features, in_features]`, unchanged or quantized."""
 
 
 class PackedLinear:

@@ -73,7 +73,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One linear of one expert, or one part of a joined linear, as it is in the file."""
+    """One linear of one expert, or one part of a joined linear, in the form of the file."""
 
     part: int
     rank: int
@@ -128,7 +128,7 @@ def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: Plan
     sizes = {module: rank_and_scale(match, config, limits) for module, match in found.items()}
     collected = _stacks(kept, header, config, sizes)
     stacks = {name: collected[name] for name in (*base.modules, *base.parameters) if name in collected}
-    # Tensors with unknown names stay as they are: validation names them if they are unexpected.
+    # Tensors with unknown names are not changed; validation names unexpected tensors.
     entries = {key: _copied(key, header) for key in header.tensors if key not in places}
     entries |= _linears({key: place for key, place in kept.items() if not place.is_share}, header)
     for name, stack in stacks.items():

@@ -37,7 +37,7 @@ from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import Match
 
 _NORM_FLOOR = 1e-4
-"""Least norm that DeLoRA divides by."""
+"""Minimum norm by which DeLoRA divides."""
 _RANK_GUARD = 1e-5
 """AdaLoRA: a constant that PEFT adds to the rank before it divides by the rank."""
 

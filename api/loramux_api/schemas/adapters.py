@@ -108,7 +108,7 @@ class BundleObject(msgspec.Struct, kw_only=True):
     problem_type: ProblemType | None
     """Interpretation of a classifier's numbers; null: each input has one class."""
     pooling: Literal["last", "mean"] | None
-    """How a text's hidden states become its vector; null: the last one is the vector."""
+    """Reduction of a text's hidden states to its vector; null: the last hidden state is the vector."""
     matryoshka_dimensions: list[int]
     """Lengths to which the revision's vectors may be cut."""
     chat_template: str | None

@@ -124,7 +124,7 @@ class ChatBody(SamplingBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     """False: at most one call per answer."""
     reasoning_effort: Effort | None = None
-    """How much the model thinks, if its chat template has a variable for it; `none` switches thinking off."""
+    """Amount of thinking, if the chat template has a variable for it; `none` switches thinking off."""
     reasoning: ChatReasoning | None = None
     """The same setting as an object, as OpenRouter's clients send it."""
     thinking: ChatThinking | None = None
@@ -362,7 +362,7 @@ class PromptLogprobEntry(msgspec.Struct):
 
 
 PromptLogprobList = list[dict[str, PromptLogprobEntry] | None]
-"""For each token of the prompt, the token itself and the likeliest ones, by id; null for the first token."""
+"""For each token of the prompt, the token itself and the most likely tokens, by id; null for the first token."""
 
 
 class UsageObject(msgspec.Struct):

@@ -111,7 +111,7 @@ class MessageTool(msgspec.Struct):
 
 
 class MessageToolChoice(msgspec.Struct):
-    """How the model chooses among the tools."""
+    """The model's choice among the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None

@@ -175,7 +175,7 @@ class ReasoningConfig(Body, kw_only=True):
     """
 
     effort: Effort | None = None
-    """How much the model thinks, if its chat template has a variable for it; `none` switches thinking off."""
+    """Amount of thinking, if the chat template has a variable for it; `none` switches thinking off."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 

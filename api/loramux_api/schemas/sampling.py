@@ -185,8 +185,8 @@ class SamplingBody(InferenceBody, kw_only=True):
     allowed_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=1024)] | None = None
     """The only tokens that answers may have. Not allowed together with a format, or with tools that have one."""
     logprob_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_NAMED_LOGPROBS)] | None = None
-    """With `logprobs`: report the log probabilities of these tokens and of the chosen one, instead of the likeliest
-    ones.
+    """With `logprobs`: report the log probabilities of these tokens and of the chosen one, instead of the most likely
+    tokens.
     """
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
@@ -285,7 +285,7 @@ class SamplingBody(InferenceBody, kw_only=True):
 
     @property
     def truncation(self) -> Truncation | None:
-        """How a prompt that is too long is shortened; None: it is refused."""
+        """Shortening of a prompt that is too long; None: the prompt is refused."""
         if self.truncate_prompt_tokens is None:
             return None
         most = None if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens

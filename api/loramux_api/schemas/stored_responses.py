@@ -32,7 +32,7 @@ class StoredItems(msgspec.Struct):
 
 
 class WrittenItems(msgspec.Struct):
-    """The same, with the output as it was sent."""
+    """The same response, with the output in the form that was sent."""
 
     input: list[InputItem]
     output: Any

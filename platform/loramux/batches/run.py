@@ -100,7 +100,7 @@ WINDOW_LOOK_SECONDS = 0.2
 FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0
 """The shortest and the longest pause, in seconds, between two attempts at a line that cannot run now."""
 MAX_FAILURES = 3
-"""The most attempts at a line that the server fails to answer."""
+"""Maximum number of attempts at a line that the server fails to answer."""
 NO_MORE_RIGHTS = "authority_ended"
 REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",

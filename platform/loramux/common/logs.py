@@ -20,7 +20,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 def configure(form: Format, level: Level) -> None:
-    """Send this process's logs to stderr. `auto`: text on a terminal, JSON elsewhere."""
+    """Send this process's logs to stderr. `auto`: text on a terminal, otherwise JSON."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,

@@ -89,7 +89,7 @@ def outside_client(
 ) -> httpx.AsyncClient:
     """Make a client for one kind of service: `bounded`, without redirects.
 
-    `trust_env`: use the proxies of the environment.
+    With `trust_env`, the client uses the proxies of the environment.
     """
     return bounded(httpx.AsyncClient(transport=transport, timeout=timeout, follow_redirects=False, trust_env=trust_env))
 

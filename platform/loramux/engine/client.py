@@ -265,7 +265,7 @@ class EngineClient:
             self._channel.send(Cancel(request_id))
 
     def forget(self, request_id: str) -> None:
-        """Cancel a request and stop calling its `on_event`; what the request used is added to `unclaimed_tokens`."""
+        """Cancel a request and stop calling its `on_event`; its tokens are added to `unclaimed_tokens`."""
         if self._listeners.pop(request_id, None) is not None:
             self._channel.send(Cancel(request_id))
 

@@ -189,7 +189,7 @@ class Engine:
         self._stats_sent_at = float("-inf")
         self._service_sent_at = float("-inf")
         self._stats_version: tuple[int, ...] | None = None
-        """Numbers that change with the statistics, as they were when statistics were last sent."""
+        """Numbers that change with the statistics, at the time when statistics were last sent."""
 
     # the loop
 

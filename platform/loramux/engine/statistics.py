@@ -283,7 +283,7 @@ def snapshot(
 
 
 def routing_facts(scheduler: Scheduler) -> RoutingFacts:
-    """Collect what a router needs: residency, prefix trees and the queue."""
+    """Collect the facts that a router needs: residency, prefix trees and the queue."""
     memory, size = scheduler.memory, scheduler.state.budget.block_size
     trees = memory.cache.largest_trees(REPORTED_PREFIXES)
     return RoutingFacts(

@@ -1,4 +1,4 @@
-"""The server's end of the channel: a `Channel` to an engine that listens elsewhere.
+"""The server's end of the channel: a `Channel` to an engine in another process or on another machine.
 
 One thread holds the socket. A connection that is lost, refused or given up is not opened again by this channel. Its
 last report is Stopped, as for a dead process, and the `FleetEngine` starts another life with another channel. The

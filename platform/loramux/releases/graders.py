@@ -33,7 +33,7 @@ Expected = str | float | int | None
 Grade = Callable[[str, Expected], float]
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_PARTS = 2000
-"""The most objects and lists of a schema. Checking the schema takes a quarter of a millisecond for each."""
+"""Maximum number of objects and lists of a schema. Checking the schema takes a quarter of a millisecond for each."""
 MAX_WORK_PER_ANSWER = 200_000
 """Maximum units of work for one answer. A unit takes one to seven microseconds."""
 MAX_WORK = 20_000_000

@@ -79,7 +79,7 @@ class ReleasePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     evaluation: EvaluationRule | None = None
     min_requests: Count | None = None
-    """The least number of answered requests to the revision, without lines of batches."""
+    """Minimum number of answered requests to the revision, without lines of batches."""
     max_error_rate: Share | None = None
     """Maximum share of the revision's requests that the server failed, or in which a choice was aborted."""
     max_first_token_p99_seconds: Annotated[float, Meta(gt=0)] | None = None

@@ -101,7 +101,7 @@ class ChatOptions:
     tools: ToolUse | None = None
     """Tools that the answer may call; None: no tools, even if the template lists some."""
     effort: str | None = None
-    """How much the model should think: none, minimal, low, medium, high, xhigh or max."""
+    """Amount of thinking of the model: none, minimal, low, medium, high, xhigh or max."""
     ending: ChatEnding = "generation_prompt"
     add_special_tokens: bool = False
     """Put the tokenizer's special tokens around the text of the template."""

@@ -52,7 +52,7 @@ FRESH_SECONDS = 3600.0
 STALE_SECONDS = 86_400.0
 """Seconds for which known keys stay valid while the issuer does not answer."""
 RETRY_SECONDS = 10.0
-"""The least time between two requests to the issuer, in seconds, however many tokens have unknown keys."""
+"""Minimum time between two requests to the issuer in seconds, independent of the number of tokens with unknown keys."""
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,7 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Authority(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that an actor may pass on to keys and members."""
+    """All rights that an actor may pass on to keys and members."""
 
     scopes: frozenset[str]
     roles: frozenset[Role] = frozenset()

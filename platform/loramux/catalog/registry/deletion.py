@@ -36,7 +36,7 @@ from loramux.data.storage.blobs import BlobStore, Cached
 from loramux.money.limits.definitions import adapter_quota
 
 ADMISSION_SECONDS = 60
-"""The least seconds for which deleted files stay: requests may have resolved the name but not be queued yet."""
+"""Minimum seconds for which deleted files stay, because requests may have resolved the name but not be queued yet."""
 MAX_TTL_SECONDS = 10 * 365 * 86_400
 AT_A_TIME = 100
 POSTPONED_SECONDS = 3600

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from loramux.common.errors import LoramuxError
 
 SHOWN = 160
-"""The most characters of the caller's input that a message repeats."""
+"""Maximum number of characters of the caller's input in a message."""
 RETRY_SECONDS = 10
 
 

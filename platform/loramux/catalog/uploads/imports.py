@@ -33,7 +33,7 @@ SILENCE_SECONDS = 30.0
 """The time in seconds for which a hub may send nothing."""
 LONGEST_SECONDS = 3600.0
 MIN_BYTES_PER_SECOND = 16 << 10
-"""The least rate of a transfer from a hub or an object store, in bytes per second."""
+"""Minimum rate of a transfer from a hub or an object store, in bytes per second."""
 WINDOW_SECONDS = 30.0
 """The time of waiting over which the least rate is measured."""
 THREADS, THREADS_PER_TENANT = 16, 4

@@ -41,7 +41,7 @@ PART_BYTES = 8 << 20
 SPOOL_BYTES = 1 << 18
 """Bytes of a request's body that are kept in memory."""
 TRANSFERS = 512
-"""The most bodies that are received at a time."""
+"""Maximum number of bodies that are received at a time."""
 TRANSFERS_PER_TENANT = 32
 THREADS, THREADS_PER_TENANT = 16, 4
 MIN_BYTES_PER_SECOND = 1024

@@ -37,9 +37,9 @@ class BaseFiles:
     model_dir: str
     modules: Mapping[str, LinearShape]
     quantization: Quantization = "none"
-    """How linears are quantized when the base is loaded."""
+    """Quantization of the linears when the base is loaded."""
     form: WeightFormat | None = None
-    """How the checkpoint's own linears are quantized."""
+    """Quantization of the checkpoint's own linears."""
 
     @classmethod
     def of(cls, model_dir: str, base: BaseDescription, quantization: Quantization = "none") -> BaseFiles:

@@ -113,7 +113,7 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Memory that one job may use."""
     whole_model_bytes: int
-    """The most bytes of float32 weights that a base may have to run as a whole."""
+    """Maximum bytes of float32 weights of a base that is run as a whole."""
     engine_bytes: int = 0
     """Maximum float32 bytes of a larger base for which the serving engine answers the check's prompts."""
     serving: str = "float32"

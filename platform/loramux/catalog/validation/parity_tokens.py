@@ -67,7 +67,7 @@ OUTPUTS_NOT_FINITE = "outputs_not_finite"
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
 SPECIAL_TOKENS = 8
-"""The most tokens with trained embeddings in a prompt."""
+"""Maximum number of tokens with trained embeddings in a prompt."""
 SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 _HEADS = ("classifier", "score")

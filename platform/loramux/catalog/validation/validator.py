@@ -46,7 +46,7 @@ from loramux_adapters.base import BaseDescription
 from loramux_adapters.plan import PlanLimits
 
 HEADER_ALLOWANCE = 8 << 20
-"""The most bytes of the two files that are not matrices."""
+"""Maximum bytes of those parts of the two files that are not matrices."""
 TIMEOUT, OUT_OF_MEMORY = "validation_timeout", "validation_out_of_memory"
 UNUSABLE = "validation_impossible"
 """Code of a refusal that a second upload cannot avoid: the operator must change the base's settings."""

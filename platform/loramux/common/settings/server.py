@@ -81,7 +81,7 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The form and the level of the log, which goes to stderr: one line for each event and each request."""
 
     format: Literal["auto", "json", "text"] = "auto"
-    """auto: text on a terminal, JSON elsewhere."""
+    """auto: text on a terminal, otherwise JSON."""
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is logged. PUT /admin/log-level changes the level while the server runs."""
 
@@ -235,7 +235,7 @@ class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long prompts and answers are stored. docs/privacy.md lists the stored data and their places."""
+    """Times for which prompts and answers are stored. docs/privacy.md lists the stored data and their places."""
 
     idempotency_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 86_400
     """Seconds for which answers to requests with an Idempotency-Key are kept, encrypted. 0: such requests are refused.

@@ -29,7 +29,7 @@ ToolParser = Literal[
 WhiteSpace = Literal["bounded", "free"]
 Quantization = Literal["none", "int8", "nf4", "nf4-double"]
 MAX_ENGINES = 1024
-"""The most engines of a base."""
+"""Maximum number of engines of a base."""
 Address = Annotated[str, Meta(max_length=300, pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
 
@@ -363,7 +363,7 @@ class UploadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     open_per_tenant: Positive = 32
     """The largest number of unfinished uploads of a tenant."""
     open_bytes_per_tenant: Positive = 32 << 30
-    """The most announced bytes of a tenant's unfinished uploads."""
+    """Maximum announced bytes of a tenant's unfinished uploads."""
     buckets: tuple[BucketSettings, ...] = ()
     """Buckets from which the server may fetch adapters."""
     hubs: tuple[HubSettings, ...] = ()

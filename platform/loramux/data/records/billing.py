@@ -29,7 +29,7 @@ class PlanRow(Base):
     currency: Mapped[str]
     """The currency's code in ISO 4217."""
     minimum: Mapped[int]
-    """The least price of a period, in minor units."""
+    """Minimum price of a period, in minor units."""
     created_at: Mapped[int]
 
 

@@ -163,7 +163,7 @@ class LedgerEntry(EntryContent, frozen=True, kw_only=True, omit_defaults=True):
 
     sequence: int
     event_id: str
-    """The id of the event, derived from the entry's subject: an event is written once, however often it is tried."""
+    """The id of the event, derived from the entry's subject: an event is written once, even after several attempts."""
     prev_hash: str
     hash: str = ""
 

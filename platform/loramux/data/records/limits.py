@@ -116,7 +116,7 @@ class SpendingRow(Base):
 
 
 class BudgetHoldRow(Base):
-    """The most that an open request can cost, reserved in a budget."""
+    """Maximum cost of an open request, which is reserved in a budget."""
 
     __tablename__ = "budget_holds"
 

@@ -154,8 +154,9 @@ class Memory:
         return True
 
     def _evict_one(self) -> None:
-        """Evict the leaf that saves least. A revision that a request waits for is evicted only if nothing else is
-        left."""
+        """Evict the leaf that saves least. A revision that a request waits for is evicted only if no other content is
+        left.
+        """
         page, resident = self.cache.eviction_candidate, self.residency.eviction_candidate
         if resident is not None and not resident.num_trees and (page is None or self._goes_before(resident, page)):
             self.residency.evict(resident)

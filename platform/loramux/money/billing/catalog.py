@@ -88,7 +88,7 @@ class PlanSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     name: str
     currency: str
     minimum: str = "0"
-    """Least amount that a month costs."""
+    """Minimum amount of a month."""
     prices: tuple[PriceSpec, ...] = ()
 
     def check(self) -> None:

@@ -44,7 +44,7 @@ class Month(msgspec.Struct, frozen=True, order=True):
 
     @property
     def starts_at(self) -> int:
-        """Its first microsecond."""
+        """First microsecond of the period."""
         return int(datetime(self.year, self.month, 1, tzinfo=UTC).timestamp()) * SECOND
 
     @property

@@ -125,7 +125,7 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def most_buckets(cls) -> int:
-        """Return the most buckets that a page of any width may have."""
+        """Return the maximum number of buckets of a page over all widths."""
         return max(width.max_limit for width in cls.widths.values())
 
     @property
