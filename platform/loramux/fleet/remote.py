@@ -46,7 +46,7 @@ from loramux.fleet.wire import (
 CONNECT_S = 30.0
 """Maximum seconds until an engine answers. Loading its model may take longer."""
 LOCATE_S = 0.25
-"""Seconds before an engine that has no place yet is looked for again."""
+"""Seconds between two requests for the address of an engine that has no address yet."""
 CONFIRMED_BYTES = WINDOW_BYTES // 16
 """Bytes of processed reports that are confirmed at once, and not with the next beat."""
 

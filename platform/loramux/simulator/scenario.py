@@ -50,7 +50,7 @@ class Uniform(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class LogNormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="distribution", tag="lognormal"):
-    """exp(Normal(mu, sigma)) tokens, cut off at both ends."""
+    """A distribution of exp(Normal(mu, sigma)) tokens, limited at both ends."""
 
     mu: float
     sigma: Annotated[float, Meta(ge=0)]

@@ -296,7 +296,8 @@ SAMPLE_PAGES = 16
 
 
 class HostPages:
-    """A `HostKv` for a bank's pool: tensors on a CPU; on a GPU pinned memory, copied in the order of its stream.
+    """A `HostKv` for a bank's pool: the pages are tensors on a CPU; on a GPU they are pinned memory, copied in the
+    order of the GPU's stream.
 
     The host does not wait for copies. The device waits for copies before its next step. This is a short time: a page
     takes some tens of microseconds over the link, and few steps preempt sequences.
