@@ -1,4 +1,4 @@
-"""Arrivals, lengths and adapters of requests: the distributions of the literature."""
+"""Arrivals, lengths and adapters of requests, by distributions from the literature."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Pattern:
     rate: float
     """Requests a second."""
     cv: float
-    """Coefficient of variation of the gaps between requests: 1 is Poisson, more is burstier."""
+    """Coefficient of variation of the gaps between requests: 1 is Poisson; larger values mean more bursts."""
     prompts: Lengths
     outputs: Lengths
     adapters: int = 16
@@ -34,7 +34,8 @@ PATTERNS = {
 def choose_adapters(rng: Rng, count: int, popularity: str, names: Iterable[str]) -> list[str | None]:
     """The adapter of each request.
 
-    `base` (None for all), `only:NAME`, or what `choose` knows. Raises ValueError for anything else.
+    `popularity` is `base` (None for all), `only:NAME`, or a value that `choose` knows. Raises ValueError for other
+    values.
     """
     adapters = list(names)
     kind, _, argument = popularity.partition(":")

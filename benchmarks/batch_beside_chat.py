@@ -4,12 +4,13 @@ model.
     python benchmarks/batch_beside_chat.py
     python benchmarks/batch_beside_chat.py --questions 200 --rounds 3 --rate 2
 
-Tenant `chat` asks questions as they come (Poisson, `--rate` a second), streamed; tenant `bulk` has a batch. Both are
-measured alternately, alone and with the batch, `--rounds` times, so drift of the machine affects both. The batch has
-more lines than a round takes; it is cancelled at the round's end. The goal: p99 with the batch at most 1.1 times p99
-alone. The result is JSON on stdout, with the lines that the batch completed during the run.
+Tenant `chat` sends streamed questions at random times (Poisson, `--rate` per second); tenant `bulk` has a batch. The
+questions are measured alternately alone and with the batch, `--rounds` times, so drift of the machine affects both. The
+batch has more lines than a round can run, and is cancelled at the round's end. The goal: p99 with the batch at most 1.1
+times p99 alone. The result is JSON on stdout, with the lines that the batch completed during the run.
 
-With `--beside shadow` the questions go to an adapter, and a candidate revision of it repeats each of them unseen.
+With `--beside shadow` the questions go to an adapter, and a candidate revision of the adapter repeats each question as
+a shadow.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ PAUSE = 0.2
 
 
 def batch_input(site: Site, lines: int) -> bytes:
-    """Return a batch's input: prompts that no cache knows."""
+    """Return a batch's input, with prompts that are not in a cache."""
     body = {"url": "/v1/completions", "method": "POST"}
     return b"".join(json.dumps(body | {"custom_id": f"{n}", "body": site.body}).encode() + b"\n" for n in range(lines))
 
@@ -66,7 +67,7 @@ async def batch(site: Site) -> AsyncIterator[dict[str, Any]]:
 
 @asynccontextmanager
 async def shadow(site: Site) -> AsyncIterator[dict[str, Any]]:
-    """Repeat every question on the candidate while the block runs; `done` are those that were compared."""
+    """Repeat every question on the candidate while the block runs; `done` has the compared questions."""
     found: dict[str, Any] = {}
     path = f"/v1/adapters/{ADAPTER}/shadow"
     async with site.client(CHAT) as client:
@@ -99,7 +100,7 @@ async def _until(client: httpx.AsyncClient, id: str, is_so: Callable[[dict[str, 
 
 
 async def first_tokens(site: Site, questions: int, rate: float, seed: int) -> list[float]:
-    """Seconds to the first token of questions that come as they like."""
+    """Return the seconds to the first token of questions that arrive at random times."""
     rng = random.Random(seed)
     async with site.client(CHAT) as client:
 

@@ -1,10 +1,11 @@
-"""The time that a report of a step, and a command, take between an engine and its server: pipe, thread and sockets.
+"""The time that a report of a step and a command take between an engine and its server, over a pipe, a thread and
+sockets.
 
     python benchmarks/channel.py --requests 64 --rounds 2000
 
-A worker without a model answers each command with one report of as many tokens as there are requests. Measured is the
-time from a command's `send` to its report on the server's event loop: a round trip. The sides are two processes, as in
-production; on a busy machine the scheduler's delays are in the figures.
+A worker without a model answers each command with one report of as many tokens as there are requests. The measured time
+is a round trip: from a command's `send` to its report on the server's event loop. The two sides are two processes, as
+in production. On a busy machine the figures include delays of the system's scheduler.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def listen(address: str, pair: KeyPair, ready: Connection) -> None:
 
 
 def serve_pipe(connection: Connection) -> None:
-    """The pipe as `engine.worker.serve_process` uses it: a thread that reads, sends from the worker's own."""
+    """The engine's end of a pipe, as in `engine.worker.serve_process`: a thread reads, and the worker's own thread
+    sends.
+    """
     inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
 
@@ -98,7 +101,7 @@ def serve_pipe(connection: Connection) -> None:
 
 
 class Pipe:
-    """The server's end of a pipe, as `ProcessChannel` has it: a thread that reads, a thread that writes."""
+    """The server's end of a pipe, as in `ProcessChannel`: one thread reads, and another thread writes."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

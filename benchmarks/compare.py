@@ -1,10 +1,11 @@
-"""Measure loramux and its peers: same machine, same run, same workload; ratios, tables and a plot.
+"""Measure loramux and other systems on the same machine, in the same run, with the same workload. The results are
+ratios, tables and a plot.
 
     python benchmarks/compare.py
     python benchmarks/compare.py --quick
     python benchmarks/compare.py --reps 3 --peer vllm=/path/to/its/venv
 
-The report goes to stdout and, with the lines it was made of and the plot, to a folder; progress goes to stderr.
+The report goes to stdout and to a folder, together with the measured lines and the plot. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -117,10 +118,10 @@ def _directory(arguments: argparse.Namespace) -> Path:
 def main() -> int:
     """The command line; 1 when a system could not be measured."""
     arguments = _parse_arguments()
-    # As an exception, so that servers are stopped on the way out.
+    # Raised as an exception, so that servers are stopped at the end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("compare: stopped by SIGTERM"))
-    # Every system waits for its threads as it does by itself. Our server chooses PASSIVE for its engine; with it, vLLM
-    # is some 6% slower, and PEFT takes up to half as long again.
+    # Every system uses its own default for waiting threads. loramux chooses PASSIVE for its engine. With PASSIVE, vLLM
+    # is about 6% slower, and PEFT takes up to 50% longer.
     os.environ.pop("OMP_WAIT_POLICY", None)
     directory = _directory(arguments)
     subprocess.run([sys.executable, str(BENCHMARKS / "models.py"), *arguments.models], check=True)

@@ -1,12 +1,13 @@
-"""Cost of one step on this CPU, operator by operator: ours against the best that torch offers for the same work.
+"""Cost of one step on this CPU, operator by operator: loramux's operators compared with the fastest that torch offers
+for the same work.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/cpu_kernels.py [--threads 2] [--dtype bfloat16] [--layers 24]
 
 The model is Llama-shaped, 0.5B parameters; sixteen adapters of ranks 8, 16, 32, 64 touch every linear. A row of the
-table is a whole step's worth of one operator (all layers). Times are medians of runs that take turns; GB/s are the
-bytes that must be read once over that time, `memory` is their share of this machine's measured read bandwidth. Torch's
-side is the fastest of what torch has: joined linears packed by oneDNN or plain; LoRA by addmm over rows sorted by
-adapter; attention by SDPA over gathered pages. Other work on the machine falls on both sides, but not evenly.
+table is the total time of one operator in a step (all layers). Times are medians of alternating runs. GB/s are the
+bytes that must be read once, divided by this time, and `memory` is the share of this machine's measured read bandwidth.
+For torch the fastest variant counts: joined linears, packed by oneDNN or plain; LoRA by addmm over rows sorted by
+adapter; attention by SDPA over gathered pages. Other work on the machine affects both sides, but not equally.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Result:
 
 
 def median(steps: dict[str, Step], repeats: int) -> dict[str, float]:
-    """Seconds of each step; the steps take turns, so that a busy moment falls on all of them."""
+    """Return the median seconds of each step. The steps alternate, so that a busy moment affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats + 1):
         for name, step in steps.items():
@@ -196,7 +197,7 @@ def attention(dtype: torch.dtype, layers: int, name: str, rows: list[int], conte
 
 
 def _sdpa(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
-    """One sequence; in decode the query heads of a group become rows of it, which saves repeating the keys."""
+    """Compute one sequence. In decode the query heads of a group become rows, so that the keys need not be repeated."""
     rows, context = query.shape[0], key.shape[2]
     if rows == 1:
         folded = query.view(1, KV_HEADS, HEADS // KV_HEADS, HEAD_DIM)

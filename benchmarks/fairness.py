@@ -1,12 +1,13 @@
-"""Does each tenant get its share while another floods? One run on the real server, over HTTP, with the shipped model.
+"""Measure whether each tenant gets its share while another tenant sends a flood: one run on the real server, over HTTP,
+with the shipped model.
 
     python benchmarks/fairness.py
     python benchmarks/fairness.py --weights 1,3 --units 20000
 
-Tenant `flood` keeps 64 requests in flight all the time. Tenant `chat` first asks alone, then one question at a time
-during the flood, which shows the flood's effect on its first token. Then it keeps 32 in flight, so both tenants always
-have requests waiting. From there on the service that the engine charges to each tenant, over its weight, must grow
-equally. The result is JSON on stdout.
+Tenant `flood` keeps 64 requests in flight all the time. Tenant `chat` first sends questions alone, then one question at
+a time during the flood, which shows the flood's effect on its first token. Then it keeps 32 requests in flight, so both
+tenants always have waiting requests. From then on, the service that the engine charges to each tenant, divided by its
+weight, must grow equally. The result is JSON on stdout.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ MODEL_PATH = BENCHMARKS.parent / "demo/loramux_demo/assets/base"
 FLOOD, CHAT = "flood", "chat"
 IN_FLIGHT = {FLOOD: 64, CHAT: 32}
 ROWS = 4
-"""Few, and long answers: the engine is to be what they wait for, not HTTP."""
+"""Number of rows. Few rows and long answers make requests wait for the engine and not for HTTP."""
 QUESTIONS = 30
 POLL_SECONDS = 0.2
 PATIENCE_SECONDS = 600.0
 LOOK_SECONDS = 1.5
-"""After which the engine has looked at its accounts again: it does so once a second."""
+"""Seconds after which the engine has reported again, because it reports once per second."""
 SERVICE = "loramux_tenant_service_units"
 TIMEOUT = httpx.Timeout(600.0, connect=30.0)
 Samples = dict[str, dict[str, float]]
@@ -63,7 +64,7 @@ class Site:
     max_tokens: int = 256
 
     def client(self, tenant: str) -> httpx.AsyncClient:
-        """With the tenant's key, and as many connections as it likes."""
+        """Return a client with the tenant's key and without a limit of connections."""
         headers = {"Authorization": f"Bearer {self.keys[tenant]}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         return httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT, limits=limits)
@@ -76,7 +77,7 @@ class Site:
         return asked | {"ignore_eos": True, "temperature": 0}
 
     async def metrics(self) -> Samples:
-        """Samples of /metrics by name, each by its tenant, or by "" if it has none."""
+        """Return samples of /metrics by name, and for each name by tenant ("" without a tenant)."""
         async with httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT) as client:
             text = (await client.get("/metrics")).raise_for_status().text
         found: defaultdict[str, dict[str, float]] = defaultdict(dict)
@@ -117,7 +118,9 @@ async def _until(site: Site, happened: Callable[[Samples], bool]) -> Samples:
 
 
 async def shares(site: Site, in_flight: Mapping[str, int], units: float) -> list[float]:
-    """Return service over weight of each tenant while all had requests waiting: `units` each at least."""
+    """Return each tenant's service divided by its weight while all tenants had waiting requests; each got at least
+    `units`.
+    """
     crowds = [crowd(site, tenant, size) for tenant, size in in_flight.items()]
     async with crowds[0], crowds[1]:
         asked = sum(in_flight.values())
@@ -132,7 +135,7 @@ async def shares(site: Site, in_flight: Mapping[str, int], units: float) -> list
 
 
 async def first_tokens(site: Site, tenant: str, questions: int) -> list[float]:
-    """Seconds to the first token of questions asked one after the other."""
+    """Return the seconds to the first token of questions that are sent one after the other."""
     seconds = []
     async with site.client(tenant) as client:
         for _ in range(questions):
@@ -185,7 +188,7 @@ def run(folder: Path, weights: tuple[int, int], units: float, threads: int) -> d
 
 
 def cli(config: Path, *arguments: str) -> dict[str, Any]:
-    """Run a command of loramux; return what it prints as JSON."""
+    """Run a command of loramux; return its output as JSON."""
     command = [*LORAMUX, *arguments, "--config", str(config), "--json"]
     answer: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return answer

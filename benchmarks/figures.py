@@ -1,4 +1,4 @@
-"""Figures of one drive of a workload, as its clients saw it."""
+"""Figures of one drive of a workload, measured by its clients."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from workloads import Item
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One request; seconds count from when it was due, so that waiting to be sent counts."""
+    """The outcome of one request. Seconds count from its due time, so that waiting before sending is included."""
 
     id: str
     ttft_s: float | None = None
-    """Until the first token; None when there was none."""
+    """Seconds until the first token; None without a token."""
     total_s: float
     output_tokens: int = 0
     token_ids: list[int] = []
@@ -23,12 +23,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """All requests of a drive. Latencies are of those that were served, tokens too."""
+    """All requests of a drive. Latencies and tokens are those of served requests."""
 
     requests: int
     failed: int
     wrong_length: int
-    """Answers without the requested number of tokens."""
+    """Number of answers without the requested number of tokens."""
     wall_s: float
     input_tokens: int
     output_tokens: int
@@ -41,7 +41,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear between ranks; None of nothing."""
+    """Return a percentile, interpolated linearly between ranks; None without values."""
     return float(np.quantile(values, share)) if values else None
 
 

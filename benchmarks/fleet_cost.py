@@ -4,12 +4,13 @@ run.
     python benchmarks/fleet_cost.py
     python benchmarks/fleet_cost.py --rounds 12 --requests 48
 
-`direct` gives requests to its engine's client, as a server without a fleet would: `EngineGroup`'s submit, cancel and
-forget are replaced in that process alone. `fleet` is the product: router, runs that can go on elsewhere, service that
-is heard. `channel` is the product with its engine reached through the encrypted channel, on this machine over TCP. One
-is asked at a time, in an order that turns, so that a slow minute of the machine hurts all. The result is JSON on
-stdout: for `fleet` and `channel` the ratio of tokens per second to `direct` in each round, the median and the
-quartiles; also each server process's CPU time for a token, without its engine's, which a busy machine hardly changes.
+`direct` gives requests directly to the engine's client, like a server without a fleet: only in this process,
+`EngineGroup`'s submit, cancel and forget are replaced. `fleet` is the product, with router, runs that can continue on
+another engine, and exchange of service. `channel` is the product with an engine at the other end of the encrypted
+channel, on this machine over TCP. Only one server gets requests at a time, in a rotating order, so that a slow minute
+of the machine affects all servers. The result is JSON on stdout: for `fleet` and `channel` the ratio of tokens per
+second to `direct` in each round, the median and the quartiles; also the CPU time per token of each server process,
+without its engine, which a busy machine hardly changes.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ NAMES = ("direct", "fleet", "channel")
 
 
 def serve_direct(arguments: list[str]) -> None:
-    """Run the command line with a group that does nothing for a request but hand it on."""
+    """Run the command line with a group that only passes requests on."""
 
     def client(group: EngineGroup) -> Any:
-        (member,) = group._members.values()  # the part whose cost is measured is taken out
+        (member,) = group._members.values()  # the part whose cost is measured is removed
         return member.client
 
     def submit(group: EngineGroup, request: Any, on_event: Any) -> None:
@@ -114,7 +115,7 @@ def start(stack: ExitStack, folder: Path, name: str) -> Server:
 
 
 def cli(config: Path, *arguments: str) -> dict[str, Any]:
-    """Run a command of loramux, and return what it says."""
+    """Run a command of loramux, and return its output."""
     command = [*LORAMUX, *arguments, "--config", str(config), "--json"]
     answer: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return answer

@@ -6,13 +6,14 @@
 Tenant `steady` streams a few long answers at a time. Tenant `hostile` sends as many requests at a time in every window:
 
 - `harmless`: answers in its own small formats, and an adapter with a plain chat template;
-- `hostile`: the 200 schemas, expressions and grammars of `tests/support/hostile_grammars.py`, each made new so that no
-  trial is remembered, and the same adapter on conversations on which its template loops, recurses or grows.
+- `hostile`: the 200 schemas, expressions and grammars of `tests/support/hostile_grammars.py`, each in a new form, so
+  that no result of a trial is reused, and the same adapter with conversations for which its template loops, recurses or
+  grows.
 
-The windows take turns within each round, so that a slow minute of the machine hurts both. Measured is the time between
-two tokens of `steady`'s answers. The result is JSON on stdout: p99 hostile over p99 harmless in each round, the median
-and the quartiles; the goal is a median of at most 1.1. A tenant that does nothing at all would be another baseline, and
-an unfair one: its neighbour's rows are computed in the same steps.
+The windows alternate within each round, so that a slow minute of the machine affects both. The measured time is that
+between two tokens of `steady`'s answers. The result is JSON on stdout: p99 hostile over p99 harmless in each round, the
+median and the quartiles; the goal is a median of at most 1.1. A baseline without any other tenant would be unfair,
+because the rows of `hostile` are computed in the same steps.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ TRICKS = {
     "power": "{{ ((asked | length) ** 9999999) | string | length }}",
     "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
 }
-"""What the template does on a conversation that says so; on others it is plain, so that an upload passes. Each
-depends on the conversation: what does not is computed, and refused, when a template is compiled."""
+"""Hostile parts of the template, each for conversations that name it. For other conversations the template is plain, so
+that the upload passes. Each part depends on the conversation, because constant parts are computed, and refused, when a
+template is compiled.
+"""
 TEMPLATE = (
     "{% set asked = messages[-1].content %}"
     + "".join(f"{{% if asked == '{name}' %}}{trick}{{% endif %}}" for name, trick in TRICKS.items())
@@ -69,7 +72,7 @@ Body = dict[str, Any]
 
 
 def hostile_bodies() -> Iterator[Body]:
-    """Yield requests without end: formats of the corpus alternate with conversations on which the template fails."""
+    """Yield requests without end: formats of the corpus alternate with conversations for which the template fails."""
     formats, tricks = corpus(), itertools.cycle(TRICKS)
     for number in itertools.count():
         yield format_body(fresh(formats[number * 7 % len(formats)][1], number))
@@ -105,7 +108,7 @@ def format_body(format: AnswerFormat) -> Body:
 
 
 def fresh(format: AnswerFormat, number: int) -> AnswerFormat:
-    """Return the same harm under another text: results of trials are kept by tenant and text."""
+    """Return an equally hostile format with another text, because results of trials are kept by tenant and text."""
     match format:
         case JsonSchema(schema) if isinstance(schema, dict):
             return JsonSchema(schema | {"description": str(number)}, format.strict)
@@ -124,7 +127,7 @@ class Streams:
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
         self.pauses: list[float] = []
-        """Seconds between two tokens, since they were last taken."""
+        """Seconds between two tokens, since the last call of `take`."""
 
     def take(self) -> list[float]:
         """Return the pauses so far, and forget them."""

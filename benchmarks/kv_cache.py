@@ -1,12 +1,13 @@
-"""Keys and values in FP8 against those in the model's dtype: how answers change, what fits, and how fast steps are.
+"""Keys and values in FP8 compared with the model's dtype: the change of answers, the memory, and the speed of steps.
 
     python benchmarks/kv_cache.py [--models demo 20m] [--threads 2]
 
-The demo's trained model answers its own questions, the base's and each adapter's; a model of random weights, whose
-logits lie close together, continues random prompts of 256 tokens by 64, a third each for the base and two adapters. Of
-each: the perplexity of the prompts (of the demo, of the expected answers), how many greedy answers are equal token by
-token to those of bfloat16, the share of tokens before the first difference, the pages of a pool of 128 MiB, and a
-decoding step of 16 sequences of 1,000 tokens (fewer where the model takes fewer).
+The demo's trained model answers its own questions, both with the base and with each adapter. A model with random
+weights, whose logits are close to each other, continues random prompts of 256 tokens by 64 tokens, a third each with
+the base and two adapters. The figures for each model are: the perplexity of the prompts (for the demo, of the expected
+answers), the number of greedy answers that equal those of bfloat16 token by token, the share of tokens before the first
+difference, the pages of a pool of 128 MiB, and the time of a decoding step of 16 sequences of 1,000 tokens (fewer
+tokens if the model's context is shorter).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from loramux_demo.assets import adapter_folder, base_folder, completion_prompt, 
 
 @dataclass(frozen=True)
 class Form:
-    """How numbers are held."""
+    """A format of numbers."""
 
     dtype: str
     kv_cache_dtype: str
@@ -62,7 +63,7 @@ class Case:
     adapter: Path | None
     output: int
     ends: bool
-    """The model decides where the answer ends."""
+    """True: the model decides the end of the answer."""
 
 
 def demo_cases() -> Iterator[Case]:
@@ -177,7 +178,7 @@ def measure(name: str, threads: int) -> None:
 
 
 def agreement(first: list[list[int]], other: list[list[int]]) -> str:
-    """Say how many answers are equal, and what share of the first ones' tokens comes before a difference."""
+    """Return the number of equal answers, and the share of the first answers' tokens before a difference."""
     pairs = list(zip(first, other, strict=True))
     before = sum(len(list(takewhile(lambda two: two[0] == two[1], zip(a, b, strict=False)))) for a, b in pairs)
     equal, tokens = sum(a == b for a, b in pairs), sum(map(len, first))

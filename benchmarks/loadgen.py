@@ -1,4 +1,4 @@
-"""Drive any OpenAI-compatible server with a workload and say how it did: streaming completions from token ids.
+"""Send a workload to any OpenAI-compatible server, as streaming completions from token ids, and report the figures.
 
     python benchmarks/loadgen.py http://127.0.0.1:8000/v1 w64-mix.jsonl --api-key KEY --adapter-name bench/{adapter}
     python benchmarks/loadgen.py http://127.0.0.1:8001/v1 w64-mix.jsonl --waves 16
@@ -25,14 +25,14 @@ from rich.table import Table
 from workloads import Item, load
 
 TIMEOUT = httpx.Timeout(3600.0, connect=30.0)
-"""A request may wait for all the others: the slowest peer's queue decides."""
+"""Maximum time of a request, which may wait for all other requests in the queue of the slowest system."""
 RETURN_TOKEN_IDS = {"return_token_ids": True}
-"""vLLM's field, and ours: answers come with their token ids."""
+"""vLLM's field, and ours: answers contain their token ids."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """One server, and how it names what a workload asks for."""
+    """One server, and its names for the models of a workload."""
 
     url: str
     """Up to and including `/v1`."""
@@ -72,12 +72,14 @@ def at_once(items: Sequence[Item]) -> Plan:
 
 
 def in_waves(items: Sequence[Item], size: int) -> Plan:
-    """Static batching: everything is due at the start, but `size` go at a time and the next wait for all of them."""
+    """Static batching: all requests are due at the start, but only `size` are sent at a time, and the next batch waits
+    for all of them.
+    """
     return [[(0.0, item) for item in items[i : i + size]] for i in range(0, len(items), size)]
 
 
 def as_arrived(items: Sequence[Item], speed: float = 1.0) -> Plan:
-    """Each at its own time, `speed` times as fast as the workload says."""
+    """Send each request at its own time, `speed` times as fast as in the workload."""
     return [[(item.arrival_s / speed, item) for item in items]]
 
 
@@ -104,7 +106,7 @@ _decode_event = msgspec.json.Decoder(_Event).decode
 
 @dataclass(eq=False)
 class _Stream:
-    """One answer as it comes in."""
+    """One arriving answer."""
 
     item: Item
     due: float
@@ -137,9 +139,9 @@ class _Stream:
 async def drive(
     target: Target, plan: Plan, on_end: Callable[[Outcome], None] = lambda _: None
 ) -> tuple[list[Outcome], float]:
-    """Send the plan; what became of every request, and the seconds from the first due to the last end.
+    """Send the plan. Return the outcome of every request, and the seconds from the first due time to the last end.
 
-    A request that fails is an outcome with an error: the others go on.
+    A failed request is an outcome with an error. Other requests continue.
     """
     headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -204,7 +206,7 @@ def _plan(arguments: argparse.Namespace, items: Sequence[Item]) -> Plan:
 
 
 def drive_with_bar(target: Target, plan: Plan) -> tuple[list[Outcome], float]:
-    """`drive`, to its end, with a bar of finished requests on stderr."""
+    """Run `drive` to its end, with a progress bar on stderr."""
     with bar("requests") as progress:
         task = progress.add_task("driving", total=sum(map(len, plan)))
         return asyncio.run(drive(target, plan, on_end=lambda _: progress.advance(task)))

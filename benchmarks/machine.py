@@ -1,4 +1,4 @@
-"""The machine under the figures: what it is, how fast it reads memory, and what a run takes from it."""
+"""The measured machine: its description, its memory bandwidth, and the resources that a run uses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True, tag="machine"):
 
 
 def describe(threads: int) -> Machine:
-    """This machine, now; measures its memory bandwidth for a second or two."""
+    """Describe this machine, and measure its memory bandwidth for a second or two."""
     cpuinfo = _cpuinfo()
     flags = (cpuinfo.get("flags") or cpuinfo.get("Features") or "").split()
     return Machine(
@@ -116,14 +116,14 @@ def _version(package: str) -> str:
         return "absent"
 
 
-# ---- what a window of time takes
+# ---- the resources of a window of time
 
 
 class Watch:
-    """Measures, from entering to leaving, a process tree's peak memory and the use of the processor by it and by
-    others.
+    """Measures, from entering to leaving, a process tree's peak memory and the processor time of this tree and of other
+    processes.
 
-    `resources` is there after leaving. The load generator's own process counts as processor time, not as memory.
+    `resources` is available after leaving. The load generator's own process counts as processor time, not as memory.
     """
 
     def __init__(self, pid: int) -> None:
@@ -161,7 +161,7 @@ class Watch:
 
 
 def tree_pss(root: psutil.Process) -> int:
-    """Bytes of `root` and its descendants, pages shared between processes divided among them."""
+    """Return the bytes of `root` and its descendants. Pages that processes share are divided among them."""
     return sum(_pss(process) for process in _tree(root))
 
 

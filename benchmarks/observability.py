@@ -3,10 +3,10 @@
     python benchmarks/observability.py
     python benchmarks/observability.py --pairs 12 --requests 48
 
-`quiet` logs errors only, has no traces and is not scraped. `watched` writes a JSON line a request, sends each one's
-spans to a collector in a separate process, and is scraped every second. Only one of the two is asked at a time, first
-one then the other first, so that a slow minute of the machine hurts both. The result is JSON on stdout: the ratio of
-tokens per second in each pair, their median and spread.
+`quiet` logs only errors, has no traces and is not scraped. `watched` writes a JSON line per request, sends each
+request's spans to a collector in a separate process, and is scraped every second. Only one of the two servers gets
+requests at a time, in alternating order, so that a slow minute of the machine affects both. The result is JSON on
+stdout: the ratio of tokens per second in each pair, their median and spread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Site:
     key: str
 
     async def tokens_per_s(self, requests: int, max_tokens: int) -> float:
-        """Return the rate at which `requests` streamed answers came, IN_FLIGHT of them at a time."""
+        """Return the output tokens per second of `requests` streamed answers, with IN_FLIGHT requests at a time."""
         limits = httpx.Limits(max_connections=IN_FLIGHT)
         headers = {"Authorization": f"Bearer {self.key}"}
         async with httpx.AsyncClient(base_url=self.url, headers=headers, timeout=TIMEOUT, limits=limits) as client:

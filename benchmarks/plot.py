@@ -1,4 +1,4 @@
-"""The comparison as a picture: tokens/s, first token, and LoRA's overhead next to its floor."""
+"""A plot of the comparison: tokens/s, first token, and LoRA's overhead next to its floor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS = ("#1b6ca8", "#8fc1e3", "#d9822b", "#7a5195", "#bc5090", "#6b7280")
 
 
 def draw(measurements: Sequence[Measurement], path: Path) -> None:
-    """One column for each model, dtype and suite; a PNG."""
+    """Draw a PNG with one column for each model, dtype and suite."""
     columns = cells(measurements)
     figure = Figure(figsize=(1 + 5.5 * len(columns), 11), layout="constrained")
     axes = figure.subplots(3, len(columns), squeeze=False)
@@ -27,7 +27,7 @@ def draw(measurements: Sequence[Measurement], path: Path) -> None:
 
 
 def draw_throughput(measurements: Sequence[Measurement], path: Path) -> None:
-    """Tokens a second alone, wide and low: the chart of the README."""
+    """Draw only tokens per second, wide and low: the chart of the README."""
     columns = cells(measurements)
     figure = Figure(figsize=(8 * len(columns), 3.2), layout="constrained")
     for axes, cell in zip(figure.subplots(1, len(columns), squeeze=False)[0], columns, strict=True):
@@ -76,7 +76,7 @@ def _bars(axes: Any, cell: Cell, value: Any) -> None:
 
 
 def _overhead(axes: Any, cell: Cell) -> None:
-    """Measured overhead of ours, as a bar; omega, as a line on it."""
+    """Draw loramux's measured overhead as a bar, and omega as a line on the bar."""
     found = [a for a in answers(cell.measurements) if f"LoRA overhead of {OURS}" in a.question]
     shares = [a.question.partition(":")[0] for a in found]
     axes.bar(range(len(found)), [100 * a.measured.median for a in found], 0.5, color=COLOURS[0], label="measured")

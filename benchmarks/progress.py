@@ -6,16 +6,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 _REFRESHES_PER_SECOND = 1
-"""A terminal redrawn often takes processor time from what is measured."""
+"""Number of refreshes per second. It is low because redrawing a terminal takes processor time from the measured
+systems.
+"""
 
 
 def console() -> Console:
-    """The console on stderr, as it is now."""
+    """Return the console on the current stderr."""
     return Console(stderr=True, soft_wrap=True)
 
 
 def say(line: str) -> None:
-    """One line of progress."""
+    """Print a line of progress."""
     console().print(line, highlight=False, markup=False)
 
 

@@ -1,11 +1,12 @@
-"""Quantized weights against bfloat16 on this CPU: decoding speed, and memory of the weights.
+"""Quantized weights compared with bfloat16 on this CPU: decoding speed, and memory of the weights.
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/quantized.py [--threads 2] [--model 0.5b] [--dtype bfloat16] [--quick]
 
-Two tables. *Linears*: all linears of a decode step of the model's shape, by coding and number of rows; the codings take
-turns, so that other work on the machine falls on all of them, and each has its speed over bfloat16's. *Engine*: an
-engine in a separate process for each of `model.quantization`, alternately, which decodes answers of one sequence and of
-eight: tokens per second, bytes of weights that a step reads, and the process's own memory after loading.
+The results are two tables. *Linears*: all linears of a decode step of the model's shape, by coding and number of rows,
+with the speed of each coding relative to bfloat16. The codings alternate, so that other work on the machine affects all
+of them. *Engine*: an engine in a separate process for each of `model.quantization`, alternately, which decodes answers
+of one sequence and of eight: tokens per second, bytes of weights that a step reads, and the process's own memory after
+loading.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ OVERHEAD_ALLOWANCE = 0.05
 
 @dataclass(frozen=True)
 class Answer:
-    """One question about one model, answered; `met` is None if there is no target."""
+    """The answer to one question about one model. `met` is None if there is no target."""
 
     cell: Cell
     question: str
@@ -26,7 +26,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Cell:
-    """The measurements of one model in one dtype with one suite of workloads, to choose from."""
+    """The measurements of one model in one dtype with one suite of workloads, from which questions select."""
 
     model: str
     dtype: str
@@ -34,7 +34,7 @@ class Cell:
     measurements: tuple[Measurement, ...]
 
     def of(self, system: str, share: str, mode: str = "continuous") -> list[Measurement]:
-        """One system's measurements of a workload, one for each repetition."""
+        """Return one system's measurements of a workload, one per repetition."""
         workload = f"{self.suite}-{share}"
         return [
             m for m in self.measurements if (m.case.system, m.case.workload, m.case.mode) == (system, workload, mode)
@@ -47,7 +47,7 @@ class Cell:
 
 
 def tokens_per_s(measurement: Measurement) -> float:
-    """Output tokens a second."""
+    """Output tokens per second."""
     return measurement.figures.output_tokens_per_s
 
 

@@ -1,6 +1,6 @@
-"""A comparison for reading: Markdown tables and a plot, from the lines that compare.py wrote.
+"""The report of a comparison: Markdown tables and a plot, made from the lines that compare.py wrote.
 
-python benchmarks/report.py benchmarks/results/NAME [CHART.png]     # the chart of tokens a second alone, too
+python benchmarks/report.py benchmarks/results/NAME [CHART.png]     # the chart of tokens per second alone, too
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from questions import answers
 LINES, REPORT, PLOT = "results.jsonl", "report.md", "plot.png"
 Line = Machine | Measurement | Agreement | Failure
 QUIET_CORES = 0.3
-"""More than this used by others, and a figure is marked."""
+"""Number of cores used by other processes above which a figure is marked."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Results:
 
 
 def read(directory: Path) -> Results:
-    """The results in a folder; none if nothing has been measured yet."""
+    """Return the results in a folder; empty if no system has been measured yet."""
     results = Results()
     decoder = msgspec.json.Decoder(Line)
     lines = directory / LINES

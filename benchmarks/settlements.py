@@ -1,9 +1,9 @@
-"""Requests settled a second: in groups, as the server does it, next to one by one.
+"""Requests settled per second: in groups, as in the server, compared with one by one.
 
     python benchmarks/settlements.py [--requests 20000] [--concurrent 2000] [--singles 300] [--rounds 3] [--limited]
 
 Durable commits on both databases (SQLite: synchronous=FULL; PostgreSQL: fsync as shipped), one writer process. Both
-ways are taken in turns, so that a busy machine slows both; the ratio is what to compare.
+ways alternate, so that a busy machine slows both. Compare the ratio.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bench:
         self._made = 0
 
     async def grouped(self, requests: int, concurrent: int) -> dict[str, float]:
-        """Requests a second with `concurrent` of them running: only settled, and opened and settled."""
+        """Return requests per second with `concurrent` requests running: only settled, and opened and settled."""
         ids = self._ids(requests)
         await _each(ids, concurrent, self._open)
         settled = await _rate(lambda: _each(ids, concurrent, self._settle), requests)
@@ -126,7 +126,7 @@ async def _rate(run: Callable[[], Awaitable[None]], number: int) -> float:
 
 
 async def limit(tenants: Tenants, principal: Principal) -> None:
-    """Limits that every request has to be taken of and given back to, and never reaches."""
+    """Set limits in which every request is counted, and which are never reached."""
     for name in ("requests_per_minute", "tokens_per_minute", "concurrent_requests"):
         await Limits(tenants.changes).put(principal.tenant, principal.tenant, name, 10**9)
 

@@ -1,4 +1,6 @@
-"""One sitting: systems measured one after the other on one machine, every figure written down at once."""
+"""One run of measurements: systems are measured one after the other on one machine, and every figure is written
+immediately.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from workloads import Item
 _T = TypeVar("_T")
 
 EXACT_DTYPE = "float32"
-"""The dtype in which greedy answers can be compared word by word; in bfloat16 any two systems drift apart."""
+"""The dtype in which greedy answers can be compared token by token. In bfloat16 the answers of any two systems differ
+after some tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,9 @@ class Sitting:
     reps: int
 
     def run(self, setup: Setup) -> None:
-        """Measure one model in one dtype. Every other repetition goes backwards, as a machine drifts within minutes."""
+        """Measure one model in one dtype. Every other repetition has the reverse order, because a machine's speed
+        drifts within minutes.
+        """
         for rep in range(self.reps):
             drives: list[tuple[Case, Drive]] = []
             for system in _in_turn(self.systems, rep):
@@ -46,7 +52,7 @@ class Sitting:
                 self.record(agreement)
 
     def _try(self, system: System, setup: Setup, rep: int) -> Iterator[tuple[Case, Drive]]:
-        """A system that fails costs its own figures only."""
+        """Measure one system. If it fails, only its own figures are missing."""
         try:
             yield from self._measure(system, setup, rep)
         except SystemFailed as error:
@@ -97,7 +103,7 @@ class Sitting:
         )
 
     def record(self, line: report.Line) -> None:
-        """Append a line to the results, so that a run cut short keeps what it has."""
+        """Append a line to the results, so that an interrupted run keeps its results."""
         with (self.directory / report.LINES).open("ab") as lines:
             lines.write(msgspec.json.encode(line) + b"\n")
 

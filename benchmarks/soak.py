@@ -1,15 +1,16 @@
-"""Does anything grow? The real server under churn for hours, with its memory, descriptors, pages and disk recorded.
+"""A soak test: the real server runs for hours while adapters change, and its memory, descriptors, pages and disk are
+recorded to find growth.
 
     python benchmarks/soak.py --minutes 120 --rate 4 --out build/soak
     python benchmarks/soak.py --minutes 12          # a tenth of the time: pytest -m slow tests/benchmarks/test_soak.py
 
-64 clients ask six adapters, the base and adapters that come and go; some leave in the middle of a stream. At the same
-time adapters are uploaded, released as canaries, promoted, rolled back, pinned, deleted, restored, and uploads are
-cancelled. Every upload has a new digest, with the weights of one of the shipped adapters. So every answer can be
-compared with the model's answer to the same prompt alone.
+64 clients send requests to six adapters, the base, and adapters that are added and deleted; some clients disconnect in
+the middle of a stream. At the same time adapters are uploaded, released as canaries, promoted, rolled back, pinned,
+deleted, restored, and uploads are cancelled. Every upload has a new digest, with the weights of one of the shipped
+adapters. So every answer can be compared with the model's answer to the same prompt alone.
 
-`--out` gets samples.csv, soak.png and summary.json. The exit code is 0 if nothing grew, no answer was wrong and the
-ledger has every token.
+The folder `--out` gets samples.csv, soak.png and summary.json. The exit code is 0 if no series grew, no answer was
+wrong and the ledger has every token.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Life:
 
     name: str
     styles: dict[int, str] = field(default_factory=dict)
-    """Whose weights each of its revisions has, deleted ones included."""
+    """The shipped adapter whose weights each revision has, including deleted revisions."""
     numbers: set[int] = field(default_factory=set)
     """Revisions that are not deleted."""
     is_over: bool = False
@@ -67,7 +68,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Told:
-    """An answer that is to be checked: the revision that gave it may become known only later."""
+    """An answer to check. The revision that gave it may become known only later."""
 
     model: str
     question: str
@@ -104,7 +105,7 @@ class Soak:
             while time.monotonic() < until:
                 done, _ = await asyncio.wait(tasks, timeout=min(watch.period, max(0.1, until - time.monotonic())))
                 for task in done:
-                    task.result()  # raises: a client of ours has failed
+                    task.result()  # raises an error if a client of this benchmark has failed
                 self.check()
                 watch.sample(self.counts)
             for task in tasks:
@@ -148,7 +149,7 @@ class Soak:
     async def ask(
         self, http: httpx.AsyncClient, tenant: str, model: str, question: str, *, leaves: bool
     ) -> Told | None:
-        """Send one streamed completion; None if it was left, refused or failed, which is counted."""
+        """Send one streamed completion; None if the stream was left, refused or failed, which is counted."""
         body = {
             "model": model,
             "prompt": completion_prompt(question),
@@ -182,7 +183,7 @@ class Soak:
         return Told(answered_by, question, text)
 
     def _refused(self, model: str, answer: httpx.Response) -> None:
-        """Count a refusal: a model may be gone by the time that a request for it arrives, all else is a fault."""
+        """Count a refusal: a model may be deleted before a request for it arrives; every other refusal is a fault."""
         over = {f"{TENANT}/{life.name}" for life in self.lives if life.is_over}
         if answer.status_code == 404 and model in over:
             self.counts["gone"] += 1
@@ -190,7 +191,7 @@ class Soak:
             self.faults[f"{answer.status_code}: {answer.text[:200]}"] += 1
 
     def check(self) -> None:
-        """Compare the answers whose revision is known with those that it gave alone."""
+        """Compare the answers whose revision is known with the answers that this revision gave alone."""
         styles = {
             f"{TENANT}/{life.name}@{number}": style for life in self.lives for number, style in life.styles.items()
         }
@@ -213,7 +214,7 @@ class Soak:
             await asyncio.sleep(seconds)
 
     async def change(self, customer: AsyncClient) -> None:
-        """Begin, go on with, or end one adapter's life."""
+        """Begin, continue or end one adapter's life."""
         living = [life for life in self.lives if not life.is_over]
         if len(living) < LIVE_ADAPTERS:
             living.append(Life(f"bot-{len(self.lives)}"))
@@ -275,7 +276,7 @@ class Soak:
 
     async def delete(self, customer: AsyncClient, life: Life) -> None:
         """Delete the adapter; sometimes restore it for a moment."""
-        life.is_over = True  # before: a request that is on its way may find it gone
+        life.is_over = True  # counted before the call, because a request that was already sent may not find the adapter
         if self.chance.random() < 0.3:
             await customer.adapters.delete(life.name)
             await customer.adapters.undelete(life.name)
@@ -307,7 +308,7 @@ def prepare(folder: Path) -> Workspace:
 
 
 def soak(folder: Path, out: Path, *, seconds: float, rate: float, change_seconds: float) -> dict[str, Any]:
-    """Run it all and return the summary; the files are in `out`."""
+    """Run the whole test and return the summary. The files are in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     workspace = prepare(folder)
     keys = create_customers(workspace)

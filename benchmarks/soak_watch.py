@@ -37,11 +37,11 @@ COLOURS = ("#1b6ca8", "#d9822b", "#7a5195", "#3a7d44", "#bc5090", "#6b7280")
 
 @dataclass(frozen=True)
 class Bound:
-    """How much a series may have grown between the second and the last quarter of a run."""
+    """Maximum growth of a series between the second and the last quarter of a run."""
 
     share: float
     beside: float
-    """In the series' unit."""
+    """Allowed growth in the series' unit."""
 
 
 FLAT = {
@@ -56,7 +56,7 @@ FLAT = {
     "cache_mib": Bound(0.1, 4),
     "loramux_unsettled_requests": Bound(0.0, 8),
 }
-"""Series that must not grow. The database and the log do: they have a row and a line for each request."""
+"""Series that must not grow. The database and the log grow, because they have a row and a line for each request."""
 
 
 class Watch:
@@ -71,7 +71,7 @@ class Watch:
         self._began = time.monotonic()
 
     def sample(self, counts: Mapping[str, int]) -> None:
-        """Record one sample; `counts` are the clients' own."""
+        """Record one sample; `counts` are the counts of the clients."""
         folder = self._workspace.folder
         values: dict[str, float] = {"seconds": round(time.monotonic() - self._began, 1), **self._processes()}
         for name in ("blobs", "cache"):

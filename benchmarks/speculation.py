@@ -1,13 +1,14 @@
-"""Speculative decoding on and off: tokens a second of answers that copy their prompts, and of answers that do not.
+"""Speculative decoding on and off: tokens per second of answers that repeat parts of their prompts, and of other
+answers.
 
     python benchmarks/speculation.py [--model 0.5b] [--dtype float32] [--requests 1,4,16] [--edits 0.05,1] [--reps 3]
 
-The engine runs in this process, alternately with drafts and without. Its model has random weights, which cost what
-trained ones cost and say nothing; so the answers are scripted: before the sampler looks at a row of logits, the
-script's token is made the most likely one. An answer repeats a passage of its prompt, and with the probability
-`--edits` a token is replaced, after which the copy goes on: 0.05 is a rewriting or an extraction, 1 is a text in which
-nothing is found twice. Requests name the base and four adapters in turn. Forward, sampling, drafting and verification
-are the server's own.
+The engine runs in this process, alternately with drafts and without. Its model has random weights, which take the same
+time as trained weights but give meaningless answers. So the answers are scripted: before the sampler reads a row of
+logits, the script makes its token the most likely one. An answer repeats a passage of its prompt. With the probability
+`--edits` a token is replaced, after which the copy continues: 0.05 is like a rewriting or an extraction, and 1 is a
+text without repetition. Requests name the base and four adapters in turn. Forward, sampling, drafting and verification
+are the server's own code.
 """
 
 from __future__ import annotations
@@ -101,7 +102,9 @@ def run(engine: Engine, script: Script, spec: ModelSpec, count: int, tokens: int
         report = engine.step()
         ended = time.perf_counter()
         told = [event for event in report.events if event.token_id is not None] if report else []
-        began = began or (ended if told else 0.0)  # from the first token on: prompts cost the same
+        began = began or (
+            ended if told else 0.0
+        )  # measured from the first token on, because prompts take the same time
         generated += len(told)
     after = engine.stats()
     return Run(

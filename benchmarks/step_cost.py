@@ -1,13 +1,15 @@
-"""Host time of a step before and after the device: planning it and committing it.
+"""Host time of a step before and after the device: the time to plan and to commit the step.
 
     python benchmarks/step_cost.py [--rows 256] [--steps 200] [--adapters 10000] [--tenants 100000]
 
-The engine's own scheduler, on a pool and adapters of the simulator's, with as many requests again waiting as run. In a
-`roomy` pool the rows are what is short; in a `tight` one the pool is, so that every step asks whether the next request
-fits. Microseconds are medians over steps in which every row decodes; the model's own time is not in them.
+The engine's own scheduler runs with a pool and adapters of the simulator. The number of waiting requests equals that of
+running requests. In a `roomy` pool, rows are scarce. In a `tight` pool, pages are scarce, so that every step checks
+whether the next request fits. Microseconds are medians over steps in which every row decodes; the model's own time is
+not in them.
 
-The last two rows are the same after traffic of `--tenants` tenants over `--adapters` adapters, all of which lie idle in
-the pool: a step must not cost more for what was seen before it. `flows` and `known` are what the scheduler remembers.
+The last two rows show the same times after traffic of `--tenants` tenants over `--adapters` adapters, which are all
+idle in the pool: earlier traffic must not make a step slower. `flows` and `known` are the numbers of objects that the
+scheduler remembers.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Bench:
             self.scheduler.add(_request(str(number), f"tenant {number % ADAPTERS}", refs[number % ADAPTERS]))
 
     def _see(self, tenants: int, refs: list[AdapterRef]) -> None:
-        """Serve one short request of each of `tenants` tenants, a batch of them at a time."""
+        """Serve one short request of each of `tenants` tenants, in batches."""
         for first in range(0, tenants, 1000):
             for number in range(first, min(tenants, first + 1000)):
                 ref = refs[number % len(refs)]

@@ -1,4 +1,4 @@
-"""Systems to measure: anything that takes workloads one after the other and returns drives."""
+"""Systems to measure. A system runs workloads one after the other and returns drives."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class System(Protocol):
 
     @property
     def label(self) -> str:
-        """Its name in the results."""
+        """Name of the system in the results."""
         ...
 
     def modes(self, items: Sequence[Item]) -> tuple[str, ...]:
-        """The ways in which it runs this workload; none when it cannot."""
+        """The modes in which the system runs this workload; empty if it cannot run it."""
         ...
 
     def drives(self, setup: Setup, runs: Sequence[Run]) -> Iterator[Drive]:
-        """One drive for each run, in order; the system lives from the first to the last."""
+        """One drive for each run, in order; the system runs from the first drive to the last."""
         ...
 
 
@@ -67,7 +67,7 @@ class Served:
         return self.server.label
 
     def modes(self, items: Sequence[Item]) -> tuple[str, ...]:
-        """The server's, unless the workload asks for adapters that it does not serve."""
+        """The server's modes; empty if the workload has adapters that the server does not support."""
         wants_adapters = any(item.adapter for item in items)
         return self.server.modes if self.server.serves_adapters or not wants_adapters else ()
 

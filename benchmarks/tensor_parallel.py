@@ -1,9 +1,9 @@
-"""Decode throughput and memory of two ranks of one thread each against one rank of two threads, in one run.
+"""Decode throughput and memory of two ranks with one thread each, compared with one rank with two threads, in one run.
 
     python benchmarks/tensor_parallel.py
 
-A random Llama of 0.4 GB in float32 decodes for 16 sequences. The two ways take turns, and the ratio is that of their
-medians. Memory is each process's private memory (RssAnon) after loading, and at its largest while it loads (VmHWM, with
+A random Llama of 0.4 GB in float32 decodes for 16 sequences. The two ways alternate, and the ratio is that of their
+medians. Memory is each process's private memory (RssAnon) after loading, and its maximum during loading (VmHWM, with
 the pages of mapped files).
 """
 
@@ -91,7 +91,7 @@ def main() -> None:
         for _ in range(asked.rounds):
             for way, (ranks, threads) in WAYS.items():
                 command = [sys.executable, __file__, "--one", folder, str(ranks), str(threads)]
-                # As a server's engine has it: threads that spin while they wait take the cores from those that work.
+                # As in a server's engine, because threads that spin while they wait take cores from working threads.
                 passive = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
                 said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=passive).stdout
                 found[way].append(json.loads(said.splitlines()[-1]))

@@ -20,17 +20,17 @@ from specs import ADAPTERS, VOCAB_SIZE
 from loramux.simulator.scenario import LogNormal, arrival_times
 
 FIRST_PLAIN_TOKEN = 3
-"""Below it are the special tokens."""
+"""The first token id that is not a special token."""
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a workload: greedy, exactly `max_tokens` tokens come out."""
+    """One request of a workload. It is greedy and generates exactly `max_tokens` tokens."""
 
     id: str
     prompt_token_ids: list[int]
     max_tokens: int
     adapter: str | None = None
-    """None: the base model."""
+    """Name of the adapter; None: the base model."""
     arrival_s: float = 0.0
     """Seconds after the start, when a run follows the arrivals."""
 
@@ -66,7 +66,7 @@ eighth base, else 16 adapters."""
 
 
 def comparison(name: str) -> list[Item]:
-    """A workload by name: `w64-mix`, `w24-base`, ... Within a suite only the adapters differ."""
+    """Return a workload by name: `w64-mix`, `w24-base`, ... Within a suite only the adapters differ."""
     suite_name, _, share = name.partition("-")
     if suite_name not in SUITES or share not in SHARES:
         known = ", ".join(f"{suite}-{kind}" for suite in SUITES for kind in SHARES)
@@ -76,7 +76,7 @@ def comparison(name: str) -> list[Item]:
     prompts = PROMPTS.draw(lengths, suite.requests)
     outputs = OUTPUTS.draw(lengths, suite.requests)
     arrivals = arrival_times(lengths, suite.requests, rate=1.0, cv=1.0)
-    # A separate generator: the adapters' choice must not change the prompts.
+    # A separate generator, because the choice of adapters must not change the prompts.
     adapters = choose_adapters(np.random.default_rng(suite.seed + 1000), suite.requests, SHARES[share], ADAPTERS)
     if share in {"mix", "zipf"}:
         adapters = _with_base(adapters, suite)

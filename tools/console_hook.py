@@ -1,7 +1,7 @@
 """Hatch's hook for wheels: build the web console, so that its pages are in the wheel.
 
-An editable install does not build it: `make demo`, `make test` and `make console` build it in a checkout. If a wheel is
-built without access to Node.js or npm's registry, it has no console and the build warns; its server says so at
+An editable install does not build the console: `make demo`, `make test` and `make console` build it in a checkout. If a
+wheel is built without access to Node.js or npm's registry, it has no console and the build warns; its server says so at
 /console.
 """
 

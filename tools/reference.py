@@ -45,7 +45,7 @@ ADVANCED = {
 }
 """Settings whose defaults suit nearly every deployment; they are listed last."""
 HIDDEN = {"engine": {"in_process"}, "scheduler": {"max_lift", "affinity_window", "adapter_overhead_target"}}
-"""Settings that only our tests and measurements use. Files may have them, but no page lists them."""
+"""Settings that only tests and measurements use. Settings files may have these settings, but no page lists them."""
 
 
 def metrics_page() -> str:

@@ -28,6 +28,9 @@ PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs", "client/README.m
 SKIPPED = ("docs/decisions", "docs/http.md", "docs/commands.md", "node_modules", "tools/words.py", ".venv", "build")
 PROXY = r"(?! (a|an|one|the|its|your) ([\w-]+ )?(API|proxy|balancer|gateway|firewall|CDN|NAT|ingress|scenes))"
 
+COUNTED = r"tokens|requests|bytes|calls|steps|settlements|[KMG]i?B"
+PER = re.compile(rf"\b({COUNTED}) an? (second|minute|hour|day|tenant|request|layer)\b")
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -37,6 +40,13 @@ class Rule:
     pattern: re.Pattern[str]
     instead: str
     docstrings_only: bool = False
+    product_only: bool = False
+
+    def applies_to(self, piece: Prose) -> bool:
+        """Return whether the rule reads this prose: all of it, only docstrings, or only prose outside the tests."""
+        return (piece.is_docstring or not self.docstrings_only) and not (
+            self.product_only and piece.path.startswith("tests/")
+        )
 
 
 RULES = (
@@ -52,6 +62,11 @@ RULES = (
         re.compile(r"\b(somebody|nobody|whoever|heeds?|desk|purse|courier|workshop|debtor)s?\b", re.I),
         "a noun",
     ),
+    Rule(
+        "first word of the product", re.compile(r"^(How|Both|They|Their)\b"), "a verb or the thing's noun", True, True
+    ),
+    Rule("the most", re.compile(r"^The (most|least) \w"), "maximum number of, minimum number of", True, True),
+    Rule("a for per", PER, "per", product_only=True),
 )
 
 
@@ -107,7 +122,7 @@ def offences(pieces: Iterable[Prose]) -> Iterator[Offence]:
     for piece in pieces:
         plain = re.sub(r"`[^`]*`|\"[^\"]*\"|\[[^\]]*\]\([^)]*\)", "`", piece.text)
         for rule in RULES:
-            if (not rule.docstrings_only or piece.is_docstring) and (found := rule.pattern.search(plain)):
+            if rule.applies_to(piece) and (found := rule.pattern.search(plain)):
                 yield Offence(piece, rule, found.group(0))
 
 

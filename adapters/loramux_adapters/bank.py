@@ -2,7 +2,7 @@
 
 Extras are everything that an adapter has in addition to pairs on linears: vectors, rows of the embedding and the head,
 norms, added tokens, a classifier. `ResidentAdapter` describes them for one adapter, `StepExtras` for the rows of one
-step. Most steps have none and pay nothing.
+step. Most steps have no extras and no additional cost.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from loramux_kernels.device import SideStream, host_memory, kept_for_steps, stag
 from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 
 TABLE_SHARE = 0.02
-"""Most memory that the tables may take, as a share of the GPU's pool; it is not part of the pool."""
+"""Maximum memory of the tables, as a share of the GPU's pool. The tables are not part of the pool."""
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -101,7 +101,7 @@ class VocabularyExtras:
         if self.rows is None:
             return
         if self.token_ids is None:
-            # A caller's ids may be beyond a table that was cut; an index out of range would end the whole step.
+            # A caller's ids may be outside of a shortened table; an index out of range would end the whole step.
             y.copy_(self.rows.gather(token_ids.clamp(max=self.rows.rows - 1)) * factor)
             return
         place = torch.searchsorted(self.token_ids, token_ids).clamp_(max=len(self.token_ids) - 1)
@@ -136,21 +136,23 @@ class ResidentAdapter:
     """Facts of one resident adapter that a step needs."""
 
     num_bytes: int = 0
-    """Bytes of weights that a step with rows of it reads."""
+    """Bytes of the adapter's weights that a step with its rows reads."""
     max_rank: int = 0
-    """The largest rank of its pairs on linears."""
+    """The largest rank of the adapter's pairs on linears."""
     columns: bool = False
-    """True if it scales or shifts a linear's outputs."""
+    """True if the adapter scales or shifts a linear's outputs."""
     inputs: bool = False
-    """True if it scales a linear's inputs."""
+    """True if the adapter scales a linear's inputs."""
     num_tokens: int | None = None
-    """Number of tokens that it knows, if this is not the base's number."""
+    """Number of tokens of the adapter, if it differs from the base's number."""
     norms: bool = False
-    """True if it replaces weights of norms."""
+    """True if the adapter replaces weights of norms."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
     classifier: PagedRows | None = None
-    """`[labels, hidden_size]`: maps the last hidden state of a prompt to its labels. Steps that generate ignore it."""
+    """`[labels, hidden_size]`: maps the last hidden state of a prompt to its labels. Steps that generate tokens ignore
+    the classifier.
+    """
 
     @property
     def is_more_than_pairs(self) -> bool:
@@ -164,17 +166,17 @@ class StepExtras:
     """Extras of one step."""
 
     columns: Segments | None
-    """The step's segments, if any of them scales or shifts outputs."""
+    """The step's segments, if the adapter of a segment scales or shifts outputs."""
     inputs: Segments | None
-    """The step's segments, if any of them scales inputs."""
+    """The step's segments, if the adapter of a segment scales inputs."""
     norms: Segments | None
-    """The step's segments, if any of them replaces weights of norms."""
+    """The step's segments, if the adapter of a segment replaces weights of norms."""
     embedding: tuple[ExtrasSpan, ...]
     """Changes to the embedding, by spans of the step's rows."""
     head: tuple[ExtrasSpan, ...]
     """Changes to the head, by spans of the sampled rows."""
     tokens: tuple[tuple[int, int, int], ...] = ()
-    """Vocabulary sizes that differ from the base's, each with the sampled rows `[first, last)` that have it."""
+    """Vocabulary sizes that differ from the base's, each with the sampled rows `[first, last)` that have this size."""
 
     @property
     def most_tokens(self) -> int:
@@ -193,7 +195,9 @@ class StepExtras:
 
     @classmethod
     def of_step(cls, held: Mapping[int, ResidentAdapter], segments: Segments, sampled_rows: Ints) -> StepExtras | None:
-        """Collect the extras of `segments`; None if pairs are all. `sampled_rows` is int64`[n]`, ascending."""
+        """Collect the extras of `segments`; None if the adapters have only pairs. `sampled_rows` is int64`[n]`,
+        ascending.
+        """
         found = [held[slot] for slot in segments.slots if slot in held]
         if not any(one.is_more_than_pairs for one in found):
             return None
@@ -255,8 +259,8 @@ class AdapterBank:
     """Rows (`slots`) of resident adapters over one pool.
 
     `pool` is the flat, typed view `[num_pages * page_elements]` of the memory that KV shares. Loader threads write
-    slots and blocks while steps run. Invariant: a slot is visible to a step only after `install` returned it, and its
-    pages have no other owner until then.
+    slots and blocks while steps run. Invariant: a step uses a slot only after `install` returned it, and until then the
+    slot's pages have no other owner.
     """
 
     def __init__(
@@ -285,8 +289,8 @@ class AdapterBank:
     def use_pool(self, pool: torch.Tensor, max_slots: int) -> None:
         """Serve from `pool` with `max_slots` slots, before any adapter is installed.
 
-        A GPU's pool takes the memory that the base leaves free. So it is made after the base's linears were replaced,
-        by modules that already hold this bank.
+        A GPU's pool takes the memory that the base leaves free. So the pool is made after the base's linears were
+        replaced by modules that already hold this bank.
         """
         self.pool = pool
         shape, device = (max_slots, len(self.sites)), pool.device
@@ -308,7 +312,7 @@ class AdapterBank:
         """End of the last step that read a slot's rows, by dropped slot. An adapter may be dropped while the step of
         its last token runs. A load that then takes its slot may have taken its fence before that step."""
         self.least_pages = max(1, -(-len(pool) // self.page_elements // max(max_slots, 1)))
-        """Least number of pages that an adapter takes."""
+        """Minimum number of pages of an adapter."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.side_stream = SideStream(device)
         """Stream for the half of the adapters' products that does not wait for the base's."""
@@ -320,8 +324,9 @@ class AdapterBank:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of one slot in the tables: for each site two offsets a tile, a rank, a scale and two offsets; one
-        offset a norm."""
+        """Bytes of one slot in the tables: for each site two offsets per tile, a rank, a scale and two offsets; for
+        each norm one offset.
+        """
         return len(self.sites) * (-(-self.max_rank // RANK_TILE) * 16 + 24) + len(self.norms) * 8
 
     @property
@@ -331,12 +336,12 @@ class AdapterBank:
 
     @property
     def segments(self) -> Segments | None:
-        """Segments of the running forward; None outside a forward, and if no row of it has an adapter."""
+        """Segments of the running forward; None outside of a forward, or if no row of the forward has an adapter."""
         return self._segments
 
     @property
     def extras(self) -> StepExtras | None:
-        """Extras of the running forward: everything that its adapters have in addition to pairs on linears."""
+        """Extras of the running forward: all parts of its adapters except pairs on linears."""
         return self._extras
 
     def own_weights(self, norm: str, vectors: int = 1, added: float = 0.0) -> OwnWeights | None:
@@ -347,7 +352,7 @@ class AdapterBank:
 
     @property
     def kv_slots(self) -> torch.Tensor | None:
-        """int64[T]: places in the KV cache of the running forward's rows; negative for rows that only pad it."""
+        """int64[T]: places in the KV cache of the running forward's rows; negative for rows of padding."""
         return self._kv_slots
 
     @contextmanager
@@ -419,8 +424,8 @@ class AdapterBank:
     ) -> int:
         """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it.
 
-        `fence`: taken after the steps that may still read the pages' old contents; None: all steps launched so far may.
-        `slot`: rank 0's slot, if this bank is another rank's, because only rank 0 takes slots.
+        `fence` was taken after the steps that may still read the pages' old contents; None: all steps launched so far
+        may read them. `slot` is rank 0's slot if this bank belongs to another rank, because only rank 0 assigns slots.
         """
         assert not weights.magnitudes, "fit_to_base turns them into columns"
         assert not weights.biases, "fit_to_base turns them into columns"
@@ -448,7 +453,7 @@ class AdapterBank:
             target.copy_(weights.matrix(block.matrix)[block.start : block.start + block.rows])
 
     def _image(self, weights: AdapterWeights, layout: AdapterLayout) -> list[torch.Tensor]:
-        """Return the contents of each page, as far as it is filled, in memory that a GPU copies from by itself."""
+        """Return the contents of the filled part of each page, in memory from which a GPU copies by itself."""
         used = [0] * (1 + max(block.page for block in layout.blocks)) if layout.blocks else []
         for block in layout.blocks:
             used[block.page] = max(used[block.page], block.offset + block.size)
@@ -555,11 +560,11 @@ class AdapterBank:
         try:
             with torch.cuda.stream(self._stream):
                 yield
-        finally:  # after a failure too: its pages must not be given out under a copy that still runs
+        finally:  # after a failure too, because the pages must not get another owner while a copy still runs
             self._stream.synchronize()
 
     def drop(self, slot: int) -> None:
-        """Forget a slot; its pages may be overwritten as soon as this returns, after a fence that is taken then."""
+        """Forget a slot. After this call, its pages may be overwritten after a new fence."""
         reader = self.fence()
         with self._lock:
             del self._held[slot]
@@ -579,4 +584,6 @@ class AdapterBank:
 
 
 _layout_of = lru_cache(maxsize=128)(lay_out)
-"""Adapters of one tenant mostly have one shape, and laying out a large one takes a tenth of a second."""
+"""The result is cached, because most adapters of a tenant have the same shape, and the layout of a large adapter takes
+a tenth of a second.
+"""

@@ -1,4 +1,6 @@
-"""The base model as adapters see it: linears, mixtures and vocabulary, derived from config.json without a weight."""
+"""The properties of a base model that adapters need: linears, mixtures and vocabulary, derived from config.json without
+weights.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class LinearShape:
     in_features: int
     out_features: int
     layer: int | None
-    """Its decoder layer."""
+    """Decoder layer of the base."""
     transposed: bool = False
     """The weight is stored `[in, out]` (GPT-2's Conv1D). A and B of an adapter are as for any other linear."""
 
@@ -53,10 +55,10 @@ class VocabularyShape:
     head: str
     """The output head's name."""
     num_tokens: int
-    """Rows; more than the tokenizer's tokens if the base pads its vocabulary."""
+    """Number of rows. It is larger than the number of the tokenizer's tokens if the base pads its vocabulary."""
     hidden_size: int
     tied: bool
-    """True if both are one matrix."""
+    """True if embedding and head are one matrix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +69,12 @@ class ParameterShape:
     in_features: int
     out_features: int
     layer: int | None
-    """Its decoder layer."""
+    """Decoder layer of the base."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseDescription:
-    """The base model as adapters see it. Plain data: it can be compared, pickled and sent."""
+    """The properties of a base model that adapters need, as plain data that can be compared, pickled and sent."""
 
     architecture: str
     model_type: str
@@ -80,7 +82,7 @@ class BaseDescription:
     hidden_size: int
     vocab_size: int
     modules: Mapping[str, LinearShape]
-    """The linears that an adapter may touch, in the model's order. The output head is not one of them."""
+    """The linears that an adapter may touch, in the model's order. The output head is not included."""
     others: Mapping[str, str]
     """Every other module: its name and its class."""
     vocabulary: VocabularyShape | None
@@ -90,8 +92,9 @@ class BaseDescription:
     parameters: Mapping[str, ParameterShape]
     """Parameters of mixtures that an adapter may touch (`target_parameters`), in the model's order. Most have none."""
     fingerprint: str
-    """sha256 of the names and shapes of everything adapters touch: equal if and only if the same adapters fit. Norms
-    are left out, because they follow from the rest."""
+    """sha256 of the names and shapes of all modules that adapters may change. Two bases have the same fingerprint if
+    and only if the same adapters fit. Norms are left out, because their shapes follow from the other modules.
+    """
     joined: Mapping[str, JoinedLinear] = field(default_factory=dict)
     """The parts of joined linears, by the last part of the linears' names."""
     alternates_gate_and_up: bool = False
@@ -120,8 +123,9 @@ def siblings(module: str, modules: Iterable[str]) -> list[str]:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return transformers' class for the model of `config`: the text model's if there is one, else that of text and
-    images, of which only the text is served."""
+    """Return transformers' class for the model of `config`: the class of the text model if it exists, otherwise the
+    class for text and images, of which only the text part is served.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -207,7 +211,7 @@ def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
     if head.weight.shape != embedding.weight.shape:
         return None
     names = {module: name for name, module in model.named_modules()}
-    # transformers ties by the whole model's config; the config of the text in it may differ, or not have the field.
+    # transformers ties by the whole model's config; the text's own config may differ, or lack the field.
     tied = head.weight is embedding.weight or bool(getattr(model.config, "tie_word_embeddings", False))
     return VocabularyShape(names[embedding], names[head], *embedding.weight.shape, tied)
 
@@ -242,7 +246,7 @@ def mixtures(model: nn.Module) -> Iterator[Mixture]:
 
 
 def expert_name(parameter: str, expert: int) -> str:
-    """Name one expert's share of a parameter. No module's name contains a '#'."""
+    """Return a name for one expert's share of a parameter. No module's name contains a '#'."""
     return f"{parameter}#{expert}"
 
 

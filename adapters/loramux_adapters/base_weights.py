@@ -1,4 +1,4 @@
-"""The base's linears and matrices as adapters need them at load.
+"""The properties of the base's linears and matrices that the load of an adapter needs.
 
 `QuantizedLinear` holds a linear's weight as codes after it was read from the checkpoint and until it is packed.
 `BaseWeights` describes the packed base: row lengths for DoRA, biases, and matrices to compare an adapter's copies with.
@@ -24,11 +24,11 @@ from loramux_kernels.packed_linear import Weight
 from loramux_kernels.quantized_weight import QuantizedWeight
 
 COMPARED_ROWS = 4096
-"""Rows of a copy that are compared at a time: memory never holds a second whole matrix."""
+"""Rows of a copy that are compared at a time: so memory never holds a second whole matrix."""
 
 
 class QuantizedLinear(nn.Module):
-    """A linear of the base whose weight the checkpoint holds as codes, before it is packed."""
+    """A linear of the base, before packing, whose weight is stored as codes in the checkpoint."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class QuantizedLinear(nn.Module):
 
 
 def weight_of(linear: nn.Linear | QuantizedLinear) -> Weight:
-    """Return a linear's weight `[out_features, in_features]` as it is held."""
+    """Return a linear's weight `[out_features, in_features]` in its current form."""
     return linear.quantized if isinstance(linear, QuantizedLinear) else linear.weight.data
 
 
 class FittedLinear(Protocol):
-    """A linear of the base as adapters are fitted to it; its weights may be spread over several ranks."""
+    """A linear of the base to which adapters are fitted. Its weights may be spread over several ranks."""
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -74,7 +74,7 @@ class FittedLinear(Protocol):
 
     def merged_squares(self, pair: LoraWeights) -> torch.Tensor:
         """Return float64`[out_features]` on the linear's device: the squared lengths of the rows of W + scale * B @ A.
-        W are the weights as they are multiplied, after quantization."""
+        W are the weights of the product, after quantization."""
 
 
 class BaseMatrix(Protocol):
@@ -101,8 +101,8 @@ class BaseLinear:
         """Compute the squared lengths; see FittedLinear.
 
         For each row w of W and b of B, `|w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b`: the base itself
-        multiplies W with A, so neither W nor a matrix of its size is needed. Every term is a sum over the inputs. If
-        each rank has a share of the inputs, the ranks' results add up to the whole's.
+        multiplies W with A, so neither W nor a matrix of W's size is needed. Every term is a sum over the inputs. If
+        each rank has a share of the inputs, the sum of the ranks' results is the whole result.
         """
         device = self.lengths.device
         with _aside(device):
@@ -146,7 +146,7 @@ def base_linear(
 ) -> BaseLinear:
     """Describe `linear`, whose outputs are `columns` of the result of `multiply`.
 
-    `weight` is the matrix as it is multiplied, if a quantized format has changed it.
+    `weight` is the matrix of the product, if a quantized format has changed it.
     """
     if weight is None:
         assert isinstance(linear, nn.Linear), "a quantized weight is given"
@@ -196,8 +196,8 @@ def dora_columns(magnitude: torch.Tensor, pair: LoraWeights, linear: FittedLinea
 
 @contextmanager
 def _aside(device: torch.device) -> Iterator[None]:
-    """Run on a separate stream on a GPU, so no step waits for it, and wait for its end: then any stream may read the
-    result.
+    """Run on a separate stream on a GPU, so no step waits for the computation, and wait for its end. After that, any
+    stream may read the result.
 
     This is safe because the base's weights never change.
     """
@@ -212,7 +212,9 @@ def _aside(device: torch.device) -> Iterator[None]:
 
 @functools.cache
 def _stream_aside(device: torch.device) -> torch.cuda.Stream:
-    """Return the one stream for such work: cuBLAS keeps a workspace of 32 MiB for every stream that it has seen."""
+    """Return the only stream for such work, because cuBLAS keeps a workspace of 32 MiB for every stream that it has
+    seen.
+    """
     return torch.cuda.Stream(device)
 
 

@@ -1,4 +1,4 @@
-"""Components of an adapter's file: the module that each is for, its tensors' names and their shapes."""
+"""Components of an adapter's file: the module of each component, its tensors' names and their shapes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Repeat(NamedTuple):
 
     key: str
     original: str
-    """Name of the tensor that it must equal."""
+    """Name of the tensor that the copy must equal."""
     transposed: bool = False
-    """True if it equals the original transposed."""
+    """True if the copy equals the transposed original."""
 
 
 class PairNames(NamedTuple):
@@ -60,11 +60,11 @@ class LoraPair:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Both tensors as PEFT saves them."""
+        """Shapes of both tensors in PEFT's file."""
         return {self.a_key: (self.rank, self.in_features), self.b_key: (self.out_features, self.rank)}
 
     def share(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both of the file's tensors whole: they are this pair's alone."""
+        """Return both tensors of the file whole, because they belong only to this pair."""
         return a, b
 
 
@@ -89,7 +89,7 @@ class ExpertPair(LoraPair):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Both tensors as PEFT saves them, for all experts."""
+        """Shapes of both tensors in PEFT's file, for all experts."""
         ranks = self.rank * self.num_experts
         return {self.a_key: (ranks, self.in_features), self.b_key: (self.out_features, ranks)}
 
@@ -119,7 +119,7 @@ class TiedPair(LoraPair):
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Both tensors as PEFT saves them for the embedding."""
+        """Shapes of both tensors in PEFT's file for the embedding."""
         return {self.a_key: (self.in_features, self.rank), self.b_key: (self.rank, self.out_features)}
 
     @property
@@ -159,7 +159,7 @@ class LinearVector:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """Name of the tensor in the file."""
         names = {
             VectorKind.LORA_BIAS: "lora_B.bias",
             VectorKind.MAGNITUDE: "lora_magnitude_vector",
@@ -170,7 +170,7 @@ class LinearVector:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensor as PEFT saves it."""
+        """Shape of the tensor in PEFT's file."""
         shapes = {VectorKind.OUTPUT: (self.size, 1), VectorKind.INPUT: (1, self.size)}
         return {self.key: shapes.get(self.kind, (self.size,))}
 
@@ -232,16 +232,16 @@ class BaseCopy:
     num_rows: int
     width: int
     name: str = "weight"
-    """PEFT's name after the module's; it shows how PEFT wrapped the module."""
+    """PEFT's name after the module's name, which shows the wrapping of the module."""
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """Name of the tensor in the file."""
         return f"{PREFIX}{self.module}.{self.name}"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensor as PEFT saves it."""
+        """Shape of the tensor in PEFT's file."""
         return {self.key: (self.num_rows, self.width)}
 
 
@@ -256,12 +256,12 @@ class ClassifierHead:
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """Name of the tensor in the file."""
         return f"{PREFIX}{self.module}.weight"
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensor as PEFT saves it."""
+        """Shape of the tensor in PEFT's file."""
         return {self.key: (self.num_labels, self.width)}
 
 
@@ -283,11 +283,12 @@ class AdapterPlan:
     """Rows of the embedding and the head, if the adapter was not trained with the base's number of rows."""
     classifier: ClassifierHead | None = None
     absent: tuple[str, ...] = ()
-    """Targeted modules without any tensor in the file. They keep the base's result, as in PEFT (B starts at 0)."""
+    """Targeted modules without any tensor in the file. Such modules keep the base's result, as in PEFT (B starts at 0).
+    """
 
     @property
     def max_rank(self) -> int:
-        """The largest rank of any pair; 0 if there is none."""
+        """The largest rank of a pair; 0 without pairs."""
         return max((pair.rank for pair in self.pairs), default=0)
 
     @property

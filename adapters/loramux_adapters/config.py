@@ -1,10 +1,11 @@
-"""Strict reader of adapter_config.json: every field that PEFT writes is read, known as harmless, or refused by name.
+"""Strict reader of adapter_config.json: every field that PEFT writes is read, known as harmless, or refused with an
+error that names it.
 
 `LoraConfig` and `Ia3Config` are the fields that decide the computation. `HARMLESS` and `OTHER_TOOLS` are the fields
-that do not change what a trained adapter computes. `UNSUPPORTED_FIELDS` and `UNSUPPORTED_KINDS` are the fields and
-kinds that PEFT 0.21.2 knows and this server does not serve: each entry has the reason and the way out. A field listed
-there is refused only when it is on, because PEFT writes null, false or an empty value for "off". Any other field is
-refused unless its value is neutral.
+that do not change the result of a trained adapter. `UNSUPPORTED_FIELDS` and `UNSUPPORTED_KINDS` are the fields and
+kinds that PEFT 0.21.2 knows and this server does not serve: each entry has the reason and the way out. A listed field
+is refused only if it is on, because PEFT writes null, false or an empty value for "off". Any other field is refused
+unless its value is neutral.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ HARMLESS: Mapping[str, str] = {
     "revision": "the base is the one that is served",
     "runtime_config": "PEFT ignores it in a file",
 }
-"""Fields of LoraConfig that do not change what a trained adapter computes, and why."""
+"""Fields of LoraConfig that do not change the result of a trained adapter, and the reason."""
 
 OTHER_TOOLS: Mapping[str, str] = {
     "lora_dtype": "ms-swift writes it; the tensors' own dtypes are read",
     "lorap_emb_lr": "ms-swift writes it; it is for training only",
     "lorap_lr_ratio": "ms-swift writes it; it is for training only",
 }
-"""Fields that other tools add to PEFT's, and why they do not change what a trained adapter computes."""
+"""Fields that other tools add to PEFT's, and why they do not change the result of a trained adapter."""
 
 
 class Targets(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +94,7 @@ class LoraConfig(Targets, frozen=True, kw_only=True):
     use_dora: bool = False
     lora_bias: bool = False
     bias: Literal["none", "all", "lora_only"] = "none"
-    """The base's biases that were trained too. The file holds them if the base has any."""
+    """The base's biases that were trained too. The adapter's file holds these biases if the base has biases."""
     modules_to_save: Names | None = None
     """Ends of names."""
     trainable_token_indices: TokenIds | Annotated[dict[Name, TokenIds], Meta(max_length=2)] | None = None
@@ -137,7 +138,7 @@ _IA3 = frozenset(
         *("peft_type", "task_type"),
     )
 )
-"""IA3Config's fields; the second line does not change what a trained adapter computes."""
+"""IA3Config's fields; the second line does not change the result of a trained adapter."""
 
 T = TypeVar("T", bound=Targets)
 

@@ -6,9 +6,9 @@ AdapterRejected          an adapter that will not be served
 └── BaseMismatch         configuration and weights do not fit the base model, or each other
 BaseUnusable             the base model itself cannot be described
 
-This tree is apart from `loramux.common.errors` on purpose: the package is below loramux and imports nothing of it, so
-that it also serves as a library. An AdapterRejected carries the same three facts (code, field, message); the catalog
-turns it into its own error at the boundary.
+This tree is apart from `loramux.common.errors` on purpose: the package is below loramux and does not import it, so that
+the package can also be used as a library. An AdapterRejected carries the same three facts (code, field, message); the
+catalog turns it into its own error at the boundary.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AdapterRejected(Exception):
 
 
 class ConfigRejected(AdapterRejected):
-    """adapter_config.json cannot be served as it is; the message says how to convert it."""
+    """adapter_config.json cannot be served in this form; the message explains the conversion."""
 
 
 class WeightsFileRejected(AdapterRejected):

@@ -1,7 +1,7 @@
 """A mixture's experts, with the step's adapters added to each expert's rows.
 
 On a CPU, and if their weights are quantized, experts are computed one after the other (`Experts`), because the host
-knows which experts have rows. On a GPU this knowledge would make the host wait, so one launch computes all
+knows which experts have rows. On a GPU this knowledge would make the host wait, so one launch computes all experts
 (`GroupedExperts`).
 """
 
@@ -33,7 +33,7 @@ class ExpertRuns:
     """The rows that have an adapter, as runs of one expert and one adapter each."""
 
     rows: torch.Tensor
-    """int64[n]: their indices among the rows of the routes."""
+    """int64[n]: indices of the rows among the rows of the routes."""
     experts: tuple[int, ...]
     slots: tuple[int, ...]
     cu_seqlens: tuple[int, ...]
@@ -57,8 +57,8 @@ class ExpertRuns:
 class ExpertLinear:
     """One linear of every expert: its weights `[experts, out_features, in_features]`, and the sites of its adapters.
 
-    An adapter's pair for an expert is found in a view of the bank's table with a row for each (slot, site). There the
-    kernels take the rows of all experts at once.
+    An adapter's pair for an expert is found in a view of the bank's table with a row for each (slot, site). With this
+    view, a kernel computes the rows of all experts at once.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Experts(_GatedExperts[ExpertLinear]):
         starts, segments = routes.starts.tolist(), self._bank.segments
         runs = ExpertRuns.of(routes, segments) if segments is not None else None
         rows = self._down(self._gate(self._gate_up(hidden_states[routes.tokens], starts, runs)), starts, runs)
-        # Not `combine`, whose sums are float32: transformers adds up in the dtype that rows and weights have together.
+        # Not `combine`, whose sums are float32: transformers adds up in the common dtype of rows and weights.
         weighted = rows[routes.places] * top_k_weights[..., None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
 
@@ -177,7 +177,7 @@ class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
-        # Imported only if it runs, because it needs triton.
+        # Imported only if this code runs, because the module needs triton.
         from loramux_kernels.cuda.mixture import expert_segments
 
         bank = self._bank
@@ -195,7 +195,8 @@ class ExpertRouter(nn.Module):
 
     Each family scores and normalises in its own way, in a module that owns the linear's weight. That module is called
     with the logits as tokens and the identity as weight, so its product is the unchanged logits. If the family computes
-    logits in float32 from half-precision tokens, this module does too: a rounded logit chooses other experts.
+    logits in float32 from half-precision tokens, this module does the same, because a rounded logit would choose other
+    experts.
     """
 
     def __init__(self, router: Any, site: Site, bank: AdapterBank) -> None:
@@ -247,7 +248,7 @@ def install_mixtures(
 ) -> tuple[str, ...]:
     """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held.
 
-    `ranks` hold a share of every expert each. A mixture's result, shared experts included, is then one sum over the
+    `ranks` hold a share of every expert each. A mixture's result, including shared experts, is then one sum over the
     ranks. Returns the prefixes of the names of modules in mixtures.
     """
     found = []
@@ -258,7 +259,7 @@ def install_mixtures(
             setattr(module, mixture.router, ExpertRouter(getattr(module, mixture.router), site, bank))
         gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate
         is_grouped = quantization == "none" and runs_triton(expert_weights(experts, EXPERT_PARAMETERS[0]))
-        # One after the other: the weights of the first are freed before the second's are packed.
+        # One after the other: the weights of the first mixture are freed before those of the second are packed.
         parts = (_take(experts, f"{mixture.name}.experts", parameter, bank) for parameter in EXPERT_PARAMETERS)
         if is_grouped:
             first, second = (GroupedExpertLinear(*part, bank) for part in parts)

@@ -4,7 +4,7 @@ A family that joins its layers as Llama does needs one row here, such as `Family
 small model in `tests/support/adapter_zoo.py`; the tests then compare its tokens with PEFT's and the row with
 transformers' modules. No other module names a family. This module loads neither torch nor transformers.
 
-A model of text and images has its own row. Its text takes the facts of the row of `text_type`, if there is one.
+A model of text and images has its own row. For its text, the facts of the row of `text_type` apply, if this row exists.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ExpertForm:
     """The mixture of experts in a family's layers."""
 
     router: str = "gate"
-    """Name of the module that chooses the experts. If it has no weight itself, a linear in it is a site."""
+    """Name of the module that chooses the experts. If this module has no weight itself, a linear in it is a site."""
     is_transposed: bool = False
     """True if the weights are stored as `[experts, in_features, out_features]`."""
     alternates_gate_and_up: bool = False
@@ -90,8 +90,9 @@ class Family:
     angles_by_layer: bool = False
     """True if layers rotate queries and keys by different angles."""
     activations: frozenset[str] = frozenset(GATES)
-    """Activations, of GATES, with which a gated network is computed in fewer operators. With another one it runs as
-    transformers' own module."""
+    """Activations, of GATES, with which a gated network is computed in fewer operators. With another activation, the
+    network runs as transformers' own module.
+    """
     same_input: tuple[frozenset[str], ...] = SIBLINGS
     """Groups of sibling linears to which transformers feeds the same tensor."""
     experts: ExpertForm | None = None
@@ -106,7 +107,7 @@ class Family:
     """The rope types that are served."""
     recomputes_rope: bool = False
     """True if the rotary module computes its factors in every forward, on the host, with a scale that depends on the
-    whole batch. It gets the factors that it was built with instead."""
+    whole batch. Instead, the module always uses the factors with which it was built."""
 
     @property
     def kind(self) -> str:
@@ -134,7 +135,7 @@ ROWS = (
     Family("qwen3", fuses_layers=True),
     Family("mistral", fuses_layers=True),
     Family("ministral"),
-    Family("ministral3"),  # scales queries by their positions
+    Family("ministral3"),  # this family scales queries by their positions
     Family("gemma", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma2", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma3_text", fuses_layers=True, norm=GEMMA_NORM, angles_by_layer=True),
@@ -199,7 +200,7 @@ ROUTERS = tuple(dict.fromkeys(family.experts.router for family in ROWS if family
 
 
 def family_of(config: PretrainedConfig) -> Family:
-    """Return the row of the text that `config` describes; a row without any known fact if there is none."""
+    """Return the row of the text that `config` describes; without such a row, return a row without known facts."""
     return family_of_text(config.get_text_config().model_type)
 
 

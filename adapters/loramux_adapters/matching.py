@@ -70,7 +70,7 @@ def _targeted(rules: TargetRules, names: Iterable[str]) -> Iterator[str]:
     is_excluded = _matches("exclude_modules", rules.exclude_modules or ())
     is_target = _matches(rules.target_field, rules.target_modules)
     stands_in_layers = _stands_in_layers(rules)
-    # layers_to_transform narrows only suffixes: a whole name in a list always counts.
+    # layers_to_transform narrows only suffixes: a whole name in a list always matches.
     whole = frozenset(() if isinstance(rules.target_modules, str) else rules.target_modules)
     for name in names:
         if is_target(name) and not is_excluded(name) and (name in whole or stands_in_layers(name)):
@@ -115,7 +115,7 @@ def _compile(field: str, written: str, used: str) -> re.Pattern[str]:
 
 
 def main(cpu_seconds: float, memory_bytes: int) -> None:
-    """Match one request from standard input within the limits; beyond them the kernel ends this process."""
+    """Match one request from standard input within the limits. If a limit is exceeded, the kernel ends this process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)  # RLIMIT_CPU knows whole seconds only
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))

@@ -31,8 +31,9 @@ from loramux_kernels.tables import LoraGroup, OwnWeights
 class GroupedLinear:
     """Linears that read the same input, computed together: one base GEMM, one shrink and one expand.
 
-    The first member called with a tensor computes all of them; the others take their slices of that result. Members are
-    matched by the identity of the input, so a model that gives them different tensors is slower, but still correct.
+    The first member that is called with a tensor computes all members; the other members return their slices of the
+    result. Members are matched by the identity of the input, so a model that gives them different tensors is slower,
+    but still correct.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class GroupedLinear:
         quantization: Quantization = "none",
         ranks: Ranks | None = None,
     ) -> None:
-        """`ranks`: the ranks whose results add up to the output, if any. LoRA reads the rank's own inputs and adds to
-        its part. The pairs' results are then in the same sum, and nothing more is sent."""
+        """`ranks` are the ranks whose results add up to the output, if any. LoRA reads the rank's own inputs and adds
+        to the rank's part of the result. So the pairs' results are in the same sum, and no additional data is sent.
+        """
         self.linear = PackedLinear([weight_of(m) for m in linears], [_bias(m) for m in linears], quantization)
         self.group = LoraGroup(tuple(s.index for s in sites), tuple(s.out_features for s in sites))
         self.bank = bank
@@ -111,7 +113,7 @@ class LoraLinear(nn.Module):
         self.out_features = linear.out_features
         self.group = group
         self.columns = slice(start, start + linear.out_features)
-        """Its columns in the group's outputs."""
+        """Columns of this linear in the group's outputs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`, with the adapters of the bank's segments added."""
@@ -174,7 +176,7 @@ class AdaptedEmbedding(nn.Module):
     """Replaces the base's embedding."""
 
     def __init__(self, base: nn.Embedding, bank: AdapterBank, ranks: Ranks | None = None) -> None:
-        """`ranks`: the ranks that share the vocabulary's rows, an equal number each."""
+        """`ranks` are the ranks that share the vocabulary's rows in equal parts."""
         super().__init__()
         self.base = base
         self._bank = bank
@@ -218,8 +220,8 @@ class AdaptedEmbedding(nn.Module):
 class AdaptedHead(nn.Module):
     """Replaces the base's output head.
 
-    If ranks share the vocabulary's rows, rank 0 gets the logits of all and adds the adapters' changes. The other ranks
-    return their own logits, which are not read.
+    If ranks share the vocabulary's rows, rank 0 gets the logits of all ranks and adds the adapters' changes. The other
+    ranks return their own logits, which are not read.
     """
 
     def __init__(self, base: nn.Linear, bank: AdapterBank, ranks: Ranks | None = None) -> None:
@@ -235,8 +237,10 @@ class AdaptedHead(nn.Module):
         return self.base.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, width]`: the base's tokens, or at least as
-        many as any row has. `StepExtras.forbid_unknown` rules out what a row does not have."""
+        """Map the sampled rows `[..., n, hidden_size]` to logits `[..., n, width]`: the width is the number of the
+        base's tokens, or at least the largest number of tokens of a row. `StepExtras.forbid_unknown` excludes tokens
+        that a row does not have.
+        """
         y = rows_linear(x, self._rows, self.base.bias)
         if self._ranks is not None:
             y = self._ranks.gather_columns(y)
@@ -279,9 +283,10 @@ def install(
     shard: Shard | None = None,
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> BaseWeights:
-    """Replace every module of `model` that adapters may touch, and return the base's weights as adapters need them.
+    """Replace every module of `model` that adapters may touch, and return the base's weights in the form that adapters
+    need.
 
-    `quantization` is the packed format of linears and experts; embedding, head and routers stay as they are. `shard` is
+    `quantization` is the packed format of linears and experts; embedding, head and routers are not packed. `shard` is
     this rank's place if `model` is its share of the base; the returned weights are then the rank's own. `track`
     iterates over the linears to pack, and may report progress.
     """
@@ -351,7 +356,7 @@ def install_linears(
 
 
 def _summing(names: list[str], shard: Shard, summed: tuple[str, ...]) -> Ranks | None:
-    """Return the ranks over which a group's results are added up; None if they are not."""
+    """Return the ranks over which a group's results are added up; None if the results are not added up."""
     if not shard.sharding.is_row_parallel(names[0]) or names[0].startswith(summed):
         return None
     return shard.ranks

@@ -2,7 +2,7 @@
 
 - `lora_A.default.weight`: the adapter's name is in the tensor's name, as in state dicts of a wrapped model.
 - `model.language_model.layers...` or `language_model.model.layers...`: trained on a multimodal checkpoint whose text
-  model is served here, or the reverse. Parts for other inputs than text (`vision_tower`, ...) never run here.
+  model is served here, or the reverse. Parts for other inputs than text (`vision_tower`, ...) are never used.
 - `layers...` without `model.`: trained on the model without its head, as adapters of task type FEATURE_EXTRACTION are.
 - `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`, `mlp.experts.gate_up_projs.3`: experts as separate
   linears, as in transformers 4 and unsloth; transformers 5 stacks them in parameters.
@@ -40,8 +40,9 @@ _PARTS = {
     **{"w1": (GATE_UP, 0), "gate_proj": (GATE_UP, 0), "w3": (GATE_UP, 1), "up_proj": (GATE_UP, 1)},
     GATE_UP: (GATE_UP, ALL),
 }
-"""Parameter of transformers 5 and the part of its outputs: 0 is the gate's, 1 is up's. The other linears are the down
-projection."""
+"""Parameter of transformers 5 and the part of its outputs: 0 is the part of the gate, 1 the part of up. The other
+linears are the down projection.
+"""
 _WRAPPERS = frozenset(("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"))
 """Names under which torch.compile, FSDP, checkpointing and Lightning hold the module that they wrap."""
 _PREFIXES = (
@@ -69,14 +70,15 @@ class TensorPlace:
     """PEFT's name of the tensor after the module's, such as `lora_A.weight`."""
     expert: int | None = None
     part: int = ALL
-    """Index of its part among those that the base joins: the gate's or up's outputs of an expert, or one of
-    `JoinedLinear.parts`."""
+    """Index of the tensor's part among the parts that the base joins: the gate's or up's outputs of an expert, or one
+    of `JoinedLinear.parts`.
+    """
     written: str = ""
     """The module's name in the file."""
 
     @property
     def is_share(self) -> bool:
-        """True if the tensor is a share of one that PEFT writes for the base."""
+        """True if the tensor is a share of a tensor that PEFT writes for the base."""
         return self.expert is not None or self.part != ALL
 
     @property
@@ -105,7 +107,7 @@ class TensorNames:
         return any((place := self.read(key)) is not None and place.key != key for key in keys)
 
     def read(self, key: str) -> TensorPlace | None:
-        """Return the place of a tensor; None if its name is not known here."""
+        """Return the place of a tensor; None if its name is unknown."""
         if (parts := _split(unwrapped(key))) is None:
             return None
         place = self._place(*parts)
@@ -118,7 +120,7 @@ class TensorNames:
         if (expert := _EXPERT.fullmatch(module)) is not None and module not in self._modules:
             return self._of_expert(module, expert, tail)
         stem = module
-        while stem not in self._modules and stem.endswith(".base_layer"):  # of a mixture with two parameters
+        while stem not in self._modules and stem.endswith(".base_layer"):  # the base has a mixture with two parameters
             stem = stem.removesuffix(".base_layer")
         place = self._renamed(stem, self._modules)
         if place is None and (part := self._of_joined(module, tail)) is not None:
@@ -178,7 +180,7 @@ def _canonical_tail(tensor: str, rest: list[str]) -> str | None:
     if len(rest) > 1:
         return None
     if tensor == "modules_to_save":
-        return leaf if rest and leaf else None  # without the adapter's name it is a separate copy
+        return leaf if rest and leaf else None  # without the adapter's name, the tensor is a separate copy
     if tensor in ("lora_A", "lora_B"):
         return f"{tensor}.{leaf}" if leaf else None
     return None if leaf == "bias" else tensor

@@ -54,7 +54,7 @@ CHECKS = ("config", "header", "tensors", "values")
 """Names of the checks, in their order."""
 
 MAX_LABELS = 4096
-"""Most labels of a classifier."""
+"""Maximum number of labels of a classifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def inspect_adapter(directory: Path, base: BaseDescription, limits: PlanLimits) 
 def validate_adapter(directory: Path, base: BaseDescription, limits: PlanLimits) -> AdapterPlan:
     """Run every check and return the plan of the adapter in `directory`. Raises AdapterRejected.
 
-    Memory: the two headers and a few MiB; it does not depend on the files' sizes.
+    The checks need memory for both headers and a few MiB, independently of the files' sizes.
     """
     return examine_adapter(directory, base, limits, "F32", lambda _: None).plan
 
@@ -211,7 +211,7 @@ def _num_tokens(base: BaseDescription) -> int | None:
 
 
 def _check_resized(matches: Iterable[Match], base: BaseDescription) -> None:
-    """Refuse factors of a resized embedding or head: their shape is not the base's."""
+    """Refuse factors of a resized embedding or head: because their shape differs from the base's."""
     vocabulary = base.vocabulary
     for match in matches:
         if vocabulary is not None and match.module in (vocabulary.embedding, vocabulary.head):
@@ -400,7 +400,9 @@ def _check_vocabulary(plan: AdapterPlan, header: SafetensorsHeader, base: BaseDe
     parts = [part for part in plan.components if part.module in modules]
     # Only the served rows of a copy count.
     copied = {part.copied.key: part.copied for part in parts if isinstance(part, TokenRows) and part.copied}
-    keys = [key for part in parts for key in part.shapes if key not in copied]  # twice, if both are served from it
+    keys = [
+        key for part in parts for key in part.shapes if key not in copied
+    ]  # two times, if embedding and head are both served from it
     num_bytes = sum(header.tensors[key].end - header.tensors[key].start for key in keys)
     for key, rows in copied.items():
         info = header.tensors[key]
@@ -495,7 +497,9 @@ def expert_pairs(
 
 
 def expert_holder(parameter: str, targeted: Sequence[str]) -> str:
-    """Name a parameter's module in the file: PEFT wraps it once for each parameter, the last one outermost."""
+    """Name a parameter's module in the file: PEFT wraps it once for each parameter, and the last wrapper is the
+    outermost.
+    """
     module = parameter.rpartition(".")[0]
     outer = [other for other in targeted[targeted.index(parameter) + 1 :] if other.rpartition(".")[0] == module]
     return module + ".base_layer" * len(outer)

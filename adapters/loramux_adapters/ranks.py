@@ -1,14 +1,15 @@
 """One rank of tensor parallelism: its collectives, its place in the divided base, and its share of an adapter.
 
 Every rank gets the same bits from a sum, so results computed from it (a router's choice, for example) are the same on
-all ranks. A row's sum also depends on that row alone. With more than two ranks a ring would add each piece in another
-order, which depends on its place in the batch. So the pieces are exchanged, and added up in the order of the ranks.
+all ranks. A row's sum also depends only on this row. With more than two ranks a ring would add each piece in another
+order, which depends on the piece's place in the batch. So the ranks exchange the pieces, and add them up in the order
+of the ranks.
 
 For a pair on a column-parallel linear, a rank holds A and the rows of B of its outputs. `x @ A.T` is computed on every
 rank, and nothing is sent. For a pair on a row-parallel linear, a rank holds the columns of A of its inputs, and B. The
-ranks' results are parts of the sum that is reduced anyway. S-LoRA (Sheng et al., 2023, section 6) divides B there too,
-which saves memory and sends `rank` elements a row more; here no adapter adds a byte to what a step sends. Parts for the
-embedding and the head are whole on every rank.
+ranks' results are parts of the sum that is reduced anyway. S-LoRA (Sheng et al., 2023, section 6) also divides B in
+this case, which saves memory and sends `rank` additional elements per row. In this implementation, adapters add no
+bytes to the data that a step sends. Parts for the embedding and the head are whole on every rank.
 """
 
 from __future__ import annotations
@@ -39,21 +40,21 @@ class Ranks:
 
     @classmethod
     def join(cls, meeting: Path, rank: int, size: int, timeout_s: float) -> Ranks:
-        """Join the group whose ranks all name the file `meeting`; waits until all have.
+        """Join the group whose ranks all name the file `meeting`. Waits until all ranks have joined.
 
-        A collective that takes longer than `timeout_s` raises RuntimeError, as does one whose other end has died.
+        A collective that takes longer than `timeout_s` raises RuntimeError, and so does a collective with a dead rank.
         """
         gloo: Any = distributed.ProcessGroupGloo
         store = torch._C._distributed_c10d.FileStore(str(meeting), size)
         options = gloo._Options()
-        # The loopback alone: another machine cannot reach this group.
+        # Only the loopback, so that other machines cannot reach this group.
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
         options._timeout = timedelta(seconds=timeout_s)
         options._threads = 1
         return cls(gloo(store, rank, size, options), rank, size)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Add up `x` over the ranks, in place; it is contiguous. Sends 2 (size - 1) / size of its bytes."""
+        """Add up the contiguous `x` over the ranks, in place. This sends 2 (size - 1) / size times its bytes."""
         if x.numel() == 0:
             return x
         self.num_reductions += 1
@@ -76,7 +77,7 @@ class Ranks:
         return x
 
     def gather_columns(self, y: torch.Tensor) -> torch.Tensor:
-        """Return the ranks' `y` `[n, columns]`, joined along the columns, on rank 0; on the others `y` itself."""
+        """Return the ranks' `y` `[n, columns]`, joined along the columns, on rank 0; on other ranks `y` itself."""
         if y.numel() == 0:
             return y.new_empty(*y.shape[:-1], y.shape[-1] * self.size) if self.rank == 0 else y
         parts = [torch.empty_like(y) for _ in range(self.size)] if self.rank == 0 else []
@@ -137,7 +138,7 @@ def shard_pair(name: str, pair: LoraWeights, sharding: Sharding, rank: int) -> L
 
 
 def take(tensor: torch.Tensor, shares: Shares | None, dim: int) -> torch.Tensor:
-    """Return the indices `shares` of dimension `dim`, contiguous; None: all."""
+    """Return the indices `shares` of dimension `dim`, contiguous; None: all indices."""
     if shares is None:
         return tensor
     pieces = [tensor.narrow(dim, share.start, len(share)) for share in shares]

@@ -1,8 +1,8 @@
 """Tensor parallelism: the share of every weight that each rank holds, by family.
 
 A rank runs transformers' own model of a *narrower config*: fewer heads, smaller feed-forward networks, a share of the
-vocabulary. So its modules already have the right shapes, and the table below only says how a checkpoint's tensors are
-cut for it (Shoeybi et al., Megatron-LM, 2019):
+vocabulary. So its modules already have the right shapes, and the table below only describes how a checkpoint's tensors
+are cut for it (Shoeybi et al., Megatron-LM, 2019):
 
     column-parallel   q, k, v, gate, up        rows of W; each rank has its own outputs, and needs no others
     row-parallel      o, down                  columns of W; the ranks' results are parts of a sum, which is reduced
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 IMAGES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
-"""Names of modules that read images: not served, and not cut."""
+"""Names of modules that read images: these modules are neither served nor cut."""
 
 NARROWED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
@@ -41,7 +41,7 @@ NARROWED = (
 
 
 class CannotShard(BaseUnusable):
-    """The base cannot be divided among so many ranks; the message says why."""
+    """The base cannot be divided among so many ranks; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ Shares = tuple[range, ...]
 """A rank's indices of a dimension, in order."""
 Parts = tuple[ShardPart, ...]
 Dimension = Callable[[int], Parts]
-"""From a dimension's length to its parts."""
+"""Function that divides a dimension's length into parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,10 @@ class Sharding:
                 part = ShardPart(value, repeats=field == "num_key_value_heads")
                 setattr(text, field, part.share_length(self.size, f"config.json's {field}"))
         text.vocab_size = ShardPart(text.vocab_size, pads=True).share_length(self.size, "vocab_size")
-        for whole in (narrowed, text):  # an embedding refuses a padding token beyond its rows; it matters in training
+        for whole in (
+            narrowed,
+            text,
+        ):  # an embedding refuses a padding token beyond its rows; the padding token matters only in training
             whole.pad_token_id = None
         return narrowed
 
@@ -127,7 +130,7 @@ class Sharding:
         return _shares(self._rule(parameter_of(name)).outputs, length, rank, self.size, name)
 
     def inputs(self, name: str, rank: int, length: int) -> Shares | None:
-        """Return the share of `rank` in its inputs; None: all."""
+        """Return the share of `rank` in the inputs of the linear (or expert) of this name; None: all inputs."""
         return _shares(self._rule(parameter_of(name)).inputs, length, rank, self.size, name)
 
     def is_row_parallel(self, name: str) -> bool:
@@ -236,7 +239,7 @@ def _pairs(length: int) -> Parts:
 
 
 def VOCABULARY(length: int) -> Parts:  # noqa: N802 - a constant of the table
-    """Parts of the vocabulary: a row for each token."""
+    """Parts of the vocabulary: one row per token."""
     return (ShardPart(length, pads=True),)
 
 
@@ -269,7 +272,7 @@ FEED_FORWARD = {
 
 
 def rules_of(text: Any) -> dict[str, Rule]:
-    """Return the rules of a family by the last part of a linear's name; what it does not name is whole."""
+    """Return the rules of a family by the last part of a linear's name; linears without a rule are whole."""
     heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv = _units(width, repeats=True)

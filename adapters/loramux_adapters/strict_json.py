@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any
 
 MAX_DEPTH = 32
-"""Most levels of nested containers. Python's parser takes hundreds, on which recursive code that reads the value would
-fail."""
+"""Maximum number of levels of nested containers. Python's parser accepts hundreds of levels, with which recursive code
+that reads the value would fail.
+"""
 
 
 def parse(data: bytes) -> Any:

@@ -1,5 +1,5 @@
-"""Targets of a configuration on a base: the modules that it changes, and the matrices, norms and token rows it
-replaces.
+"""Targets of a configuration on a base: the modules that the configuration changes, and the matrices, norms and token
+rows that it replaces.
 
 Patterns of adapter_config.json are regular expressions of a customer. Python's `re` backtracks, holds the
 interpreter's lock and cannot be interrupted: `(.+)+x` would stop every thread, and even compiling can take minutes.
@@ -88,7 +88,7 @@ def _match_in_child(rules: TargetRules, names: Sequence[str], field: str, expres
 
 
 def _ask_child(question: dict[str, Any], cpu_seconds: float) -> dict[str, Any] | None:
-    # -I and -S: the standard library alone, without the environment.
+    # -I and -S: only the standard library, without the environment.
     command = [sys.executable, "-I", "-S", str(Path(matching.__file__)), str(cpu_seconds), str(MEMORY_BYTES)]
     try:
         child = subprocess.run(  # noqa: S603 - our own file, and what the customer wrote goes through stdin
@@ -196,7 +196,7 @@ def check_tensors(
 
 
 def _wrapped(missing: str, header: SafetensorsHeader) -> str:
-    """Name the prefix under which the file holds a missing tensor, if it does."""
+    """Return the prefix under which the file holds a missing tensor, if it holds the tensor at all."""
     name = missing.removeprefix(PREFIX)
     found = next((key for key in header.tensors if key.endswith(f".{name}")), None)
     if found is None:
@@ -206,9 +206,10 @@ def _wrapped(missing: str, header: SafetensorsHeader) -> str:
 
 
 def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[int]) -> BaseDescription:
-    """Return `base` with as many tokens as the adapter was trained with: those of the file's whole matrices.
+    """Return `base` with as many tokens as the adapter was trained with: the tokens of the file's whole matrices.
 
-    Without a matrix, `trained` tokens beyond the base's count as the new ones. Raises BaseMismatch (`shape_mismatch`).
+    Without a matrix, `trained` tokens outside of the base's vocabulary count as new tokens. Raises BaseMismatch
+    (`shape_mismatch`).
     """
     if (vocabulary := base.vocabulary) is None:
         return base
@@ -222,7 +223,7 @@ def resized(base: BaseDescription, header: SafetensorsHeader, trained: Iterable[
     last = max((token + 1 for token in trained), default=0)
     num_tokens = sizes.pop() if sizes else max(vocabulary.num_tokens, last)
     if num_tokens > vocabulary.num_tokens + MAX_ADDED_TOKENS:
-        return base  # no adapter adds so many tokens: the checks name the token or the matrix
+        return base  # no adapter adds so many tokens, so the checks name the token or the matrix
     return replace(base, vocabulary=replace(vocabulary, num_tokens=num_tokens))
 
 
@@ -231,7 +232,7 @@ def with_added_rows(
 ) -> tuple[TokenRows, ...]:
     """Return `rows` with the rows of tokens that `wide` has and `base` lacks, in the embedding and in the head.
 
-    Trained rows are in `rows` already; others are in the copies that PEFT saves of a resized embedding.
+    Trained rows are already in `rows`. All other rows are in the copies that PEFT saves of a resized embedding.
     """
     if base.vocabulary is None or wide.vocabulary is None or wide == base:
         return tuple(rows)
@@ -343,7 +344,9 @@ def repeated_rows(rows: Iterable[TokenRows]) -> tuple[Repeat, ...]:
 
 
 def check_once(targeted: Iterable[str], rows: Sequence[TokenRows]) -> None:
-    """Raise ConfigRejected (`config_invalid`) if two fields change one module: PEFT does not define their order."""
+    """Raise ConfigRejected (`config_invalid`) if two fields change the same module, because PEFT does not define their
+    order.
+    """
     taken = set(targeted)
     for part in rows:
         if part.module in taken:

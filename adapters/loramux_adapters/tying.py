@@ -1,7 +1,7 @@
 """Weight tying: the effect of `ensure_weight_tying` on a configuration if the base's head is its embedding.
 
-PEFT then trains one matrix, or one pair, in both places: it adds the embedding to the field that names either, and
-makes the head's part from the embedding's. Source: `_check_tied_modules` (peft/tuners/tuners_utils.py),
+PEFT then trains one matrix, or one pair, in both places: PEFT adds the embedding to the field that names either of the
+two, and makes the head's part from the embedding's part. Source: `_check_tied_modules` (peft/tuners/tuners_utils.py),
 `_add_modules_to_save_to_tie` and `_add_targets_to_tie` (peft/tuners/lora/model.py) of PEFT 0.21.2. Trained rows of
 single tokens are always tied: `targets.token_rows`.
 """
@@ -23,18 +23,18 @@ from loramux_adapters.targets import match_guarded
 from loramux_adapters.weights_file import SafetensorsHeader
 
 _NAMES = ("embed_tokens", "lm_head")
-"""PEFT's EMBEDDING_LAYER_NAMES: by these names alone it finds out if a field means the embedding or the head."""
+"""PEFT's EMBEDDING_LAYER_NAMES: only by these names PEFT decides if a field means the embedding or the head."""
 
 
 class Tying(enum.Enum):
-    """The part of an adapter that serves in both places."""
+    """The part of an adapter that is used for both the embedding and the head."""
 
     SAVED = "the matrix of modules_to_save"
     PAIR = "the pair of target_modules"
 
 
 def tie_config(config: LoraConfig, base: BaseDescription) -> tuple[LoraConfig, Tying | None]:
-    """Return the configuration as PEFT ties it, and the tied part; None: nothing is tied.
+    """Return the configuration with PEFT's tying, and the tied part; None: no part is tied.
 
     The returned configuration names the embedding and not the head. Raises ConfigRejected (`pattern_invalid`,
     `pattern_too_slow`).
@@ -60,7 +60,7 @@ def tie_config(config: LoraConfig, base: BaseDescription) -> tuple[LoraConfig, T
 def tie_rows(
     rows: Sequence[TokenRows], base: BaseDescription, header: SafetensorsHeader
 ) -> tuple[tuple[TokenRows, ...], tuple[Repeat, ...]]:
-    """Return `rows` with the head's, which are the embedding's, and their names in the file."""
+    """Return `rows` and the head's rows, which equal the embedding's rows, with their names in the file."""
     vocabulary = base.vocabulary
     assert vocabulary is not None, "tied"
     if any(part.module == vocabulary.head for part in rows):  # PEFT leaves a copy that has another name untied

@@ -22,7 +22,7 @@ from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, read_he
 from loramux_kernels.tables import RANK_TILE
 
 ALIGNMENT = 64
-"""Bytes: a cache line, and a multiple of every vector load."""
+"""Alignment in bytes: a cache line, which is a multiple of every vector load."""
 
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -48,10 +48,10 @@ class Matrix:
     rows: int
     width: int
     transposed: bool = False
-    """True if it is stored as the transposed tensor of AdapterWeights."""
+    """True if the matrix is stored as the transposed tensor of AdapterWeights."""
     fills_pages: bool = False
     """True if each block fills a page, so that a division finds a row: for the embedding and the head, which are read
-    by token. Other matrices are cut into rank tiles, which may be anywhere."""
+    by token. Other matrices are cut into rank tiles, which may be at any place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ def rows_per_page(width: int, page_elements: int) -> int:
 
 
 def lay_out(matrices: Sequence[Matrix], page_elements: int, itemsize: int) -> AdapterLayout:
-    """Pack `matrices`: those that fill pages first, then first-fit by size, so that no block straddles a page.
+    """Pack `matrices`: first the matrices that fill pages, then the others first-fit by size, so that no block crosses
+    the border of a page.
 
     Raises AdapterRejected (`page_too_small`) when one block is larger than a page.
     """
@@ -133,7 +134,9 @@ def _cut(matrix: Matrix, page_elements: int) -> Iterator[tuple[Matrix, int, int]
 
 
 def matrices_of(plan: AdapterPlan, vocabulary: VocabularyShape | None) -> Iterator[Matrix]:
-    """Yield the matrices of a plan: those of linears in rank tiles, those of embedding and head row by row."""
+    """Yield the matrices of a plan: the matrices of linears in rank tiles, and the matrices of embedding and head row
+    by row.
+    """
     head = vocabulary.head if vocabulary else None
     embedding = vocabulary.embedding if vocabulary else None
     for pair in plan.pairs:
@@ -238,10 +241,10 @@ class AdapterWeights:
 
 
 def load_adapter(directory: Path, base: BaseDescription, limits: PlanLimits, dtype: torch.dtype) -> AdapterWeights:
-    """Read the adapter in `directory` as `dtype`, after everything that can be checked without reading its weights.
+    """Read the adapter in `directory` as `dtype`, after all checks that do not read its weights.
 
-    validate_adapter proved at upload that the weights are finite. Here only an overflow of the conversion to `dtype` is
-    refused (`weights_overflow`). Raises AdapterRejected.
+    validate_adapter proved at upload that the weights are finite. This function only refuses an overflow of the
+    conversion to `dtype` (`weights_overflow`). Raises AdapterRejected.
     """
     config, path = read_config(directory), directory / WEIGHTS_NAME
     header = read_header(path)
@@ -249,7 +252,7 @@ def load_adapter(directory: Path, base: BaseDescription, limits: PlanLimits, dty
 
 
 def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype: torch.dtype) -> AdapterWeights:
-    """Read the tensors of `header` as `dtype`; `plan` describes the same ones. Raises WeightsFileRejected."""
+    """Read the tensors of `header` as `dtype`; `plan` describes the same tensors. Raises WeightsFileRejected."""
     with path.open("rb") as file:
         tensors = {name: _read(file, name, info, dtype) for name, info in header.tensors.items()}
     for repeat in plan.repeats:
@@ -303,7 +306,7 @@ def _columns(plan: AdapterPlan, tensors: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def _rows(part: TokenRows, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return all rows of `part`, the copied ones last."""
+    """Return all rows of `part`, with copied rows last."""
     if part.copied is None:
         return tensors[part.key]
     copied = tensors[part.copied.key][torch.tensor(part.copied.token_ids)]

@@ -1,4 +1,4 @@
-"""The weights file: its safetensors header, bounded and checked before any library sees it, and its values.
+"""The weights file: its safetensors header, which is bounded and checked before a library reads it, and its values.
 
 Format: 8 bytes little-endian header length n, n bytes of JSON, then the tensors' bytes without gaps.
 Source: https://github.com/huggingface/safetensors#format; this reader refuses more than the library does.
@@ -24,11 +24,13 @@ from loramux_adapters.errors import WeightsFileRejected
 
 MAX_HEADER_BYTES = 8 << 20
 MAX_TENSORS = 50_000
-"""Most tensors in a file, enough for a pair on every expert of a large mixture: 48 layers of 128 experts make 36,864
-tensors, in 5 MiB."""
+"""Maximum number of tensors in a file, enough for a pair on every expert of a large mixture: 48 layers of 128 experts
+make 36,864 tensors, in 5 MiB.
+"""
 MAX_VALUES = 10 * MAX_TENSORS
-"""Most commas and opening brackets in a header; a tensor has eight. Each makes a value of some seventy bytes in
-memory."""
+"""Maximum number of commas and opening brackets in a header; a tensor has eight. Each of them makes a value of about
+seventy bytes in memory.
+"""
 MAX_DIMENSIONS = 8
 MAX_NAME_LENGTH = 512
 MAX_SIZE = 1 << 48
@@ -153,7 +155,7 @@ def _header_length(start: bytes, file_bytes: int) -> int:
 
 
 def _check_kind(start: bytes) -> None:
-    """Refuse other formats by their first bytes, none of which can begin a safetensors file."""
+    """Refuse other formats by their first bytes, which cannot be the beginning of a safetensors file."""
     if start[:1] == b"\x80" or (start[:2] == b"PK" and b"data.pkl" in start):
         raise WeightsFileRejected(
             "weights_pickled", None, f"The weights are a pickle (.bin, .pt), not safetensors; {_CONVERT}"

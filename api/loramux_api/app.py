@@ -1,7 +1,7 @@
 """The application: the dependencies of its handlers, and the platform that its lifespan opens.
 
-`DEPENDENCIES` says what a handler gets for each parameter name. `create_app` combines them with the routes, which
-`controllers` lists, with error handlers, hooks and the OpenAPI document.
+`DEPENDENCIES` maps a handler's parameter names to their values. `create_app` combines the dependencies with the routes
+of `controllers`, error handlers, hooks and the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _part(of: Callable[[AnyRequest], object], name: str) -> Callable[[AnyRequest
 
 
 def database_is_reachable(request: AnyRequest) -> Callable[[], Awaitable[bool]]:
-    """Return a function that asks whether the database answers."""
+    """Return a function that checks if the database answers."""
     return platform_of(request).database.is_reachable
 
 
@@ -149,8 +149,8 @@ class Application(Litestar):
 def create_app(settings: Settings, engine: EngineClient | None = None) -> Application:
     """Return the application of one server.
 
-    Its lifespan opens the platform, unless `attached` has given it an open one. `engine` replaces the engines of
-    the settings.
+    The application's lifespan opens the platform, unless `attached` has given it an open platform. The parameter
+    `engine` replaces the engines of the settings.
     """
     metrics = Metrics()
 

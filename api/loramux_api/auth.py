@@ -1,7 +1,7 @@
 """Authentication: a key, a token or the console's cookie becomes a Principal before the body is read.
 
-Browsers send a cookie for any page that makes a request. So a cookie counts only together with what a page of another
-site cannot add: the request's origin must be this one, and changes need the session's CSRF token.
+Browsers send a cookie for any page that makes a request. So a cookie counts only if the request also proves that it
+comes from a page of this server. The request's origin must be this server, and a change needs the session's CSRF token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CSRF_HEADER = "x-csrf-token"
 VIEW_HEADER = "x-view-tenant"
 """Header with the tenant that an operator looks at, read-only."""
 KEY_HEADERS = ("x-api-key", "api-key")
-"""Headers that contain only a key: Anthropic's clients send the first, Azure's the second."""
+"""Headers that contain only a key: Anthropic's clients send the first header, Azure's clients the second."""
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -114,7 +114,7 @@ def _ensure_own_page(connection: Connection) -> None:
 
 
 async def _authenticated(platform: Platform, connection: Connection) -> Principal:
-    """Return the caller by its key or token or, without any, by the console's cookie."""
+    """Return the caller by its key or token. If the request has neither, return the caller by the console's cookie."""
     if "authorization" in connection.headers or cookie_name(SESSION_COOKIE, connection) not in connection.cookies:
         return await platform.tenants.authenticator.authenticate(_credential(connection))
     session = await session_of(connection)

@@ -1,12 +1,13 @@
 """Request bodies: their bounds, clients that disconnect in the middle of one, and their strict decoding.
 
-A decoder builds a list before it can count it, and it holds the interpreter's lock while it does. So a large body is
-scanned first: `check_shape` counts its strings, containers and separators without building anything. It yields to other
-requests as it goes, and stops at the first bound. A body within the bounds is decoded in about 10 ms.
+A decoder builds a whole list before it can count the elements, and holds the interpreter's lock during this time. So a
+large body is scanned first: `check_shape` counts the body's strings, containers and separators without building
+objects. The scan yields to other requests regularly, and stops at the first bound that is exceeded. A body within the
+bounds is decoded in about 10 ms.
 
-`decode_body` refuses a wrong type or a wrong range by the field's name. It also refuses an unknown field, except in
-bodies of inference (`InferenceBody`), because clients send fields of other servers there: `unknown_fields` decides
-which of them are ignored.
+`decode_body` refuses a wrong type or a wrong range by the field's name. An unknown field is also refused, except in
+bodies of inference (`InferenceBody`), because in these bodies clients send fields of other servers. `unknown_fields`
+decides which unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MAX_BODY_BYTES = 16 << 20
 BYTES_PER_TOKEN = 64
 """The bytes that a body may have for every token of the model's context: several full prompts, escaped."""
 SMALL_BODY_BYTES = 64 << 10
-"""A body that is decoded without a look: under a millisecond's work."""
+"""Maximum bytes of a body that is decoded without a scan, which takes less than a millisecond."""
 
 BODY_SECONDS = 120.0
 """The time that a body of JSON may take to arrive."""
@@ -51,7 +52,9 @@ BODY_BYTES: Mapping[BodyKind, Callable[[Platform], int]] = {
     "adapter": lambda platform: platform.settings.server.max_upload_bytes,
     "file": lambda platform: platform.settings.batches.max_body_bytes,
 }
-"""The most bytes of a body by its route's kind; the request class of the route says the kind, `json` if it has none."""
+"""Maximum bytes of a body by the kind of its route. The request class of the route gives the kind; the default is
+`json`.
+"""
 MAX_STRINGS = 100_000
 MAX_CONTAINERS = 50_000
 """Maximum number of objects and lists in a body."""
@@ -64,9 +67,9 @@ AnyRequest = Request[Any, Any, Any]
 T = TypeVar("T", bound="Body")
 
 _text = re.compile(rb'(?:[^"\\]++|\\.){0,50000}+', re.DOTALL)
-"""The next part of a string, up to its closing quote if that is near."""
+"""Matches the next part of a string, up to the closing quote if the quote is near."""
 _SHOWN = 1024
-"""Characters of msgspec's message that are read, at each of its ends."""
+"""Number of characters of msgspec's message that are read at its beginning and at its end."""
 _LONGEST_HARMLESS = 64
 """Bytes of the longest value of an unsupported field that may be harmless."""
 _where = re.compile(r" - at `(?:key` in `)?\$\.?(?P<path>[^`]*)`$")
@@ -100,7 +103,9 @@ class TooManyBodies(Unavailable):
 
 
 class ApiRequest(AnyRequest):
-    """A request: its body is bounded by the kind of its route, and its client may leave in the middle of it."""
+    """A request whose body is bounded by the kind of its route, and whose client may disconnect before the end of the
+    body.
+    """
 
     body_kind: ClassVar[BodyKind] = "json"
 
@@ -123,7 +128,7 @@ class ApiRequest(AnyRequest):
     async def body(self) -> bytes:
         """Return the body, and hold its bytes of the tenant's memory until the answer begins (`release_body`).
 
-        Raises BodyTooLarge, TooManyBodies, BodyTimeout, and InvalidRequest if it holds too many values.
+        Raises BodyTooLarge, TooManyBodies, BodyTimeout, and InvalidRequest if the body has too many values.
         """
         if self._body is not Empty or self._connection_state.body is not Empty:
             return await super().body()
@@ -167,13 +172,13 @@ class RequestsRequest(ApiRequest):
 
 
 class AdapterRequest(ApiRequest):
-    """A request whose body is an adapter's files, which go to the disk."""
+    """A request whose body is an adapter's files, which are written to the disk."""
 
     body_kind = "adapter"
 
 
 class FileRequest(ApiRequest):
-    """A request whose body is a file of a batch, which goes to the disk."""
+    """A request whose body is a file of a batch, which is written to the disk."""
 
     body_kind = "file"
 
@@ -183,7 +188,9 @@ HELD_BODY = "loramux_held_body"
 
 
 class HeldBody:
-    """Bytes of one body, in its tenant's share of the server's memory: connections are many, and bodies wait."""
+    """Bytes of one body, counted in its tenant's share of the server's memory, because many connections may hold
+    unfinished bodies.
+    """
 
     def __init__(self, memory: TenantSlots, tenant: str) -> None:
         self._memory, self._tenant, self._held = memory, tenant, 0
@@ -202,20 +209,20 @@ class HeldBody:
 
 
 def release_body(scope: Scope) -> None:
-    """Return the memory of a request's body: its answer begins, or it has ended."""
+    """Give back the memory of a request's body, because its answer begins or the request has ended."""
     held = scope.get(HELD_BODY)
     if isinstance(held, HeldBody):
         held.release()
 
 
 async def release_answered_body(message: Message, scope: Scope) -> None:
-    """A Litestar `before_send` hook: what was asked is read when the answer begins."""
+    """Release the body, as a Litestar `before_send` hook: the body has been read when the answer begins."""
     if message["type"] == "http.response.start":
         release_body(scope)
 
 
 def inference_body_bytes(context: int) -> int:
-    """Return the most bytes of a request for completions, by the tokens of the largest context."""
+    """Return the maximum bytes of a request for completions, computed from the tokens of the largest context."""
     return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * context), MAX_BODY_BYTES)
 
 
@@ -282,7 +289,7 @@ class Unsupported:
 
 
 class Body(msgspec.Struct, kw_only=True):
-    """A JSON object: its fields, and the other fields that are ignored or refused by name."""
+    """A JSON object: its fields, and rules for other fields, which are ignored or refused."""
 
     ignored: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's API that can be ignored: they do not change the answer's meaning."""
@@ -305,7 +312,7 @@ class InferenceBody(Body, kw_only=True):
 
 
 class StrictJSON(AbstractDTO[Any]):
-    """Makes Litestar decode every handler's `data` with `decode_body`; the application names it once."""
+    """Makes Litestar decode every handler's `data` with `decode_body`. The application registers this plugin once."""
 
     def decode_bytes(self, value: bytes) -> Any:
         """Decode the body into its struct. Raises InvalidRequest."""
@@ -319,7 +326,7 @@ class StrictJSON(AbstractDTO[Any]):
 
     @classmethod
     def create_openapi_schema(cls, *_: Any, **known: Any) -> Any:
-        """Return the struct's own schema, with the bounds that a decoder of it keeps."""
+        """Return the struct's own schema, with the bounds that the decoder checks."""
         creator, field = known["schema_creator"], known["field_definition"]
         schema = creator.for_field_definition(field)
         add_bounds(schema, field.annotation, creator.schema_registry)
@@ -331,12 +338,12 @@ class StrictJSON(AbstractDTO[Any]):
 
     @classmethod
     def generate_field_definitions(cls, *_: Any) -> Any:
-        """Not used: fields are msgspec's."""
+        """Return nothing, because msgspec knows the fields."""
         raise NotImplementedError
 
     @classmethod
     def detect_nested_field(cls, *_: Any) -> bool:
-        """Not used: fields are msgspec's."""
+        """Return nothing, because msgspec knows the fields."""
         return False
 
 
@@ -396,7 +403,7 @@ def _closed(body: type[T], ignores_unknown: bool) -> type[T]:
 
 
 def _unknown_names(data: bytes | msgspec.Raw, body: type[Body], path: str = "") -> Iterator[str]:
-    """Yield the fields that a body does not know. Raises InvalidRequest for one that must not be ignored."""
+    """Yield a body's unknown fields. Raises InvalidRequest for a field that must not be ignored."""
     known = known_fields(body)
     for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
         if name not in known:
@@ -408,7 +415,7 @@ def _unknown_names(data: bytes | msgspec.Raw, body: type[Body], path: str = "") 
 
 
 def known_fields(body: type[Body]) -> frozenset[str]:
-    """Return the fields that are served, ignored or refused by name."""
+    """Return the fields that are served, ignored or refused."""
     return frozenset({*(one.encode_name for one in msgspec.structs.fields(body)), *body.ignored, *body.unsupported})
 
 
@@ -428,7 +435,7 @@ def _check_unsupported(body: Body, path: str = "") -> None:
 
 def _refuse(message: str, body: type[Body]) -> NoReturn:
     """Translate msgspec's message, which ends in the JSON path of the invalid value."""
-    if len(message) > 2 * _SHOWN:  # it repeats a name from the body
+    if len(message) > 2 * _SHOWN:  # msgspec's message repeats a name from the body
         message = message[:_SHOWN] + message[-_SHOWN:]
     located = _where.search(message)
     path = located["path"].replace("[...]", "") if located else ""

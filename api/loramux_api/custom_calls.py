@@ -1,4 +1,4 @@
-"""Read the input of a custom tool from the call of a function with one text, as it arrives.
+"""Read the input of a custom tool while the call arrives; the call is that of a function with one text.
 
 A model writes `{"input": "a \\"quoted\\" text"}`. The caller gets `a "quoted" text`, in pieces that never split an
 escape.

@@ -1,7 +1,7 @@
 """Downloads: files that a caller stored are saved by its browser, never shown as pages of this origin.
 
-A client may ask for a file and not read it. What is read ahead is counted against the tenant's memory, so a client that
-takes nothing for READER_SECONDS is disconnected.
+A client may request a file and not read it. Bytes that are read ahead count in the tenant's share of memory, so a
+client that reads nothing for READER_SECONDS is disconnected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def file_headers(filename: str, disposition: Literal["attachment", "inline"]) -> dict[str, str]:
-    """Return the headers of a tenant's file: no browser guesses its type, runs it or keeps it (RFC 6266)."""
+    """Return the headers of a tenant's file: no browser guesses its type, runs it or caches it (RFC 6266)."""
     return {
         "Content-Disposition": f"{disposition}; filename*=UTF-8''{quote(filename, safe='')}",
         "X-Content-Type-Options": "nosniff",
@@ -48,7 +48,7 @@ class Download(Stream):
         self._content = content
 
     def to_asgi_response(self, *args: Any, **kwargs: Any) -> ASGIApp:  # type: ignore[override]  # Litestar calls it
-        """Wrap Litestar's own response, which waits for its client without an end."""
+        """Wrap Litestar's own response, which would wait for its client without a limit."""
         response = super().to_asgi_response(*args, **kwargs)
 
         async def timed(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Multipart forms, written to disk as they arrive: memory holds one network chunk, whatever the size of the files.
+"""Multipart forms, written to disk as they arrive: memory holds only one network chunk, even for large files.
 
 `FileForm` receives one file with a few fields (POST /v1/files); `AdapterForm` receives an adapter's files under their
 standard names (POST /v1/adapters).
@@ -68,7 +68,7 @@ class Form(ABC):
 
     @abstractmethod
     def begin_part(self, field: str, filename: str) -> None:
-        """Begin a part with these names. Raises InvalidRequest for a part that the form does not have."""
+        """Begin a part with these names. Raises InvalidRequest if the form does not have such a part."""
 
     @abstractmethod
     def write_part(self, data: bytes) -> None:
@@ -117,8 +117,8 @@ class Form(ABC):
 
 
 class FileForm(Form):
-    """A form with one file and some fields: the fields by name, the file's name and size. The file's bytes are at
-    `path`.
+    """A form with one file and some fields. The object holds the fields by name, and the file's name and size. The
+    file's bytes are at `path`.
     """
 
     def __init__(
@@ -129,7 +129,9 @@ class FileForm(Form):
         max_bytes: int,
         too_large: Callable[[], Exception],
     ) -> None:
-        """`fields` are those that the form may have next to `file`; `too_large` makes the error for a larger file."""
+        """`fields` are the fields that the form may have in addition to `file`; `too_large` makes the error for a file
+        that is too large.
+        """
         super().__init__(threads)
         self.path = path
         self.filename = ""
@@ -252,9 +254,7 @@ class AdapterForm(Form):
             raise InvalidRequest(f"'{field}' is not UTF-8.", field=field, code="invalid_value") from None
 
     def _known_part(self, field: str, filename: str) -> str:
-        """Return which known part it is, by its field or its file's name. Raises InvalidRequest if it is none of
-        them.
-        """
+        """Return the known part with this field or this file's name. Raises InvalidRequest for an unknown part."""
         for known in (CONFIG_FILE, WEIGHTS_FILE, *SOURCES):
             if known in (field, filename):
                 return known

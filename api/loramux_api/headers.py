@@ -35,7 +35,7 @@ READABLE = (
 )
 """The headers of an answer that scripts of other origins may read."""
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "[::1]")
-"""Hosts of this machine: to them alone a browser sends cookies without TLS."""
+"""Names of this machine. Without TLS, a browser sends secure cookies only to these hosts."""
 HSTS = (b"strict-transport-security", b"max-age=31536000")
 SESSION_COOKIE = "loramux_session"
 SIGN_IN_COOKIE = "loramux_sign_in"
@@ -121,14 +121,14 @@ async def claim_of(request: Request[Any, Any, Any], name: str | None) -> Idempot
 
 
 def request_id(scope: Scope) -> str:
-    """Return the client's own id if it is valid, otherwise a new one. It stays the same for the whole request."""
+    """Return the client's own id if it is valid, otherwise a new id. The id stays the same for the whole request."""
     return _ids(scope)[-1]
 
 
 def traceable_id(scope: Scope) -> str:
     """Return the server's own id of the request, followed by a slash and the client's id: for logs and the audit log.
 
-    A client chooses its id freely, and may send that of another request; the server's id is unique.
+    A client chooses its id freely, and may send the id of another request. The server's id is unique.
     """
     return "/".join(_ids(scope))
 
@@ -149,16 +149,16 @@ def is_local(connection: ASGIConnection[Any, Any, Any, Any]) -> bool:
 
 
 def cookie_name(name: str, connection: ASGIConnection[Any, Any, Any, Any]) -> str:
-    """Return the name of a cookie as it is sent.
+    """Return the name under which a cookie is sent.
 
-    A browser takes a name with the prefix `__Host-` from this host and over TLS only, so that no other host of the
-    same domain can set the cookie. On this machine there is no TLS, and so no prefix.
+    A browser accepts a name with the prefix `__Host-` only from this host and only over TLS, so that no other host of
+    the same domain can set the cookie. Without TLS, on this machine, the name has no prefix.
     """
     return name if is_local(connection) else f"__Host-{name}"
 
 
 async def send_transport_policy(message: Message, scope: Scope) -> None:
-    """A `before_send` hook: a client that came by TLS never comes without it again (RFC 6797)."""
+    """Make browsers that used TLS always use TLS for this host (RFC 6797): a `before_send` hook."""
     if message["type"] == "http.response.start" and scope["scheme"] == "https":
         message["headers"] = [*message["headers"], HSTS]
 
@@ -190,9 +190,9 @@ async def send_ignored(message: Message, scope: Scope) -> None:
 async def send_console_policy(message: Message, scope: Scope) -> None:
     """Keep other pages of this origin away from the console's session: a `before_send` hook.
 
-    A response to a request with the cookie is data, and no browser may show it as a page. The API's description runs
-    scripts of another origin. In a browser that is signed in, its page gets a separate origin, from which no cookie is
-    sent.
+    A response to a request with the cookie is data, and no browser may show it as a page. The page with the API's
+    description runs scripts of another origin. In a browser that is signed in, this page gets a separate origin, from
+    which no cookie is sent.
     """
     if message["type"] != "http.response.start":
         return

@@ -29,7 +29,9 @@ PIECE = 64 << 10
 """Maximum number of decoded bytes of one message."""
 GZIP = zlib.MAX_WBITS | 16
 READ_ANYWAY = 8 << 10
-"""Bytes of an unread body up to which the connection stays: they have come with the head."""
+"""Maximum bytes of an unread body with which the connection stays open: so few bytes have arrived together with the
+head.
+"""
 _TIMED = "/v1/"
 _BODY_SENDER = "loramux.body_sender"
 
@@ -93,7 +95,7 @@ def body_sender(scope: Scope, send: Send) -> Send:
 
 
 def _has_long_body(scope: HTTPScope) -> bool:
-    """Return whether a request of HTTP/1.1 has a body that may still be on its way when it is refused."""
+    """Return whether a request of HTTP/1.1 has a body that may still be arriving when the request is refused."""
     if not scope["http_version"].startswith("1"):
         return False
     headers = {name.lower(): value for name, value in scope["headers"]}
@@ -152,8 +154,8 @@ def _decoded(scope: HTTPScope, receive: Receive) -> tuple[HTTPScope, Receive]:
 
 
 class GzipBody:
-    """Receives a body and decodes it piece by piece. It never holds more than one decoded piece, however large the body
-    becomes.
+    """Receives a body and decodes it piece by piece. This receiver never holds more than one decoded piece, even if the
+    decoded body is large.
     """
 
     def __init__(self, receive: Receive) -> None:

@@ -138,7 +138,7 @@ ENGINE_FAMILIES: dict[str, Family] = {
     ),
     "ended_output_tokens": _engine("ended_output_tokens", "counter", "Generated tokens of requests that have ended."),
 }
-"""Metrics by the field of EngineStats; `ended` counts as one field per token count."""
+"""Metrics by the field of EngineStats; the field `ended` counts as one field per token count."""
 ENGINE_UP = Family("loramux_engine_up", "gauge", "1 while the engine serves, else 0; absent while it rests.", ENGINE)
 ENGINE_STARTS = Family("loramux_engine_starts", "counter", "Times that the engine was started.", ENGINE)
 QUEUE_SECONDS = Family(
@@ -337,7 +337,9 @@ class Metrics:
 
 
 def _certificate_expiry(path: str | None) -> float:
-    """Return the end of the file's first certificate, which is the server's own; 0 if there is none."""
+    """Return the expiry of the file's first certificate, which is the server's own, or 0 if the file has no
+    certificate.
+    """
     if path is None:
         return 0.0
     try:

@@ -59,7 +59,7 @@ _FILE = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
 
 
 class ApiController(Controller):
-    """Routes that need a key. The document has `errors` for each of them."""
+    """Routes that need a key. The document lists `errors` for each of these routes."""
 
     errors = REFUSALS
 
@@ -82,7 +82,7 @@ class OperatorController(ApiController):
 
 @dataclass
 class UploadOperation(Operation):
-    """The form of POST /v1/adapters. It is streamed, so no argument of the handler declares it."""
+    """The form of POST /v1/adapters. The form is streamed, so no argument of the handler declares it."""
 
     def __post_init__(self) -> None:
         form = Schema(
@@ -98,7 +98,7 @@ class UploadOperation(Operation):
 
 @dataclass
 class PartOperation(Operation):
-    """The raw body of PUT /v1/uploads/{id}/files/{name}. It is also streamed."""
+    """The raw body of PUT /v1/uploads/{id}/files/{name}. The body is also streamed."""
 
     def __post_init__(self) -> None:
         self.request_body = RequestBody(content={"application/octet-stream": OpenAPIMediaType(schema=_FILE)})

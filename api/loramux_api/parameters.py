@@ -92,14 +92,14 @@ CostsLimit = Annotated[int | None, QueryParameter(ge=1, le=CostsQuery.most_bucke
 
 
 def at(rest: str = "") -> list[str]:
-    """Return the paths of a route about one adapter: by its own name, and by `tenant/adapter`."""
+    """Return the two paths of a route about one adapter: with the adapter's own name, and with `tenant/adapter`."""
     return [f"/{{name:str}}{rest}", f"/{{owner:str}}/{{name:str}}{rest}"]
 
 
 Owner = Annotated[
     str | None, PathParameter(max_length=MAX_NAME, schema_extra={"type": OpenAPIType.STRING, "one_of": None})
 ]
-"""A tenant in a path. It is absent from the shorter of two paths, and never null in the longer one."""
+"""A tenant in a path. The parameter is absent in the shorter of two paths, and never null in the longer path."""
 
 
 def adapter_name(name: PathName, owner: Owner = None) -> str:

@@ -1,8 +1,8 @@
 """Errors as responses: OpenAI's shape with all four keys, and RFC 9457's under /admin.
 
-One handler serves the whole tree of `loramux.common.errors`: a class states its code, its status and the seconds after
-which a retry may help. Litestar's own errors (routing, parameters, body size) get the same shape. Every other exception
-is a bug: its traceback is in the log, and the response has the request id.
+One handler serves the whole tree of `loramux.common.errors`: each class defines a code, a status, and the seconds after
+which a retry may succeed. Litestar's own errors (routing, parameters, body size) get the same shape. Every other
+exception is a bug: its traceback is in the log, and the response has the request id.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Problem:
     headers: Mapping[str, str] = field(default_factory=dict)
 
     def all_headers(self) -> dict[str, str]:
-        """Return `headers` and those that follow from the status."""
+        """Return `headers` and the headers that the status requires."""
         headers = dict(self.headers)
         if self.retry_after is not None:
             headers["Retry-After"] = str(self.retry_after)
@@ -148,7 +148,7 @@ def _of_error(error: LoramuxError) -> Problem:
 
 
 def _of_bug(request: AnyRequest, error: Exception) -> Problem:
-    """Log the whole error, and give the client the id that finds it in the log."""
+    """Log the whole error, and give the client the request id, by which the log entry can be found."""
     id = request_id(request.scope)
     logger.error("request %s failed", traceable_id(request.scope), exc_info=error)
     return _of_error(

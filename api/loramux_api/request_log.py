@@ -1,4 +1,4 @@
-"""One log line for each request, and its trace over OTLP: its ids, its caller, its usage, its phases, its end.
+"""One log line for each request, and its trace over OTLP: its ids, caller, usage, phases and end.
 
 A `RequestRecord` notes phases with their times while the request runs. When the response is sent and the generation is
 settled, it writes the line, and the `Tracer` makes spans of it. A separate thread sends the spans in batches; a request
@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 PROBES = ("/health", "/metrics")
 """Paths that are requested every few seconds; their lines have the level `debug`."""
 
-# The names of OpenTelemetry's conventions for generative AI. They are still in development, so they are used only here.
+# The names of OpenTelemetry's conventions for generative AI. These names may still change, so only this module uses
+# them.
 GEN_AI = {
     "kind": "gen_ai.operation.name",
     "base": "gen_ai.request.model",
@@ -111,7 +112,7 @@ class Tracer:
         return TraceParent(secrets.token_hex(16))
 
     def export(self, parent: TraceParent, request: Phase, phases: list[Phase], fields: dict[str, object]) -> None:
-        """Send the span of a request, and those of its phases. `fields` are those of its log line."""
+        """Send the span of a request, and those of its phases. `fields` are the fields of the request's log line."""
         from opentelemetry import trace
 
         self._ids.chosen = int(parent.trace_id, 16)
@@ -139,7 +140,7 @@ class Tracer:
         span.end(at(request.ended))
 
     def export_job(self, run: JobRun) -> None:
-        """Send the span of a background job. It is a separate trace, because the job outlives the request that started
+        """Send the span of a background job. A job has a separate trace, because it outlives the request that started
         it.
         """
         self._ids.chosen = int(self.new_trace().trace_id, 16)
@@ -169,7 +170,7 @@ _record: ContextVar[RequestRecord | None] = ContextVar("request_record", default
 
 
 class RequestRecord:
-    """The log line of one request. It is written when the response has been sent and the generation is settled.
+    """The log line of one request. The line is written when the response has been sent and the generation is settled.
 
     A generation ends after its response if the client has disconnected, or if an idempotency key keeps it running.
     """
@@ -178,7 +179,7 @@ class RequestRecord:
         self._scope = scope
         self._tracer = tracer
         self.parent = _parent_of(scope) or (tracer.new_trace() if tracer is not None else None)
-        """Its place in a trace; None if the client sent none and the server makes none."""
+        """Place of the request in a trace. None if the client sent no trace and the server makes none."""
         self._began = self._ended = time.monotonic()
         self._phases: list[Phase] = []
         self._fields: dict[str, Any] = {"request": traceable_id(scope)}
@@ -216,7 +217,7 @@ class RequestRecord:
             self._fields["route"] = self._scope.get("path_template", "unknown")
 
     def end_response(self) -> None:
-        """Note the end of the response: it has been sent, or the client has disconnected."""
+        """Note the end of the response, which was sent, or whose client has disconnected."""
         principal = self._scope.get("auth")
         if isinstance(principal, Principal):
             self._fields |= {"tenant": principal.tenant, "key": principal.key_id}
@@ -259,8 +260,8 @@ class RequestRecord:
 
 @asynccontextmanager
 async def logged(scope: Scope, tracer: Tracer | None) -> AsyncIterator[None]:
-    """Log the request that runs in the block, and trace it. Log lines within the block carry its id and the id of its
-    trace.
+    """Log the request that runs in the block, and trace it. Log lines within the block have the request's id and its
+    trace's id.
     """
     record = RequestRecord(scope, tracer)
     ids = {"request": traceable_id(scope)}
@@ -296,7 +297,7 @@ def note_ended(generation: Generation) -> None:
 
 
 def _parent_of(scope: Scope) -> TraceParent | None:
-    """Return the client's W3C trace context, if it sent a valid one."""
+    """Return the client's W3C trace context if it is valid."""
     sent = [value for name, value in cast(Any, scope)["headers"] if name.lower() == b"traceparent"]
     match = _traceparent.fullmatch(sent[0].decode("latin-1")) if len(sent) == 1 else None
     return TraceParent(match[1], match[2], bool(int(match[3], 16) & 1)) if match else None

@@ -1,4 +1,4 @@
-"""The routes of a server: every controller, and those of the console if the settings serve it."""
+"""The routes of a server: every controller, and the console's controllers if the settings enable the console."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The bounds of bodies in the API's description: Litestar leaves out those of elements, of maps and of unions.
+"""The bounds of bodies in the API's description: Litestar leaves out the bounds of elements, of maps and of unions.
 
-msgspec refuses a body by the types of its struct, so these say the bounds. `add_bounds` walks a body's schema and its
-type next to each other and writes the lengths of the type into the schema.
+msgspec refuses a body by the types of its struct, so the types define the bounds. `add_bounds` walks through a body's
+schema and its type in parallel, and writes the lengths of the type into the schema.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import inspect
 
 
 def add_bounds(schema: Schema | Reference, body: type, registry: Any) -> None:
-    """Write the lengths of `body` and of all that it holds into its schema. `registry`: of Litestar's references."""
+    """Write the lengths of `body` and of all its parts into its schema. `registry` holds Litestar's references."""
     _Walk(registry).visit(schema, inspect.type_info(body))
 
 

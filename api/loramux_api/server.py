@@ -1,17 +1,18 @@
-"""A server process: granian in this process's event loop, a drain on SIGTERM, an end when a base has no engine left.
+"""A server process: granian in this process's event loop, with a drain on SIGTERM, and an end when a base has no engine
+left.
 
 SIGTERM or SIGINT stops the server in four phases, each of which is logged:
 
-1. Lame duck: for `server.lame_duck_seconds`, /health/ready answers 503, so that load balancers send their requests
-   elsewhere. Requests are still served. A second signal ends this phase.
-2. Drain: new requests get 503 and Retry-After. Running ones finish, within `server.drain_seconds` at most.
+1. Lame duck: for `server.lame_duck_seconds`, /health/ready answers 503, so that load balancers send their requests to
+   other servers. Requests are still served. A second signal ends this phase.
+2. Drain: new requests get 503 and Retry-After. Running requests finish within `server.drain_seconds`.
 3. The listener and the idle connections close.
 4. The platform closes in reverse order of its start. The exit code is 0.
 
 Before the server can answer its first request, a signal ends the process at once with its usual exit code (130, 143).
 
-An engine that dies is started again, in a new process (`loramux.fleet`). If none of a base's engines can be started,
-the server ends with exit code 1, so that its supervisor (systemd, Kubernetes) can act: the machine may be the cause.
+An engine that dies is restarted in a new process (`loramux.fleet`). If none of a base's engines can be started, the
+server ends with exit code 1, so that its supervisor (systemd, Kubernetes) can act: the machine may be the cause.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from loramux_api.listening import Address, Listener, connection_limit, reserved_
 logger = logging.getLogger(__name__)
 
 FLUSH_SECONDS = 5.0
-"""Seconds that clients have to read what is already written to them."""
+"""Time in seconds that clients have to read data that was already written."""
 ENGINE_POLL_SECONDS = 0.5
 
 
@@ -46,7 +47,7 @@ def serve(settings: Settings, on_serving: Callable[[Platform], None]) -> int:
     Calls `on_serving` when the server answers requests. Raises the errors of `open_platform`, and SettingsError if the
     address is not available.
     """
-    os.umask(0o077)  # only the server's own user may read what it writes (rows, blobs, staged files)
+    os.umask(0o077)  # only the server's own user may read the files that it writes (rows, blobs, staged files)
     max_connections = connection_limit()
     with reserved_addresses(settings.server) as addresses:
         return asyncio.run(_serve(settings, addresses, max_connections, on_serving))
@@ -111,7 +112,7 @@ class _Signals:
         self._act = act
 
     def ignore(self) -> None:
-        """Ignore both signals from now on: the process ends by itself."""
+        """Ignore both signals from now on, because the process ends by itself."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)

@@ -2,8 +2,8 @@
 caller.
 
 In every request, clients send fields of other servers, and fields that are newer than any server. Such a field is
-ignored and reported (`x-loramux-ignored-fields`). Two kinds are refused by name: a near-misspelling of a field that the
-endpoint knows, and a field that changes answers at the servers that have it (`MEANINGFUL`).
+ignored and reported (`x-loramux-ignored-fields`). Two kinds of fields are refused: a near-misspelling of a field that
+the endpoint knows, and a field that changes answers on the servers that support it (`MEANINGFUL`).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ MEANINGFUL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("functions", "function_call"), ("tools", "tool_choice")),
     **dict.fromkeys(("previous_response_id", "conversation"), ("messages", "input")),
 }
-"""Fields that change the answer at endpoints or servers that have them, and the fields with the same meaning
-elsewhere.
+"""Fields that change the answer at endpoints or servers that have them, and the fields with the same meaning in other
+endpoints.
 """
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{name: (getattr(_NEUTRAL, name), *PARAMETERS[name].other_neutrals) for name in KINDS if name != "temperature"},

@@ -29,7 +29,7 @@ class _Collector(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class VllmFamily:
-    """A family of vLLM: its kind, and our family with the same values, or the way to compute it."""
+    """A family of vLLM: its kind, and our family with the same values or a function that computes its values."""
 
     kind: Literal["counter", "gauge", "histogram"]
     ours: str
@@ -99,7 +99,7 @@ class VllmCollector:
         yield from computed.values()
 
     def describe(self) -> list[Metric]:
-        """Return nothing: the families are known only when engines report."""
+        """Return no families, because they are known only when engines report."""
         return []
 
 

@@ -1,11 +1,11 @@
-"""One sitting on one GPU: right first, then how fast, against the card's own ceilings and against peers.
+"""Measurements on one GPU: first correctness, then speed, compared with the GPU's own limits and with other systems.
 
     PYTHONPATH=kernels:adapters:platform python benchmarks/gpu [--peer vllm=PATH] [--peer sglang=PATH]
     PYTHONPATH=kernels:adapters:platform python benchmarks/gpu --device cpu --quick
 
-Needs torch, triton, transformers, peft, safetensors and msgspec; no network. The second line runs the flow at tiny
-shapes anywhere, under TRITON_INTERPRET=1 through the kernels themselves: its figures say nothing. Results go to
-`benchmarks/results/gpu-DATE-TIME/`.
+Needs torch, triton, transformers, peft, safetensors and msgspec; no network. The second command runs all steps at tiny
+shapes on any machine; with TRITON_INTERPRET=1 it uses the kernels themselves. Its figures have no meaning. Results go
+to `benchmarks/results/gpu-DATE-TIME/`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SECTIONS = ("kernels", "steps", "throughput", "peft")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command; returns its exit status: 1 when a result is wrong."""
+    """Run the command and return its exit status, which is 1 if a result is wrong."""
     options = _options(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -64,7 +64,7 @@ def _run(bench: Bench, sections: Sequence[str], peers: dict[str, PeerKernels]) -
         measure_kernels(bench, peers)
     if "peft" in sections:
         measure_peft(bench, device, dtype)
-        gc.collect()  # the pool that follows takes what is free
+        gc.collect()  # the pool that is made next takes the free memory
         torch.cuda.empty_cache()
     if {"steps", "throughput"} & set(sections):
         serving = ServingModel(bench.grid, device, dtype)

@@ -1,4 +1,4 @@
-"""The least time that work can take on a card whose two ceilings were measured."""
+"""The minimum time of work on a GPU whose memory bandwidth and matrix rate were measured."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class Work:
 
 
 def lora_work(in_features: int, widths: tuple[int, ...], ranks_of_rows: list[int], distinct: Iterable[int]) -> Work:
-    """Shrink and expand of one group: adapters once, inputs once, outputs read and written, the products."""
+    """Return the work of shrink and expand for one group: adapters and inputs are read once, outputs are read and
+    written, plus the products.
+    """
     rows, out, total = len(ranks_of_rows), sum(widths), sum(distinct)
     weights = total * (in_features * len(widths) + out)
     flops = 2 * sum(ranks_of_rows) * (in_features * len(widths) + out)
@@ -42,7 +44,9 @@ def lora_work(in_features: int, widths: tuple[int, ...], ranks_of_rows: list[int
 
 
 def attention_work(model: ModelShape, spans: list[tuple[int, int]]) -> Work:
-    """One layer over (query rows, context) spans: the context's KV once, queries in, outputs out."""
+    """Return the work of one layer over (query rows, context) spans: the context's KV and the queries are read once,
+    outputs are written.
+    """
     rows = sum(count for count, _ in spans)
     kv = sum(context for _, context in spans) * 2 * model.num_key_value_heads * model.head_dim
     heads = model.num_attention_heads * model.head_dim

@@ -44,11 +44,11 @@ class Mix:
 
     name: str
     adapters: int | None
-    """Distinct ones; None: every row its own."""
+    """Number of distinct adapters; None: every row has its own adapter."""
     ranks: tuple[int, ...]
 
     def slots(self, rows: int) -> list[int]:
-        """The adapter of each row, rows of one adapter side by side; -1 for the base model."""
+        """The adapter of each row, with rows of one adapter next to each other; -1 for the base model."""
         distinct = self.distinct(rows)
         return sorted(row % distinct for row in range(rows)) if distinct else [-1] * rows
 
@@ -62,7 +62,9 @@ class Mix:
 
 
 def mixes() -> tuple[Mix, ...]:
-    """The base alone; 1, 8, 32 and all-distinct adapters of rank 16, of rank 64, and of ranks 8 to 64."""
+    """Return the mixes: the base alone, and 1, 8, 32 and all-distinct adapters of rank 16, of rank 64, and of ranks 8
+    to 64.
+    """
     kinds = {"r16": (16,), "r64": (64,), "mixed": MIXED_RANKS}
     counts: tuple[tuple[str, int | None], ...] = (("1", 1), ("8", 8), ("32", 32), ("all", None))
     some = (Mix(f"{count} {kind}", n, ranks) for (count, n), (kind, ranks) in product(counts, kinds.items()))
@@ -82,7 +84,7 @@ class Grid:
     repeats: int
 
     def decodes(self) -> Iterator[tuple[int, int, Mix]]:
-        """(batch, context, mix), mixes of the same ranks together; one that asks for what another did is left out."""
+        """(batch, context, mix), with mixes of the same ranks together. A mix equal to an earlier mix is left out."""
         seen = set()
         for mix, batch, context in product(sorted(self.mixes, key=_base_first), self.batches, self.contexts):
             key = (batch, context, *(mix.rank(adapter) for adapter in range(mix.distinct(batch))))

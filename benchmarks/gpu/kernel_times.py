@@ -1,4 +1,4 @@
-"""Each kernel by itself: is it right, how long does it take, and what part of that is its floor."""
+"""Measurements of each kernel alone: its correctness, its time, and the share of its floor in this time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE = 1e-2
 
 
 class WrongResult(RuntimeError):
-    """A kernel does not give what its reference gives: its time means nothing."""
+    """A kernel's result differs from its reference, so its time has no meaning."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Bench:
     report: Report
 
     def measure(self, section: str, name: dict[str, Any], work: Work, call: Callable[[], object]) -> float:
-        """Time `call` and add a row; returns its milliseconds."""
+        """Time `call`, add a row, and return the milliseconds."""
         taken, floor = self.clock.median_ms(call, self.grid.repeats), work.floor_ms(self.ceilings)
         self.report.add(section, **name, us=taken * 1e3, floor_us=floor * 1e3, of_floor=floor / taken)
         return taken
 
 
 def measure_kernels(bench: Bench, peers: Mapping[str, PeerKernels]) -> None:
-    """All of them over the grid."""
+    """Measure all kernels over the grid."""
     _lora(bench, peers)
     _attention(bench)
     _sampling(bench)

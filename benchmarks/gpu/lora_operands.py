@@ -1,4 +1,6 @@
-"""One LoRA group's operands for a mix: adapters of random weights in a pool, as ours and as the peers take them."""
+"""One LoRA group's operands for a mix: adapters with random weights in a pool, in the forms that loramux and the other
+systems use.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ class LoraOperands:
 
 
 def make_operands(rows: int, mix: Mix, in_features: int, widths: tuple[int, ...], like: torch.Tensor) -> LoraOperands:
-    """Return random operands, with the dtype and device of `like`, as a mix with adapters needs them."""
+    """Return random operands, with the dtype and device of `like`. The mix must have adapters."""
     distinct, slots, sites = mix.distinct(rows), mix.slots(rows), len(widths)
     ranks = [mix.rank(adapter) for adapter in range(distinct)]
     a = [like.new_empty(sites, rank, in_features).normal_(0, in_features**-0.5) for rank in ranks]
@@ -94,5 +96,5 @@ def reference(operands: LoraOperands) -> torch.Tensor:
 
 
 def relative_error(result: torch.Tensor, wanted: torch.Tensor) -> float:
-    """|result - wanted| / |wanted|; NaN if either has one."""
+    """|result - wanted| / |wanted|; NaN if either tensor contains NaN."""
     return float((result.float() - wanted.float()).norm() / wanted.float().norm())

@@ -1,4 +1,5 @@
-"""Other systems' LoRA kernels, from their own installations, with one interface; none of their code is here.
+"""Other systems' LoRA kernels, from their own installations, with one interface. The repository contains no code of
+these systems.
 
 `--peer vllm=PATH` and `--peer sglang=PATH`: PATH goes on sys.path, so that `import vllm` or `import sglang` works.
 """
@@ -37,7 +38,7 @@ class VllmKernels:
 
     def prepare(self, operands: LoraOperands) -> tuple[Callable[[], object], torch.Tensor]:
         """Prepare the kernels as vLLM's punica wrapper calls them."""
-        # It remembers weights by their addresses, which a cell's share with those of the cells before.
+        # vLLM caches weights by their addresses, and the weights of a new cell may have the address of earlier weights.
         for remembered in self._remembered:
             remembered.clear()
         a, b = padded_weights(operands)
@@ -70,7 +71,7 @@ class SglangKernels:
         """Prepare the kernels as SGLang's chunked backend calls them."""
         sites, widths, ranks = len(operands.group.sites), operands.group.out_features, operands.ranks
         most, like = max(ranks), operands.x
-        # Slices lie side by side at an adapter's own rank, padding at the end.
+        # Slices are next to each other at an adapter's own rank, with padding at the end.
         a = like.new_zeros(len(ranks), sites * most, like.shape[1])
         b = like.new_zeros(len(ranks), sum(widths), most)
         for adapter, rank in enumerate(ranks):
@@ -116,7 +117,7 @@ def padded_weights(operands: LoraOperands) -> tuple[torch.Tensor, list[torch.Ten
 
 
 def chunked_batch(operands: LoraOperands) -> SimpleNamespace:
-    """The fields of SGLang's LoRABatchInfo: segments cut to chunks, rows where they are."""
+    """The fields of SGLang's LoRABatchInfo: segments are cut into chunks, and rows keep their places."""
     starts, owners = [0], []
     for slot, first, last in operands.segments.spans:
         for start in range(first, last, CHUNK_ROWS):

@@ -75,7 +75,7 @@ class ServingModel:
         return self.loaded.facts.pages_total - self._used
 
     def step(self, spans: list[tuple[int, int]], mix: Mix) -> Step:
-        """A step of (query rows, context) spans whose rows ask for `mix`; raises DoesNotFit."""
+        """A step of (query rows, context) spans whose rows use the adapters of `mix`. Raises DoesNotFit."""
         if mix.ranks != self._ranks:
             self.drop_adapters()
             self._ranks = mix.ranks
@@ -93,7 +93,7 @@ class ServingModel:
         return Step.ordered(chunks)
 
     def _resident(self, adapter: int, rank: int) -> int:
-        """The slot of one more copy of random weights of this rank, made at its first use."""
+        """Return the slot of a further adapter with random weights of this rank, made at its first use."""
         if adapter not in self._slots:
             bank = self.loaded.runner.bank
             weights = self._weights(rank)
@@ -112,7 +112,9 @@ class ServingModel:
         self._slots, self._used = {}, 0
 
     def _weights(self, rank: int) -> AdapterWeights:
-        """Every linear's, one matrix's values for all linears of its shape: only their place matters for time."""
+        """Return weights for every linear. Linears of the same shape have the same values, because only the place of
+        weights affects the time.
+        """
         dtype, made = self.loaded.runner.bank.pool.dtype, {}
         pairs, modules = [], {}
         for name, shape in self.loaded.base.modules.items():

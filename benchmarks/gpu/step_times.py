@@ -1,4 +1,4 @@
-"""Whole steps, as the engine's runner takes them: decode and prefill against their floors, and PEFT's own forward."""
+"""Times of whole steps of the engine's runner: decode and prefill with their floors, and PEFT's own forward."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def measure_steps(bench: Bench, serving: ServingModel) -> None:
             base[batch, context] = taken
         read = step_bytes(bench.grid, serving, batch, context, mix)
         floor = read.floor_ms(bench.ceilings)
-        overhead = taken / base[batch, context] - 1  # if the base's step did not fit, no other does
+        overhead = taken / base[batch, context] - 1  # if the base's step did not fit, no other step does
         figures = (taken, floor, taken / floor, overhead, read.omega, overhead - read.omega)
         bench.report.add("Decode step", **cell, **dict(zip(DECODE_COLUMNS, figures, strict=True)), note="")
     _prefill(bench, serving)
@@ -50,7 +50,9 @@ def step_bytes(grid: Grid, serving: ServingModel, batch: int, context: int, mix:
 
 
 def step_ms(serving: ServingModel, step: Step, repeats: int) -> float:
-    """Median milliseconds from one step's tokens to the next one's, a step always launched ahead as the engine does."""
+    """Return the median milliseconds between the tokens of consecutive steps. As in the engine, one step is always
+    launched ahead.
+    """
     runner = serving.loaded.runner
     flights = [runner.launch(step), runner.launch(step)]
     taken = []

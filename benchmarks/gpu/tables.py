@@ -22,7 +22,7 @@ class Report:
     sections: dict[str, list[Row]] = field(default_factory=dict)
 
     def add(self, section: str, **row: str | float | int | None) -> None:
-        """One more line, printed as it comes."""
+        """Add a line, and print it immediately."""
         self.sections.setdefault(section, []).append(row)
         print(f"{section}: " + "  ".join(f"{name} {_shown(value)}" for name, value in row.items()), flush=True)
 

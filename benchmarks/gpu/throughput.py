@@ -1,4 +1,4 @@
-"""Tokens a second of the whole engine: scheduler, residency, runner and sampler over one queue of requests."""
+"""Tokens per second of the whole engine: scheduler, residency, runner and sampler over one queue of requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def measure_throughput(bench: Bench, serving: ServingModel) -> None:
 
 
 def make_requests(grid: Grid, adapters: list[AdapterRef]) -> list[Request]:
-    """Four times as many as run at once, lengths between half and all of the shortest context; all due at once."""
+    """Return four times as many requests as can run at once. All are due immediately, and their lengths are between
+    half and all of the shortest context.
+    """
     rng = random.Random(0)
     half = max(2, grid.contexts[0] // 2)
     return [
@@ -56,7 +58,7 @@ def make_requests(grid: Grid, adapters: list[AdapterRef]) -> list[Request]:
 
 
 def run(serving: ServingModel, requests: list[Request]) -> tuple[float, int]:
-    """(seconds from the first step to the last token, output tokens); adapters are loaded on the way."""
+    """(seconds from the first step to the last token, output tokens); adapters are loaded during the run."""
     engine = build_engine(serving.loaded, serving.settings, wake=lambda: None)
     for request in requests:
         engine.submit(request)

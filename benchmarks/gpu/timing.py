@@ -1,4 +1,4 @@
-"""Medians of what a device takes, and the two ceilings of the card."""
+"""Median times of a device, and the GPU's memory bandwidth and matrix rate."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import torch
 from floors import Ceilings
 
 FLUSH_BYTES = 1 << 30
-"""Written between runs: more than any card's second-level cache, so that none finds its inputs there, and long enough
-for the host to be ahead of the card, whose events would else time the host."""
+"""Number of bytes that are written between runs. It is larger than the second-level cache of any GPU, so that no run
+finds its inputs there. Writing also takes long enough for the host to be ahead of the GPU; otherwise the GPU's events
+would measure the host.
+"""
 
 
 class Clock(Protocol):
@@ -23,7 +25,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """For a device that works while the host waits."""
+    """A clock for a device that works while the host waits."""
 
     def median_ms(self, work: Callable[[], object], repeats: int) -> float:
         """Return the median in milliseconds by the host's clock."""
@@ -69,7 +71,9 @@ def clock_for(device: torch.device) -> Clock:
 
 
 def measure_ceilings(device: torch.device, clock: Clock) -> Ceilings:
-    """The faster of copying and reading 1 GiB, and a product of 8192 x 8192 matrices; less of it off a GPU."""
+    """Measure the faster of copying and reading 1 GiB, and a product of 8192 x 8192 matrices. Without a GPU, sizes are
+    smaller.
+    """
     on_gpu = device.type == "cuda"
     num_bytes, side = (1 << 30, 8192) if on_gpu else (1 << 22, 128)
     source = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8, device=device)

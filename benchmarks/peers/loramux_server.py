@@ -1,4 +1,6 @@
-"""Our server as its users run it: a settings file, a tenant and a key by the CLI, adapters by the API, then `serve`."""
+"""loramux's server in the way that users run it: a settings file, a tenant and a key by the CLI, adapters by the API,
+then `serve`.
+"""
 
 from __future__ import annotations
 

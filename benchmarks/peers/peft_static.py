@@ -1,4 +1,6 @@
-"""PEFT static batching as a peer: a separate process for every drive, so its memory is measured alone."""
+"""PEFT with static batches as a measured system. Every drive has a separate process, so that its memory is measured
+separately.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,12 @@ from workloads import Item, dump
 
 @dataclass(frozen=True)
 class PeftStatic:
-    """transformers and PEFT as they come, in this environment."""
+    """transformers and PEFT, unchanged, in this environment."""
 
     label: str = "peft"
 
     def modes(self, workload: Sequence[Item]) -> tuple[str, ...]:
-        """It knows one way."""
+        """The only mode of this system."""
         del workload
         return ("static",)
 

@@ -1,8 +1,8 @@
 """transformers and PEFT: static batches, left padding, mixed adapters by `generate(adapter_names=...)`.
 
 Batches are taken in the workload's order, and each runs until its longest request has ended; tokens generated after a
-request's end are waste and not counted. A request's first token counts from the batch's first step, and its end from
-the step of the request's last token: no worse than this peer could stream.
+request's end are not counted. A request's first token has the time of the batch's first step, and its end the time of
+the step with its last token, as if PEFT could stream.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepTimes:
     times: list[float] = field(default_factory=list)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The scores, as they are."""
+        """Return the scores unchanged."""
         del input_ids
         self.times.append(time.perf_counter())
         return scores
@@ -51,7 +51,7 @@ class Peft:
 
     @classmethod
     def load(cls, spec: ModelSpec, dtype: torch.dtype, adapters: Sequence[str]) -> Peft:
-        """Base only if no adapter is requested: PEFT's wrappers would cost it something."""
+        """Load only the base if no adapter is requested, because PEFT's wrappers would cost time."""
         model: Any = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=dtype)
         for adapter in adapters:
             path, options = spec.adapter_path(adapter), {"adapter_name": adapter, "autocast_adapter_dtype": False}
@@ -111,7 +111,7 @@ def _pad_left(batch: Sequence[Item]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def run(peft: Peft, items: Sequence[Item], batch_size: int) -> tuple[list[Outcome], float]:
-    """All of `items`, a batch at a time; outcomes and seconds."""
+    """Run all `items`, one batch at a time; return outcomes and seconds."""
     start = time.perf_counter()
     outcomes: list[Outcome] = []
     with bar("requests") as progress:

@@ -20,7 +20,7 @@ STOP_SECONDS = 60.0
 
 
 class SystemFailed(RuntimeError):
-    """A system could not be measured: it did not start, was not ready in time, or refused what it must serve."""
+    """A system could not be measured: it did not start, was not ready in time, or refused a necessary request."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Command:
     health_url: str
     log: Path
     environment: Mapping[str, str]
-    """On top of ours."""
+    """Environment variables in addition to those of this process."""
 
 
 def free_port() -> int:
@@ -52,7 +52,9 @@ def free_port() -> int:
 
 @contextmanager
 def running(command: Command) -> Iterator[tuple[int, float]]:
-    """Start, wait for a healthy answer, yield (pid, seconds it took), stop. Raises SystemFailed."""
+    """Start the server, wait for a healthy answer, yield (pid, seconds of the start), and stop the server. Raises
+    SystemFailed.
+    """
     started = time.perf_counter()
     command.log.parent.mkdir(parents=True, exist_ok=True)
     with command.log.open("wb") as log:

@@ -12,7 +12,9 @@ from peers.serving import Command, Serving, free_port, running
 from specs import ADAPTERS, MAX_MODEL_LEN, RANKS, Setup
 
 MAX_LORAS = len(ADAPTERS) + 1
-"""One more than are used: vLLM 0.32 on the CPU answers the base model's requests wrong when every slot is taken."""
+"""One slot more than the number of adapters, because vLLM 0.32 on the CPU answers the base model's requests wrongly if
+every slot is used.
+"""
 
 
 @dataclass(frozen=True)
@@ -25,16 +27,16 @@ class Vllm:
 
     @property
     def label(self) -> str:
-        """Its name in the results."""
+        """Name of the system in the results."""
         return "vllm" if self.lora else "vllm-without-lora"
 
     @property
     def serves_adapters(self) -> bool:
-        """Can it take a workload with adapters?"""
+        """True if the system supports workloads with adapters."""
         return self.lora
 
     def counters(self, serving: Serving) -> None:
-        """It does not say what its steps held."""
+        """Return no counters, because vLLM does not report the contents of its steps."""
         del serving
 
     @contextmanager

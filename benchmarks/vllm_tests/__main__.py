@@ -1,14 +1,15 @@
 """vLLM's own tests of its HTTP API, from its source distribution, against this server.
 
-They run twice. First the models are random: what passes, passes whatever a model says. Cases that fail at a server of
-which they expect certain answers run again with a model that was taught them (`lessons.py`), and count separately.
+The tests run twice. First the models are random, so a case that passes does not depend on a model's answers. Some
+failing cases expect certain answers. They run again with a model that was trained on these answers (`lessons.py`), and
+are counted separately.
 
     python benchmarks/vllm_tests [--plain] [--sdist FILE] [--keep FOLDER] [PYTEST ARGUMENTS]
 
-The source distribution is fetched with pip into a temporary folder, and so are pytest-asyncio and what its metadata
-needs. vLLM itself is not installed: `plugin.py` replaces the modules that its tests import, and starts this server when
-they start vLLM's, with a small model (`model.py`). Which cases apply, and why the others that fail do:
-docs/compatibility.md. With `--keep`, FOLDER/outcomes.json has every case by name.
+The source distribution is fetched with pip into a temporary folder, and so are pytest-asyncio and the packages that
+vLLM's metadata needs. vLLM itself is not installed: `plugin.py` replaces the modules that its tests import, and starts
+this server when they start vLLM's, with a small model (`model.py`). docs/compatibility.md explains which cases apply,
+and why other cases fail. With `--keep`, FOLDER/outcomes.json has every case by name.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ NEEDED = ("setuptools", "setuptools_scm", "setuptools_rust", "packaging", "reque
 
 
 def main() -> int:
-    """Run the tests and print what passed, as one line of JSON."""
+    """Run the tests and print the results as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sdist", type=Path, help="a source distribution that is here already")
     parser.add_argument("--keep", type=Path, help="a folder for downloads, models and logs; default: a temporary one")
@@ -74,7 +75,7 @@ def fetch(folder: Path, sdist: Path | None) -> Path:
     if not packages.exists():
         pip("install", "--quiet", "--no-deps", "--target", str(packages), *NEEDED, "semantic_version", "vcs_versioning")
     if sdist is None:
-        # pip looks at the metadata, which vLLM's setup.py makes; these have it build nothing.
+        # pip looks at the metadata, which vLLM's setup.py makes; these variables prevent a build.
         flags = {"VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VERSION, "PYTHONPATH": str(packages)}
         where = ("--no-deps", "--no-binary", "vllm", "--no-build-isolation", "--dest", str(folder))
         pip("download", "--quiet", *where, f"vllm=={VERSION}", **flags)
@@ -85,7 +86,7 @@ def fetch(folder: Path, sdist: Path | None) -> Path:
     tests = next(folder.glob("vllm-*/tests"))
     for package in [tests, *(one for one in tests.rglob("*") if one.is_dir())]:
         (package / "__init__.py").touch()
-    (tests / "conftest.py").unlink(missing_ok=True)  # it prepares vLLM's engine
+    (tests / "conftest.py").unlink(missing_ok=True)  # this test file prepares vLLM's engine
     return tests
 
 
@@ -100,7 +101,9 @@ def pip(*arguments: str, **environment: str) -> None:
 
 
 def run(folder: Path, tests: Path, arguments: list[str], *, is_plain: bool) -> int:
-    """Run the tests with random models, then what they expect answers of with a taught one; return an exit code."""
+    """Run the tests with random models, then cases that expect certain answers with a trained model; return an exit
+    code.
+    """
     chosen = [argument for argument in arguments if not argument.startswith("-")]
     flags = [argument for argument in arguments if argument.startswith("-")]
     plain = run_once(folder, tests, [*flags, *(chosen or [str(tests / name) for name in FILES])], "plain")

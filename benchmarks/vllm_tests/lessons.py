@@ -1,7 +1,7 @@
 """Lessons of the stand-in model: answers that vLLM's tests expect of the models that they name.
 
 The tests ask Zephyr and Qwen for the sum of 1 and 1, a call of a tool, or some JSON. A lesson is a conversation, its
-tools, and such a model's answer. A lesson shows nothing about the server.
+tools, and the answer of such a model. A lesson proves nothing about the server.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ STORY = "Once upon a time there was a small server. It served many models, and a
 
 @dataclass(frozen=True)
 class Lesson:
-    """A prompt and what follows it."""
+    """A prompt and its answer."""
 
     messages: list[Message]
     answer: str
     tools: list[Any] | None = None
     begun: str = ""
-    """The beginning of the answer that a grammar chooses: it is not learnt."""
+    """The beginning of the answer that a grammar chooses: this beginning is not learnt."""
     options: dict[str, Any] = field(default_factory=dict)
     """Variables of the chat template."""
 
@@ -65,7 +65,7 @@ def lessons(tests: Path) -> Iterator[Lesson]:
 
 
 def load(path: Path) -> ModuleType:
-    """Import a module by its path; what it imports of vLLM is the plugin's."""
+    """Import a module by its path. Its imports of vLLM are replaced by the plugin."""
     spec = importlib.util.spec_from_file_location(f"lesson_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,7 +1,7 @@
 """Small models for vLLM's tests, over one tokenizer in which common words are tokens.
 
-The random one brings its texts to an end. The taught one knows a few lessons by heart. Tests that expect a certain
-trained model's answers need it.
+The random model ends its texts. The taught model was trained on a few lessons. Tests that expect the answers of a
+certain trained model need the taught model.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tokenizers.trainers import BpeTrainer
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 WORDS = 5120
-"""More than 5000: a test names the token of that number."""
+"""The number of words is above 5000, because a test names the token with this number."""
 HIDDEN = 64
 BIASES = {'"': 5.0, "}": 3.0, "]": 3.0, "<|im_end|>": 4.5, "<|endoftext|>": 4.5}
-"""Logits that do not depend on the text: quotes and brackets close what a grammar lets them close, and texts end."""
+"""Logits that do not depend on the text: quotes and brackets are closed if a grammar allows it, and texts end."""
 STEPS, BATCH, HEAD = 450, 8, 5
 IGNORED = -100
 TEMPLATE = """\
@@ -105,7 +105,7 @@ def save(model: transformers.LlamaForCausalLM, tokenizer: transformers.PreTraine
 
 
 def make_taught(folder: Path, random: Path, lessons: Sequence[Lesson]) -> Path:
-    """Save the model that knows the lessons, once; its tokenizer is the random one's."""
+    """Save the model that knows the lessons, once; its tokenizer is that of the random model."""
     if (folder / "config.json").exists():
         return folder
     tokenizer = transformers.AutoTokenizer.from_pretrained(random)
@@ -144,7 +144,7 @@ def teach(
 
 
 def loss_of(model: torch.nn.Module, token_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of the labelled tokens; logits of the others are not computed."""
+    """Return the mean cross entropy of the labelled tokens; logits of other tokens are not computed."""
     inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     learnt = (labels[0, 1:] != IGNORED).nonzero()[:, 0]
     hidden = inner.model(input_ids=token_ids, use_cache=False).last_hidden_state[0, learnt]
@@ -195,7 +195,9 @@ ASKED = [
 
 
 def make_adapter(folder: Path, base: Path) -> Path:
-    """Save an adapter, once: of one that is named after a noise the noise is taught, any other is random."""
+    """Save an adapter, once. An adapter that is named after a noise is trained to make this noise; other adapters are
+    random.
+    """
     if folder.exists():
         return folder
     torch.manual_seed(sum(folder.name.encode()))

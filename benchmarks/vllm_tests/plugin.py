@@ -37,7 +37,7 @@ HTTP_TESTS = {"test_empty_prompt", "test_out_of_vocab_token_ids"}
 """Tests that start a server themselves."""
 
 TALKERS = {"HuggingFaceH4/zephyr-7b-beta"}
-"""Models of which tests expect certain answers; so do those of servers with tools."""
+"""Models of which tests expect certain answers. Tests of servers with tools also expect certain answers."""
 IS_TAUGHT = os.environ["VLLM_TESTS_MODELS"] == "taught"
 PARSERS = {
     "hermes": "hermes",
@@ -47,15 +47,15 @@ PARSERS = {
     "granite4": "hermes",
     "pythonic": "pythonic",
 }
-"""Our names of the notations in which vLLM's parsers read calls; it has more."""
+"""loramux's names for the notations of vLLM's parsers; vLLM has further parsers."""
 
 outcomes: dict[str, str] = {}
 files_with_lessons: set[str] = set()
-"""Files of tests that started a server of which they expect certain answers."""
+"""Files of tests that started a server and expect certain answers of it."""
 
 
 class RemoteOpenAIServer:
-    """This server in a separate process, with those of vLLM's arguments that it has."""
+    """This server in a separate process, with the arguments of vLLM that it supports."""
 
     keys: ClassVar[dict[int, str]] = {}
     """API keys by port."""
@@ -69,7 +69,7 @@ class RemoteOpenAIServer:
         length = int(value_of(arguments, "--max-model-len", "2048"))
         self.root_path = value_of(arguments, "--root-path", "")
         self.given_key = (env_dict or {}).get("VLLM_API_KEY")
-        """The key that the test chose: this server makes its own."""
+        """The key that the test chose, because this server makes its own key."""
         expects_answers = "--enable-auto-tool-choice" in arguments or model in TALKERS
         if expects_answers:
             files_with_lessons.add(current_file())
@@ -78,7 +78,9 @@ class RemoteOpenAIServer:
         self._folder.mkdir()
         model_folder = with_context(taught() if is_taught else base(), length)
         if template := value_of(arguments, "--chat-template", ""):
-            model_folder = with_context(taught() if is_taught else base(), 2 * length)  # it cuts texts into more tokens
+            model_folder = with_context(
+                taught() if is_taught else base(), 2 * length
+            )  # this tokenizer cuts texts into more tokens
             model_folder = with_template(model_folder, Path(template))
         self._parser = PARSERS.get(value_of(arguments, "--tool-call-parser", "hermes"), "none")
         self._write_settings(model_folder)
@@ -164,7 +166,7 @@ def current_file() -> str:
 
 
 def value_of(arguments: list[str], option: str, default: str) -> str:
-    """Return the value of an option; if it is given twice, the last one."""
+    """Return the value of an option; if the option is given twice, its last value."""
     places = [place for place, argument in enumerate(arguments) if argument == option]
     return arguments[places[-1] + 1] if places else default
 
@@ -221,11 +223,11 @@ KNOWN = {
 
 
 STOOD_IN = ("vllm", "fastapi", "pybase64")
-"""Packages of which tests import names that no HTTP test uses."""
+"""Packages from which tests import names that no HTTP test uses."""
 
 
 class StandIn(types.ModuleType):
-    """A module in which every name is found: as KNOWN says, or an empty class."""
+    """A module in which every name exists: a value of KNOWN, or an empty class."""
 
     def __getattr__(self, name: str) -> Any:
         known = KNOWN.get(self.__name__, {})
@@ -259,7 +261,7 @@ GIVEN_KEYS: dict[int, str] = {}
 
 
 def authorization(url: str, given: str | None) -> str:
-    """Return the header with this server's key: for a request that has none, or the one that the test chose."""
+    """Return the header with this server's key: for a request that has no key, or the key that the test chose."""
     port = urlsplit(url).port or 0
     key = RemoteOpenAIServer.keys.get(port, "")
     is_chosen = given is not None and port in GIVEN_KEYS and given == f"Bearer {GIVEN_KEYS[port]}"
@@ -267,7 +269,7 @@ def authorization(url: str, given: str | None) -> str:
 
 
 def _send_key() -> None:
-    """Have `requests` and the openai client send the right key: vLLM's tests use it without one, or with their own."""
+    """Make `requests` and the openai client send the right key, because vLLM's tests send no key or their own key."""
     plain = requests.Session.request
 
     def request(self: requests.Session, method: str, url: str, **options: Any) -> requests.Response:
@@ -293,11 +295,11 @@ def _send_key_of(client: Any) -> None:
 
 _send_key()
 
-# ---- which tests run, and what becomes of them
+# ---- selection of tests, and their outcomes
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of vLLM's own classes: they send no request."""
+    """Leave out the tests of vLLM's own classes: because they send no request."""
     kept = [one for one in items if HTTP_FIXTURES & set(one.fixturenames) or one.originalname in HTTP_TESTS]  # type: ignore[attr-defined]
     config.hook.pytest_deselected(items=[one for one in items if one not in kept])
     items[:] = kept

@@ -38,17 +38,17 @@ def get(name: str) -> Call[Adapter]:
 
 
 def revisions(name: str) -> Flow[list[Revision]]:
-    """Return its revisions, including deleted ones that can be restored."""
+    """Return the adapter's revisions, including deleted revisions that can be restored."""
     return read_list(_path(name, "/revisions"), Listing[Revision])
 
 
 def revision(name: str, number: int) -> Call[Revision]:
-    """Return one of its revisions."""
+    """Return a revision of the adapter."""
     return read(_path(name, f"/revisions/{number}"), Revision)
 
 
 def aliases(name: str) -> Flow[list[Alias]]:
-    """Return its aliases with their targets."""
+    """Return the adapter's aliases with their targets."""
     return read_list(_path(name, "/aliases"), Listing[Alias])
 
 
@@ -88,7 +88,7 @@ def promote(name: str, revision: int, alias: str = DEFAULT, *, if_match: str | N
 def rollback(
     name: str, alias: str = DEFAULT, *, version: int | None = None, if_match: str | None = None
 ) -> Call[Adapter]:
-    """Set an alias to its previous targets, or to those of a `version` of its history."""
+    """Set an alias to its previous targets, or to the targets of a `version` in its history."""
     call = _change("POST", name, item_path("/aliases", alias) + "/rollback", Adapter, None, if_match)
     return replace(call, params={"version": version})
 
@@ -109,12 +109,12 @@ def unpin(name: str, revision: int) -> Call[Revision]:
 
 
 def grants(name: str) -> Flow[list[Grant]]:
-    """Return the tenants that may call it."""
+    """Return the tenants that may call the adapter."""
     return read_list(_path(name, "/grants"), Listing[Grant])
 
 
 def grant(name: str, tenant: str) -> Call[Grant]:
-    """Let another tenant call it. That tenant pays for its requests, and has no access to the files."""
+    """Let another tenant call the adapter. That tenant pays for its requests, and has no access to the files."""
     return _change("PUT", name, item_path("/grants", tenant), Grant)
 
 
@@ -134,7 +134,7 @@ def delete_revision(name: str, number: int, *, if_match: str | None = None) -> C
 
 
 def undelete(name: str, revision: int | None = None) -> Call[Adapter]:
-    """Restore a deleted adapter with all that was deleted with it, or one deleted revision."""
+    """Restore a deleted adapter with its revisions and aliases, or one deleted revision."""
     return replace(_change("POST", name, "/undelete", Adapter), params={"revision": revision})
 
 
@@ -175,8 +175,8 @@ def policy(name: str, alias: str = DEFAULT, *, revision: int | None = None) -> C
 def set_policy(
     name: str, demands: Mapping[str, Any], alias: str = DEFAULT, *, if_match: str | None = None
 ) -> Call[Policy]:
-    """Set the release policy of an alias, for example `{"min_requests": 500, "max_error_rate": 0.01}`. Releases that
-    fail are refused.
+    """Set the release policy of an alias, for example `{"min_requests": 500, "max_error_rate": 0.01}`. Releases that do
+    not pass the policy are refused.
     """
     return _change("PUT", name, _policy_path(alias), Policy, {"policy": dict(demands)}, if_match)
 
@@ -205,9 +205,7 @@ def start_shadow(
     keep_outputs: bool = False,
     if_match: str | None = None,
 ) -> Call[Shadow]:
-    """Repeat a share of the adapter's requests on a revision without effect on their callers, and compare the
-    answers.
-    """
+    """Repeat a share of the adapter's requests on a revision, invisibly for callers, and compare the answers."""
     body = {
         "revision": revision,
         "share": share,

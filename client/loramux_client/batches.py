@@ -1,4 +1,4 @@
-"""Flows of /v1/files, /v1/batches and /v1/evaluations: files of requests that run when the server has room.
+"""Flows of /v1/files, /v1/batches and /v1/evaluations: files of requests that run when the server has free capacity.
 
 A file is the input of a batch or a set of questions. A batch answers the lines of a file. An evaluation answers a set
 of questions with two revisions of an adapter and compares them.
@@ -53,7 +53,7 @@ def read_file(id: str) -> Call[bytes]:
 
 
 def delete_file(id: str) -> Call[Deleted]:
-    """Delete a file and its bytes. Raises Conflict while a batch reads it."""
+    """Delete a file and its bytes. Raises Conflict while a batch reads the file."""
     return Call(method="DELETE", path=_file_path(id), answer=Deleted)
 
 
@@ -100,12 +100,12 @@ def get_batch(id: str) -> Call[Batch]:
 
 
 def cancel_batch(id: str) -> Call[Batch]:
-    """Cancel a batch: no further line begins, and the output file has the answers so far."""
+    """Cancel a batch: no further line begins, and the output file has the answers of all lines that ended."""
     return Call(method="POST", path=f"{_batch_path(id)}/cancel", answer=Batch, repeatable=True)
 
 
 def wait_for_batch(id: str) -> Flow[Batch]:
-    """Wait for the end of a batch, which comes within its window, and return it."""
+    """Wait for the end of a batch, which is within its window, and return the batch."""
     return poll(lambda: get_batch(id), lambda batch: batch.status in ENDED, POLL_SECONDS, MAX_POLL_SECONDS)
 
 
@@ -148,7 +148,7 @@ def run_evaluation(
     *,
     judge_api_key: str | None = None,
 ) -> Flow[Evaluation]:
-    """Send a set of questions, and evaluate a revision on it against another one."""
+    """Send a set of questions, and compare a revision with another revision on this set."""
     file = yield from create_file(questions, "evals")
     return (yield from create_evaluation(adapter, revision, against, file.id, grader, judge_api_key=judge_api_key))
 
@@ -156,8 +156,8 @@ def run_evaluation(
 def list_evaluations(
     adapter: str | None = None, revision: int | None = None, *, limit: int = 20, after: str | None = None
 ) -> Flow[list[Evaluation]]:
-    """Return your project's evaluations, newest first: all, those of one adapter, or those with one of its revisions as
-    the candidate.
+    """Return your project's evaluations, newest first: all evaluations, the evaluations of one adapter, or those of one
+    candidate.
     """
     params = {"adapter": adapter, "revision": revision, "limit": limit, "after": after}
     return read_list("/v1/evaluations", Listing[Evaluation], **params)

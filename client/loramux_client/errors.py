@@ -43,7 +43,7 @@ class FilesMissing(ClientError):
 
 
 class UploadRejected(ClientError):
-    """The upload failed the server's checks. Nothing of it is served or kept."""
+    """The upload failed the server's checks. The server has deleted its files."""
 
     def __init__(self, upload: Upload) -> None:
         error = upload.error
@@ -144,7 +144,7 @@ def error_of(response: httpx.Response) -> ApiError:
 
 
 def _found(response: httpx.Response) -> _ErrorObject:
-    """Return the error of the response body. If the body has neither known form, use only the status."""
+    """Return the error of the response body. If the body has no known form, use only the status."""
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(response.content, type=_ErrorBody).error
     with suppress(msgspec.DecodeError):

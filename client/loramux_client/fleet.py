@@ -81,7 +81,7 @@ def drain_engine(engine: str, seconds: float = 30.0) -> Flow[Engine]:
 
 
 def restart_engine(engine: str, seconds: float = 30.0) -> Flow[Engine]:
-    """Drain an engine and start it again. Returns when it serves or has failed to start."""
+    """Drain an engine and start it again. The call returns when the engine serves or has failed to start."""
     before = yield from _order("restart", engine, seconds)
 
     def has_started(one: Engine) -> bool:
@@ -111,7 +111,7 @@ class Engines(Resource[R]):
 def begin_migration(
     source: str, target: str, *, tenant: str | None = None, adapter: str | None = None, evaluate: bool = True
 ) -> Call[BaseMigration]:
-    """Check the adapters of one base model on another one, in the background."""
+    """Check the adapters of one base model on another base model, in the background."""
     body = {"source": source, "target": target, "tenant": tenant, "adapter": adapter, "evaluate": evaluate}
     return Call(method="POST", path="/admin/migrations", answer=BaseMigration, body=body)
 
@@ -127,7 +127,7 @@ def list_migrations(*, limit: int = 100) -> Flow[list[BaseMigration]]:
 
 
 def migration_items(id: str, outcome: str | None = None) -> Flow[list[BaseMigrationItem]]:
-    """Return every adapter of a migration with its result, or only those with one outcome."""
+    """Return every adapter of a migration with its result, or only adapters with one outcome."""
     found: list[BaseMigrationItem] = []
     while True:
         after = found[-1].position if found else None

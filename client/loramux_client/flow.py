@@ -54,14 +54,14 @@ class Call(Generic[T]):
     answer: type[T]
     """Type of the answer. `bytes`: the answer's body, unchanged."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Query parameters; those that are None are left out."""
+    """Query parameters. Parameters that are None are left out."""
     body: object = None
     """Body that is sent as JSON."""
     content: bytes | None = None
     """Body that is sent unchanged."""
     headers: Mapping[str, str] = field(default_factory=dict)
     repeatable: bool = False
-    """True if sending it twice has the same effect as sending it once."""
+    """True if sending the call twice has the same effect as sending it once."""
 
     def __iter__(self) -> Generator[Step, Any, T]:
         """Yield the call, and return its answer."""
@@ -70,7 +70,7 @@ class Call(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """One attempt at a call; its result is httpx's response, its error httpx.TransportError."""
+    """One attempt at a call. The result is httpx's response, and the error httpx.TransportError."""
 
     call: Call[Any]
 
@@ -107,7 +107,7 @@ def read(path: str, answer: type[T], **params: Any) -> Call[T]:
 
 
 def read_list(path: str, answer: type[Listing[T]], **params: Any) -> Flow[list[T]]:
-    """Return the objects of a list, or of one of its pages."""
+    """Return the objects of a list, or of one page of a list."""
     return (yield from read(path, answer, **params)).data
 
 
@@ -119,7 +119,7 @@ def item_path(collection: str, id: str) -> str:
 def poll(
     get: Callable[[], Runnable[T]], is_over: Callable[[T], bool], pause: float, longest_pause: float | None = None
 ) -> Flow[T]:
-    """Poll until the answer is the last one, and return it. The pause doubles up to the longest, if one is given."""
+    """Poll until the answer is final, and return it. The pause doubles up to `longest`, if this is given."""
     while True:
         found = yield from get()
         if is_over(found):
@@ -136,7 +136,7 @@ class RetryPolicy:
     first_pause: float = 0.5
     """Seconds before the first retry. The pause doubles with each retry. A server's Retry-After has priority."""
     max_pause: float = 30.0
-    """Longest pause, in seconds. If the server asks for more, the call fails at once."""
+    """Longest pause, in seconds. If the server requires a longer pause, the call fails immediately."""
     max_total: float = 60.0
     """Seconds of failed attempts and pauses after which the call fails, even if retries are left."""
 
@@ -257,7 +257,9 @@ class Resource(Generic[R]):
 
 
 class method(Generic[P, T]):  # noqa: N801  used like a decorator
-    """A flow as a method. On a SyncRunner's resource it returns a T, on an AsyncRunner's an awaitable of a T."""
+    """A flow as a method. On the resource of a SyncRunner the method returns a T, on that of an AsyncRunner an
+    awaitable of a T.
+    """
 
     def __init__(self, flow: Callable[P, Runnable[T]]) -> None:
         self._flow = flow

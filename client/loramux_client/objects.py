@@ -14,7 +14,7 @@ class ApiObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(ApiObject, Generic[T], frozen=True, kw_only=True):
-    """A list, or a page of one."""
+    """A list, or a page of a list."""
 
     data: list[T]
 
@@ -231,7 +231,7 @@ class Alias(ApiObject, frozen=True, kw_only=True):
     name: str
     targets: list[Target]
     version: int = 0
-    """Number of its latest change."""
+    """Number of the alias's latest change."""
     updated_at: int | None = None
 
 
@@ -244,7 +244,7 @@ class AliasVersion(ApiObject, frozen=True, kw_only=True):
     """Version that a rollback restored."""
     changed_by: str | None = None
     changed_by_name: str | None = None
-    """Name of the key or the member, if it has one."""
+    """Name of the key or the member; None if it has no name."""
     changed_at: int | None = None
 
 
@@ -262,7 +262,7 @@ class Adapter(ApiObject, frozen=True, kw_only=True):
     created_at: int
     aliases: list[Alias] = []
     etag: str | None = None
-    """Value for `if_match`: the adapter is then changed only if it has not changed since."""
+    """Value for `if_match`: a change with it is made only if the adapter has not changed since."""
     expires_at: int | None = None
 
 
@@ -286,7 +286,7 @@ class Bundle(ApiObject, frozen=True, kw_only=True):
     """Settings and parts of a revision in addition to its weights."""
 
     task: str | None = None
-    """Task that it was trained for: SEQ_CLS or FEATURE_EXTRACTION; None: generating text."""
+    """Task for which the adapter was trained: SEQ_CLS or FEATURE_EXTRACTION; None: generating text."""
     num_labels: int = 0
     labels: list[str] = []
     """Classes of a classifier."""
@@ -308,7 +308,7 @@ class Bundle(ApiObject, frozen=True, kw_only=True):
 
 
 class Revision(ApiObject, frozen=True, kw_only=True):
-    """One of an adapter's revisions: immutable weights."""
+    """A revision of an adapter, with immutable weights."""
 
     id: str
     name: str
@@ -326,7 +326,7 @@ class Revision(ApiObject, frozen=True, kw_only=True):
     aliases: list[str] = []
     pin: Pin | None = None
     bundle: Bundle | None = None
-    """Bundle that it is served with, in addition to its weights; lists leave it out."""
+    """Bundle that is served with the revision's weights. Lists leave this field out."""
 
 
 class Grant(ApiObject, frozen=True, kw_only=True):
@@ -446,9 +446,9 @@ class Engine(ApiObject, frozen=True, kw_only=True):
     """State of the engine: starting, ready, draining, resting (not needed now) or lost."""
     requests: int
     starts: int
-    """Number of times that it was started."""
+    """Number of times that the engine was started."""
     problem: str | None = None
-    """The reason of its last end."""
+    """The reason why the engine last ended."""
     step_graphs_missing: int = 0
     """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
 
@@ -467,14 +467,14 @@ class Base(ApiObject, frozen=True, kw_only=True):
     engines_max: int
     seconds_in_state: float = 0.0
     problem: str | None = None
-    """Reason why it did not load."""
+    """Reason why the base did not load."""
     retired_at: int | None = None
     successor: str | None = None
     """Base model to use instead of a retired one."""
 
 
 class BaseMigration(ApiObject, frozen=True, kw_only=True):
-    """A check of the adapters of one base model on another one."""
+    """A check of the adapters of one base model on another base model."""
 
     id: str
     source: str
@@ -504,7 +504,7 @@ class BaseMigrationItem(ApiObject, frozen=True, kw_only=True):
     """Number of the revision with the same files for the target."""
     evaluation_id: str | None = None
     weight: int = 0
-    """Percent of its share of aliases that the last call moved to the new revision."""
+    """Part of the adapter's share of aliases, in percent, that the last call moved to the new revision."""
 
 
 class MigrationReport(BaseMigrationItem, frozen=True, kw_only=True):
@@ -517,7 +517,7 @@ class MigrationReport(BaseMigrationItem, frozen=True, kw_only=True):
 
 
 class Moved(ApiObject, frozen=True, kw_only=True):
-    """An adapter whose aliases were moved, or the reason why they were not."""
+    """An adapter whose aliases were moved, or the reason why they were not moved."""
 
     position: int
     adapter: str
@@ -608,7 +608,7 @@ class AdapterSummary(ApiObject, frozen=True, kw_only=True):
     base_model_name_or_path: str | None = None
     """Base model that the adapter's config names."""
     rank: int | None = None
-    """Largest rank of its modules."""
+    """Largest rank of the adapter's modules."""
     targets: dict[str, int] = msgspec.field(default_factory=dict)
     """Number of modules by name."""
     layers: int | None = None
@@ -642,10 +642,10 @@ class Upload(ApiObject, frozen=True, kw_only=True):
     created_at: int
     expires_at: int | None = None
     revision: str | None = None
-    """Revision that it created, `tenant/adapter@3`."""
+    """Revision that the upload created, such as `tenant/adapter@3`."""
     digest: str | None = None
     promote: bool = True
     base_model: str | None = None
-    """Base model that its owner has named."""
+    """Base model that the upload's owner has named."""
     error: UploadError | None = None
     report: ValidationReport | None = None

@@ -32,7 +32,7 @@ BUNDLE_FILES = (
 )
 """Files that are also sent if a folder has them. Other files of a trainer's folder have no effect on serving."""
 PART_BYTES = 8 << 20
-"""Bytes of one request. They are held in memory, and sent again if the connection breaks."""
+"""Bytes of one request. These bytes are held in memory, and sent again if the connection breaks."""
 MAX_FAILURES = 8
 """Number of consecutive failures, without a byte of progress, after which an upload fails."""
 MAX_NAMED = 5
@@ -67,7 +67,7 @@ class Hub(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of an upload: bytes of one file hashed or sent, or the wait (0 of 0) for the checks."""
+    """The progress of an upload: the hashed or sent bytes of one file, or the wait for the checks (0 of 0)."""
 
     stage: Literal["hashing", "sending", "validating"]
     file: str
@@ -94,8 +94,8 @@ def push(
     """Upload the PEFT adapter in `folder` and wait until it is ready. The default name is the folder's.
 
     An unfinished upload of the same files is resumed. `promote` sets the alias `default` to the new revision.
-    `base_model` names the adapter's base on a server with several; without it the files decide, as far as they can.
-    Raises FilesMissing, UploadRejected, and UploadUnfinished after `timeout` seconds of checks.
+    `base_model` names the adapter's base on a server with several bases. Without it the files decide, if they name a
+    base. Raises FilesMissing, UploadRejected, and UploadUnfinished after `timeout` seconds of checks.
     """
     root = Path(folder)
     sizes = yield from describe(root, on_progress)
@@ -279,7 +279,7 @@ def _unfinished(
 
 
 def _way_out(folder: Path) -> str:
-    """Return advice for a folder without an adapter's two files; it depends on the files that the folder has."""
+    """Return advice for a folder without an adapter's two files; the advice depends on the files in the folder."""
     if any(folder.glob("adapter_model*-of-*")) or any(folder.glob("adapter_model.*.index.json")):
         return "its weights are sharded: load it with PEFT, and save it with model.save_pretrained() as one file"
     inner = sorted(file.parent.name for file in folder.glob("*/adapter_config.json"))

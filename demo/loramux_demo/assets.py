@@ -58,7 +58,7 @@ def adapter_folder(name: str, root: Path = ASSETS) -> Path:
 
 
 def load_prompts(root: Path = ASSETS) -> tuple[Prompt, ...]:
-    """Load the questions: each is asked once to the base and once to every adapter."""
+    """Load the questions. Each question is sent once to the base and once to every adapter."""
     return tuple(Prompt(**entry) for entry in json.loads((root / "questions.json").read_text()))
 
 

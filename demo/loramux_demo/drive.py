@@ -78,7 +78,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Drive:
-    """All answers in the order of the calls, and the wall time of all together."""
+    """All answers in the order of the calls, and the total wall time."""
 
     answers: tuple[Answer, ...]
     seconds: float
@@ -98,8 +98,8 @@ class Drive:
 
 
 def plan_calls(prompts: Sequence[Prompt]) -> list[Call]:
-    """Return one call per prompt, spread over all four endpoints. The adapter's owner sends it; for the base, each
-    tenant in turn.
+    """Return one call per prompt, spread over all four endpoints. The adapter's owner sends the call. Calls to the base
+    are sent by the tenants in turn.
 
     Calls with tools use a chat endpoint.
     """
@@ -120,13 +120,15 @@ def plan_calls(prompts: Sequence[Prompt]) -> list[Call]:
 
 
 def first_of_each_model(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """Split the calls into the first one of every model, and the others."""
+    """Split the calls into the first call of every model, and all other calls."""
     first = {call.model: call for call in reversed(calls)}
     return list(first.values()), [call for call in calls if call is not first[call.model]]
 
 
 async def drive(url: str, keys: dict[str, str], calls: Sequence[Call], verify: ssl.SSLContext | bool = True) -> Drive:
-    """Send every call at once and wait for all answers. Proxy settings are ignored: the server is on this machine."""
+    """Send every call at once and wait for all answers. Proxy settings are ignored, because the server is on this
+    machine.
+    """
     limits = openai.DEFAULT_CONNECTION_LIMITS
     async with DefaultAsyncHttpxClient(trust_env=False, limits=limits, verify=verify) as http:
         clients = {
@@ -165,7 +167,7 @@ async def chat(client: AsyncOpenAI, call: Call) -> Answer:
 
 
 async def chat_streamed(client: AsyncOpenAI, call: Call) -> Answer:
-    """POST /v1/chat/completions with stream: a call of a tool comes in pieces."""
+    """POST /v1/chat/completions with stream: a call of a tool arrives in pieces."""
     answer, made = Answer(call), ToolCall()
     async for chunk in await client.chat.completions.create(
         model=call.model,

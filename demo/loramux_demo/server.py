@@ -1,4 +1,4 @@
-"""The demo's folder with settings and data, and a real server that runs on it as a child process."""
+"""The demo's folder with settings and data, and a real server that uses it and runs as a child process."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ pepper_file = "pepper"
         )
 
     def loramux(self, *arguments: str) -> Any:
-        """Run `loramux ARGUMENTS --json` on this workspace and return what it prints; raises click.ClickException."""
+        """Run `loramux ARGUMENTS --json` on this workspace and return its output. Raises click.ClickException."""
         command = [*LORAMUX, *arguments, "--config", str(self.config), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - our own command
         if done.returncode:
@@ -135,7 +135,7 @@ def _repeated(option: str, values: Iterable[str]) -> list[str]:
 
 
 def free_port(wanted: int | None) -> int:
-    """Return `wanted` if it is free, else a port chosen by the system."""
+    """Return `wanted` if it is free, otherwise a port chosen by the system."""
     for port in (wanted, 0):
         if port is not None:
             with suppress(OSError), socket.create_server((HOST, port)) as attempt:
@@ -187,7 +187,7 @@ class DemoServer:
             raise self._died(f"ended with exit code {code}")
 
     def wait(self) -> None:
-        """Wait until the server exits; before Ctrl-C it should not. Raises ServerDied."""
+        """Wait until the server exits; it should not exit before Ctrl-C. Raises ServerDied."""
         self._process.wait()
         self.ensure_alive()
 

@@ -1,8 +1,8 @@
 """Run the demo on a running server: customers upload adapters, send requests and read their usage; the report has the
 results.
 
-`tour` runs all steps and returns a `Report`: answers, adapters for each step, usage, isolation. Its `failures` are the
-promises that were not kept. `show` prints it on the terminal.
+`tour` runs all steps and returns a `Report`: answers, adapters for each step, usage, isolation. The report's `failures`
+are the promises that were not kept. `show` prints the report on the terminal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DAY_SECONDS = 86_400
 
 MIN_EXACT = 0.9
 MIN_SHARED = 5
-"""Least number of adapters that must share one step with the base. The sixth may come a moment later on a busy
+"""Minimum number of adapters that must share one step with the base. The sixth may come a moment later on a busy
 machine.
 """
 MAX_CROWDS = 4
@@ -136,7 +136,7 @@ def tour(
 ) -> Report:
     """Run all steps and return the report. Raises click.ClickException if the server refuses a call.
 
-    `internal_url` has the metrics, if they have a separate port.
+    `internal_url` is the address of the metrics, if they have a separate port.
     """
     customers = [Customer(tenant, url, key, verify) for tenant, key in keys.items()]
     for customer in customers:

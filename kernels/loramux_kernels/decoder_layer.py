@@ -5,10 +5,9 @@ Semantics, over packed rows x:
     x += factor * after_attention(out(attention(turn(qkv(before_attention(x))))))
     x += factor * after_network(down(gated(gate_up(before_network(x)))))
 
-On a CPU a step of few rows is hundreds of operators of some ten microseconds each. If Python calls them one by one,
-each costs as much again in the interpreter, and threads that sleep between two calls must be woken. The operators
-called here are the ones that `paged_attention`, `rms_norm` and the others call, and the results are the same to the
-bit.
+On a CPU a step of few rows is hundreds of operators of some ten microseconds each. If Python calls the operators one by
+one, the interpreter needs about the same time again for each, and threads that sleep between two calls must be woken.
+This call uses the same C++ operators as `paged_attention`, `rms_norm` and others, and its results are equal to the bit.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class DecoderLayers:
         return (LayerAbi * len(known))(*known) if len(known) == len(described) else None
 
     def native_for(self, x: torch.Tensor, kv: Sequence[KvLayer]) -> ctypes.CDLL | None:
-        """Return the library whose one call runs these layers for rows like `x`; None if there is none."""
+        """Return the library whose one call runs these layers for rows like `x`; None if no library can run them."""
         if runs_triton(x) or self._abi is None or any(layer.key.shape[3] > MAX_HEAD_DIM for layer in kv):
             return None
         return native_for(x)
@@ -140,7 +139,7 @@ class DecoderLayers:
     ) -> None:
         """Change the residual stream `x` `[T, hidden_size]`, contiguous, in place, and write the step's KV.
 
-        `native` is what `native_for` returned; `rotation` has T rows; `kv` is each layer's part of the pool. `kept`,
+        `native` is the result of `native_for`; `rotation` has T rows; `kv` has each layer's part of the pool. `kept`,
         int64`[n]` and ascending, lists the rows of x that are read afterwards: the last layer skips computations that
         only other rows need. None: all rows are kept.
         """

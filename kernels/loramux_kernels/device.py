@@ -31,15 +31,16 @@ def zeros_in_large_pages(elements: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a flat tensor of zeros on the host, in pages of 2 MiB if the kernel gives them.
 
     A step reads weights from end to end. They fill many more pages of 4 KiB than the processor has entries to translate
-    addresses. Memory of the machine is taken only when it is written. The remainder after the last full large page gets
-    a large page too, unless that adds more than an eighth of the size.
+    addresses. Physical memory is allocated only when it is written. The remainder after the last full large page gets a
+    large page too, unless that adds more than an eighth of the size.
     """
     num_bytes = elements * dtype.itemsize
     if num_bytes < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(elements, dtype=dtype)
     rounded_up = -(-num_bytes // LARGE_PAGE) * LARGE_PAGE
     in_large_pages = rounded_up if rounded_up - num_bytes <= num_bytes // 8 else rounded_up - LARGE_PAGE
-    # A large page begins only at a multiple of its size: one page of address space more, which is never written.
+    # A large page begins only at a multiple of its size: this needs one additional page of address space, which is
+    # never written.
     memory = mmap.mmap(-1, rounded_up + LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped = torch.frombuffer(memory, dtype=torch.uint8)
     start = -mapped.data_ptr() % LARGE_PAGE
@@ -61,7 +62,9 @@ def host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 
 
 def stage(array: NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Return `array` in memory from which `device` can copy without the host; torch keeps the memory until it has."""
+    """Return `array` in memory from which `device` can copy without the host; torch keeps the memory until the copy has
+    ended.
+    """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -77,10 +80,10 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def kept_for_steps(tensor: torch.Tensor) -> torch.Tensor:
-    """Let the steps use `tensor`, which was made on another stream than theirs; return it.
+    """Allow the steps to use `tensor`, which was made on a stream other than theirs, and return it.
 
-    The allocator gives freed memory back at once to the stream that it came from. With this call it first waits until
-    the steps that were launched before the memory was freed have ended.
+    The allocator immediately gives freed memory back to its original stream. After this call it first waits until the
+    steps that were launched before the memory was freed have ended.
     """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.default_stream(tensor.device))
@@ -88,14 +91,16 @@ def kept_for_steps(tensor: torch.Tensor) -> torch.Tensor:
 
 
 MOST_ROWS_BESIDE = 128
-"""Most rows of a base's product that still leaves multiprocessors free for another launch: 512 rows gained nothing."""
+"""Maximum number of rows of a base's product that leaves multiprocessors free for another launch. With 512 rows, no
+time was saved.
+"""
 
 
 class SideStream:
     """A second stream of a GPU for launches that need not wait for the launch before.
 
-    It is used only while a CUDA graph is recorded: the branches of a graph cost the host nothing. If launches were
-    enqueued one by one, the events would cost the host more than the overlap gains.
+    This stream is used only while a CUDA graph is recorded, because the branches of a graph cost no host time. If
+    launches were enqueued one by one, the events would cost the host more than the overlap gains.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -103,11 +108,11 @@ class SideStream:
 
     @contextlib.contextmanager
     def beside(self, rows: int) -> Iterator[Callable[[], None]]:
-        """Launch on the second stream, after the main stream's work so far; yield a function that makes the main one
+        """Launch on the second stream, after the main stream's work so far; yield a function that makes the main stream
         wait.
 
-        Tensors that are read here must not be freed before that function is called. `rows` are those of the main
-        stream's launch.
+        Tensors that are read here must not be freed before that function is called. `rows` is the number of rows of the
+        main stream's launch.
         """
         stream = self._stream
         if stream is None or rows > MOST_ROWS_BESIDE or not torch.cuda.is_current_stream_capturing():

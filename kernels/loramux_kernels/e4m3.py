@@ -1,13 +1,13 @@
 """Floats of eight bits, with a scale for each page and head: the format of keys and values in FP8.
 
 E4M3 (Micikevicius et al., FP8 formats for deep learning, 2022) has four bits of exponent, three of mantissa, no
-infinities, and 448 as its largest number. A page's scale comes from the row of its first token alone. So the content of
-a page depends neither on how a prompt was cut into steps nor on when its other rows came. The scale is a power of two:
-scores and sums can be multiplied with it in any order, exactly.
+infinities, and 448 as its largest number. A page's scale depends only on the row of its first token. So the content of
+a page depends neither on the division of a prompt into steps nor on the time of its other rows. The scale is a power of
+two: scores and sums can be multiplied with it in any order, exactly.
 
 The scale puts the first row's largest element between 2 and 4. E4M3 reaches 448, so later rows may be a hundred times
-as large before they are cut off. This room is needed because heads rest their attention on a model's first token, whose
-values are often far smaller than all others. Rows a hundred times smaller keep their mantissa.
+as large before they are cut off. This headroom is needed because heads often attend to the first token of a sequence,
+whose values are far smaller than all others. Rows a hundred times smaller keep their mantissa.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ import torch
 
 LARGEST = 448.0
 HEADROOM = 1
-"""Power of two that the largest element of a page's first row reaches, in units of the scale; it is below twice
-that."""
+"""Power of two that the largest element of a page's first row reaches, in units of the scale; it is less than twice
+this power.
+"""
 LEAST_EXPONENT = -100
-"""Power of two below which rows have a scale of 1, if all their elements are; so do rows that are not finite."""
+"""Exponent of the power of two below which all elements of a row must be for a scale of 1. Rows that are not finite
+also have a scale of 1.
+"""
 
 
 def scale_for(rows: torch.Tensor) -> torch.Tensor:

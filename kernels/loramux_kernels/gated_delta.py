@@ -2,7 +2,7 @@
 
 Semantics: S_t = e^g_t S_{t-1} + beta_t k_t (v_t - e^g_t S_{t-1}^T k_t)^T; out_t = S_t^T q_t.
 
-The memory is one matrix S `[Dk, Dv]` a head. It decays with each token, and the value that it recalls for a key is
+The memory is one matrix S `[Dk, Dv]` per head. S decays with each token, and the value that S returns for a key is
 moved towards the key's new value (Gated DeltaNet, Yang et al., 2025). Tokens of a prompt are computed in chunks. The
 corrections within a chunk depend on each other through a unit triangular system, which is solved at once (the WY form
 of DeltaNet, Yang et al., 2024). Everything is float32.
@@ -42,7 +42,7 @@ def gated_delta_prompt(
     beta: torch.Tensor,
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute T tokens of one sequence; return out `[T, H, Dv]` and the state after them.
+    """Compute T tokens of one sequence; return out `[T, H, Dv]` and the state after these tokens.
 
     query, key `[T, H, Dk]`, value `[T, H, Dv]`, decay and beta `[T, H]`, state `[H, Dk, Dv]`.
     """
@@ -55,7 +55,7 @@ def gated_delta_prompt(
         between = (reach[:, :, None] - reach[:, None, :]).masked_fill(later, float("-inf")).exp()
         system = b[..., None] * (k @ k.mT) * between
         wanted = b[..., None] * (v - reach.exp()[..., None] * (k @ state))
-        # unitriangular: the solver takes the diagonal as one, whatever it holds
+        # unitriangular: the solver assumes that the diagonal is one and does not read it
         change = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
         parts.append(reach.exp()[..., None] * (q @ state) + ((q @ k.mT) * between) @ change)
         left = (reach[:, -1:] - reach).exp()[..., None]

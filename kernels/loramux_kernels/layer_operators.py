@@ -6,7 +6,7 @@ Semantics:
     gated           y = activation(gate) * up, elementwise: the middle of a gated feed-forward network (Shazeer, 2020)
     rope_write_kv   q = turn(norm(q)) in place; key[page, :, offset] = turn(norm(k)); value[page, :, offset] = v
 
-A framework uses several operators for each of them. With few rows, starting an operator takes most of its time.
+A framework uses several operators for each of these. With few rows, starting an operator takes most of its time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rms_norm(
 
     With `delta`, of x's shape, the residual stream `x` is first changed in place. Last dimensions are contiguous. Sums
     are float32; `factor * delta` and the new x are rounded to x's dtype, as separate operators would. `own` holds the
-    weights of rows whose adapters bring one.
+    weights of rows whose adapters have their own norm weights.
     """
     if runs_triton(x):
         from loramux_kernels.cuda import layer_operators as triton

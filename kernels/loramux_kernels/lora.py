@@ -6,7 +6,7 @@ Semantics, with s = cu_seqlens, slot[k] the adapter of rows s[k]:s[k+1], and sit
     lora_expand   y[s[k]:s[k+1], slice i] += scale(slot[k], sites[i]) * v[i, s[k]:s[k+1], :r] @ Bt(slot[k], sites[i])
     rescale       y[s[k]:s[k+1], slice i] = y[...] * factor(slot[k], sites[i]) + shift(slot[k], sites[i]), columnwise
 
-`lora_shrink` takes each row to the rank of its adapter, and `lora_expand` adds the result to the output of the base.
+`lora_shrink` projects each row to the rank of its adapter, and `lora_expand` adds the result to the output of the base.
 `rescale` applies the factors and shifts of DoRA, IA3 and trained biases afterwards. Rows of the base model come last
 and are not read. One call serves all linears of a group, because they read the same input.
 

@@ -3,11 +3,11 @@ token.
 
 Semantics:
 
-    route            a row for each (token, choice), ordered by expert and within one by token
-    grouped_linear   y[s[e]:s[e + 1]] = x[s[e]:s[e + 1]] @ weight[e].T + bias[e], with s = starts
-    combine          out[t] = sum over j of w[t, j] * y[row(t, j)]
+    route            a row for each (token, choice), ordered by expert and within an expert by token grouped_linear
+    y[s[e]:s[e + 1]] = x[s[e]:s[e + 1]] @ weight[e].T + bias[e], with s = starts combine          out[t] = sum over j of
+    w[t, j] * y[row(t, j)]
 
-No operator waits for the device, so a step with a mixture is recorded in a CUDA graph like any other.
+No operator waits for the device, so a step with a mixture can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from loramux_kernels.tables import Routes
 
 
 def route(experts: torch.Tensor, num_experts: int, kv_slots: torch.Tensor | None = None) -> Routes:
-    """Order the choices `experts` int64`[T, k]` by expert, and by token within one.
+    """Order the choices `experts` int64`[T, k]` by expert, and by token within an expert.
 
     Tokens with a negative number in `kv_slots` int64`[T]` only pad the step: no expert computes them.
     """

@@ -1,4 +1,4 @@
-"""Packed linears: weights that read the same input, held as one matrix in the format that multiplies fastest here.
+"""Packed linears: weights that read the same input, held as one matrix in the fastest format of this machine.
 
 Semantics: y = x @ cat(weights).T + cat(biases).
 
@@ -34,8 +34,9 @@ class LinearFormat(Protocol):
         """Return `[T, sum(out_features)]` of x's dtype for `x` `[T, in_features]`."""
 
     def abi(self) -> LayerLinearAbi | None:
-        """Return the weights in the form that the C++ operators read, without a group; None if they cannot read
-        them."""
+        """Return the weights in the form that the C++ operators read, without a group; None if C++ cannot read this
+        format.
+        """
 
 
 def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
@@ -71,7 +72,7 @@ class Panels:
     """Our own packed panels: read at the memory's speed for few rows, multiplied at the processor's speed for many.
 
     Most checkpoints' float32 weights are exact in bfloat16 or float16. Such weights are packed in that dtype and
-    widened during the product: half of the bytes, and the same result to the bit.
+    widened during the product: this halves the bytes and gives the same result to the bit.
     """
 
     panel = 32
@@ -125,7 +126,7 @@ class Panels:
 
 
 def narrowed(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return float32 `weights` in bfloat16 or float16 if that loses nothing, else as they are."""
+    """Return float32 `weights` in bfloat16 or float16 if the values stay exact, otherwise unchanged."""
     if weights[0].dtype != torch.float32:
         return weights
     for dtype in (torch.bfloat16, torch.float16):
@@ -166,7 +167,7 @@ class Coded:
     """Codes and their scales, decoded during the product: memory and reads are those of the codes.
 
     If the processor has VNNI and the codes are integers, the C++ operator quantizes x to 16 bits, relative to the
-    largest of 256 neighbouring elements, and sums exactly. Otherwise it takes x as it is, and sums in float32.
+    largest of 256 neighbouring elements, and sums exactly. Otherwise it uses the unchanged x, and sums in float32.
     """
 
     panel = 32
@@ -188,7 +189,7 @@ class Coded:
             self._values = torch.tensor(TABLES.get(weights[0].coding, (0.0,)), device=self._weight.codes.device)
 
     def _native_group(self, weight: QuantizedWeight) -> int | None:
-        """Return the group in which the C++ operator reads `weight`; None if it cannot read it."""
+        """Return the group in which the C++ operator reads `weight`; None if the operator cannot read the weight."""
         if weight.group >= weight.in_features or weight.group % self.stretch == 0:
             return weight.group
         group = math.gcd(weight.group, self.stretch)
@@ -237,7 +238,7 @@ class Coded:
         return y
 
     def abi(self) -> LayerLinearAbi | None:
-        """Return the codes; None if they are not in panels, or are in another order than the inputs."""
+        """Return the codes; None if they are not in panels, or are in a different order than the inputs."""
         if self._weight is not None or self._order is not None:
             return None
         bias = None if self._bias is None else self._bias.data_ptr()
@@ -279,16 +280,16 @@ def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 Weight = torch.Tensor | QuantizedWeight
-"""A linear's weight `[out_features, in_features]`, as it is or quantized."""
+"""A linear's weight `[out_features, in_features]`, unchanged or quantized."""
 
 
 class PackedLinear:
-    """Several linears over one input, their weights held once, in the format that multiplies fastest here."""
+    """Several linears over one input, with their weights held once, in the fastest format of this machine."""
 
     def __init__(
         self, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], quantization: Quantization = "none"
     ) -> None:
-        """`quantization`: method for weights that are not quantized yet."""
+        """`quantization` is the method for weights that are not quantized yet."""
         self.in_features = weights[0].shape[1]
         self.out_features = tuple(weight.shape[0] for weight in weights)
         self._quantization = quantization
@@ -332,9 +333,9 @@ def packed_linear_reference(
 def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return `x @ weight.T + bias`, reading the weight `[out_features, in_features]` without packing it.
 
-    `x` is `[..., in_features]`. `weight` has the dtype of `x`, or any if x is float32. Used for a weight that others
-    read too, such as an embedding that is also the head. On a CPU the result of a row does not depend on the other
-    rows, as in torch.
+    `x` is `[..., in_features]`. `weight` has the dtype of `x`, or any if x is float32. The function is for a weight
+    that is also read by other modules, such as an embedding that is also the head. On a CPU the result of a row does
+    not depend on the other rows, as in torch.
     """
     native = None if runs_triton(x) or not weight.is_contiguous() else native_for(x)
     if native is None or native_for(weight) is None or x.dtype not in (weight.dtype, torch.float32):
@@ -354,13 +355,13 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 def rows_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return `weight` in the form that `rows_linear` reads fastest: in half precision if that loses nothing."""
+    """Return `weight` in the form that `rows_linear` reads fastest: in half precision if the values stay exact."""
     is_read_here = weight.is_contiguous() and native_for(weight) is not None
     return narrowed([weight])[0] if is_read_here else weight
 
 
 def join_biases(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return one bias `[sum(out_features)]`, zero for members without a bias; None if none has one."""
+    """Return one bias `[sum(out_features)]`, zero for members without a bias; None if all members are without bias."""
     given = next((bias for bias in biases if bias is not None), None)
     if given is None:
         return None
@@ -378,7 +379,7 @@ def _pack(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> L
 
 
 def _alike(weights: Sequence[Weight]) -> list[tuple[int, int]]:
-    """Return the runs of neighbours that one format can hold together, each as (first, one past the last)."""
+    """Return the runs of neighbouring weights that one format can hold together, each as (first, last + 1)."""
     starts = [i for i, weight in enumerate(weights) if i == 0 or not _are_alike(weights[i - 1], weight)]
     return list(zip(starts, [*starts[1:], len(weights)], strict=True))
 

@@ -1,9 +1,9 @@
-"""Quantized weights: codes of a few bits, and scales for groups of them. One form covers all formats of checkpoints.
+"""Quantized weights: codes of a few bits, and scales for groups of codes. This form covers all formats of checkpoints.
 
     w[o, order[k]] = scales[o, g] * (value(codes[o, k]) - offsets[o, g])        g = k // group
 
 `value` depends on the coding: the integer itself, an entry of a table of sixteen numbers (bitsandbytes' NF4 and FP4),
-or a float of eight bits. GPTQ, AWQ, compressed-tensors and bitsandbytes differ only in how they store this;
+or a float of eight bits. GPTQ, AWQ, compressed-tensors and bitsandbytes differ only in the storage of these values;
 `loramux.engine.execution.quantized_checkpoint` reads them. Sources: NF4 and the double quantization of its scales are
 from QLoRA (Dettmers et al., 2023), E4M3 from FP8 formats for deep learning (Micikevicius et al., 2022).
 """
@@ -49,8 +49,9 @@ NESTED_BLOCK = 256
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A weight `[out_features, in_features]` as codes; the module explains the form. It moves between devices by its
-    tensors."""
+    """A weight `[out_features, in_features]` as codes; the module explains the form. To move it between devices, move
+    its tensors.
+    """
 
     coding: Coding
     codes: torch.Tensor
@@ -88,7 +89,7 @@ class QuantizedWeight:
         )
 
     def dequantize(self) -> torch.Tensor:
-        """Return the weight in float32, by its definition: the reference of every kernel."""
+        """Return the weight in float32, by its definition, which is the reference of every kernel."""
         values = self.values()
         group = torch.arange(self.in_features, device=values.device) // self.group
         if self.offsets is not None:
@@ -138,7 +139,7 @@ class QuantizedWeight:
         def take(tensor: torch.Tensor, of: int) -> torch.Tensor:
             return torch.cat([tensor[:, part.start // of : -(-part.stop // of)] for part in columns], dim=1)
 
-        if self.group >= self.in_features:  # one scale a row, which holds for every part of it
+        if self.group >= self.in_features:  # one scale per row, which applies to every part of the row
             scales, offsets, group = self.scales, self.offsets, width
         else:
             scales = take(whole.scales, group)
@@ -197,7 +198,7 @@ def _to_int8(weight: torch.Tensor) -> QuantizedWeight:
 def to_nf4(weight: torch.Tensor, is_double: bool) -> QuantizedWeight:
     """Quantize as bitsandbytes does for QLoRA: the nearest entry of TABLES, times the largest of 64 neighbours.
 
-    `is_double`: the scales are quantized too (`bnb_4bit_use_double_quant`).
+    With `is_double`, the scales are quantized too (`bnb_4bit_use_double_quant`).
     """
     values = functional.pad(weight.float().flatten(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
     largest = values.abs().amax(1)

@@ -31,7 +31,7 @@ WORD_BITS = 32
 """Tokens in one word of a mask."""
 
 SMALL = 4096
-"""Most tokens that are sorted directly; a histogram first reduces more tokens."""
+"""Maximum number of tokens that are sorted directly. A larger number is first reduced by a histogram."""
 
 BINS, REACH = 4096, 40.0
 """Bins of the nucleus' histogram, and its reach below the best logit: exp(-40) is below float32's precision."""
@@ -108,7 +108,7 @@ def exclude(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     k = torch.where((batch.top_k <= 0) | (batch.top_k > vocab), vocab, batch.top_k).long()
     ordered = ordered.masked_fill(ordered < ordered.gather(1, k[:, None] - 1), _NEVER)
     probabilities = ordered.softmax(dim=-1)
-    # Equal tokens share the mass above the first of them: they stay or go together.
+    # Tokens with equal logits are kept or removed together, because the mass above them is the same.
     above = (probabilities.cumsum(dim=-1) - probabilities).masked_fill(_repeats(ordered), 0.0).cummax(dim=-1).values
     above[:, 0] = 0.0
     last = (
@@ -152,7 +152,7 @@ def philox(key: torch.Tensor, c0: torch.Tensor, c1: torch.Tensor) -> tuple[torch
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to draw the token of one row of logits."""
+    """Parameters for drawing the token of one row of logits."""
 
     row: int
     temperature: float
@@ -160,9 +160,11 @@ class Draw:
     number: float
     """Random number in [0, 1)."""
     top_k: int = 0
-    """Tokens that stay, and tokens equal to the last of them; 0: all."""
+    """Number of tokens that are kept, in addition to tokens equal to the last of them; 0: all tokens."""
     top_p: float = 1.0
-    """Share of the mass: a token goes if those before it, by logit and then by id, already hold it. The best stays."""
+    """Share of the mass: a token is removed if the tokens before it, by logit and then by id, already have this share.
+    The best token is always kept.
+    """
     min_p: float = 0.0
     """Share of the best token's probability that a token must have."""
 
@@ -171,7 +173,8 @@ _abi_fields = attrgetter(*(field[0] for field in DrawAbi._fields_))
 
 
 def most_likely_tokens(logits: torch.Tensor) -> list[int | None]:
-    """Return the most likely token of each row of `logits` `[rows, vocab]`, of any float dtype: the first of equals.
+    """Return the most likely token of each row of `logits` `[rows, vocab]`, of any float dtype; among equal tokens the
+    first.
 
     The result is None for a row whose highest logit is infinite, or one of whose logits is NaN.
     """
@@ -231,7 +234,7 @@ def draw_tokens_reference(logits: torch.Tensor, draws: Sequence[Draw]) -> list[i
 def keep(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the logits and ids of the tokens that `draw` allows; ids is None if all are allowed.
 
-    Tokens equal to the k-th stay with it. The most likely token always stays.
+    Tokens equal to the k-th token are kept too. The most likely token is always kept.
     """
     ids: torch.Tensor | None = None
     if 0 < draw.top_k < logits.numel():
@@ -248,8 +251,8 @@ def keep(logits: torch.Tensor, draw: Draw) -> tuple[torch.Tensor, torch.Tensor |
 def _nucleus(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
     """Return the ascending indices of the most likely tokens that hold top_p together (Holtzman et al., 2020).
 
-    A token is excluded if those before it, by logit and then by index, already hold top_p. A histogram of the mass over
-    distances from the best finds the bin in which that happens; only this bin is sorted.
+    A token is excluded if the tokens before it, by logit and then by index, already have top_p of the mass. A histogram
+    of the mass over distances from the best finds the bin in which that happens; only this bin is sorted.
     """
     distance = logits.max() - logits
     weight = torch.exp(-distance).double()
@@ -277,7 +280,7 @@ def _above_min_p(logits: torch.Tensor, draw: Draw) -> torch.Tensor:
 
 
 def choose(logits: torch.Tensor, number: float) -> int:
-    """Draw an index from softmax(logits): the first at which the cumulated weight exceeds `number` of the sum."""
+    """Draw an index from softmax(logits): the first at which the cumulated weight exceeds `number` times the sum."""
     weights = torch.exp(logits - logits.max())
     sums = weights.double().cumsum(0)
     index = int(torch.searchsorted(sums, number * sums[-1], right=True))

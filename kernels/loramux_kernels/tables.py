@@ -1,14 +1,16 @@
 """The arguments that operators share: resident adapters, a step's rows, KV pages, and sampling parameters.
 
-- `LoraTable`: the places of the resident adapters in the pool. `Segments`: which rows of a step belong to which
-  adapter.
+- `LoraTable`: the places of the resident adapters in the pool. `Segments`: the rows of each adapter in a step.
   `LoraGroup`: linears that read the same input, served by one launch.
-- `Routes`: which rows of a step a mixture's experts compute.
-- `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: which pages hold whose context.
-- `Norm`, `OwnWeights`, `Rotation`: how rows are normalised, by which weights, and how heads turn by position.
-- `Penalties`, `LogitBias`, `SamplingBatch`: how each row of logits becomes a token.
+- `Routes`: the rows of a step that each expert of a mixture computes.
+- `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: the pages with the context of each
+  sequence.
+- `Norm`, `OwnWeights`, `Rotation`: the normalisation of rows, the weights for it, and the rotation of heads by
+  position.
+- `Penalties`, `LogitBias`, `SamplingBatch`: the choice of a token from each row of logits.
 
-All are plain data. A device's derived tables (work lists, addresses for C++) are made on first use and kept with them.
+All these types are plain data. A device's derived tables (work lists, addresses for C++) are made on first use and kept
+with them.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ class Segments:
         return array("q", (len(self.slots), *self.cu_seqlens, *self.slots))
 
     def among(self, rows: torch.Tensor) -> Segments | None:
-        """Return the segments of `rows` alone, int64`[n]` and ascending; None if none of them has an adapter."""
+        """Return the segments of `rows` alone, int64`[n]` and ascending; None if no row of them has an adapter."""
         edges = torch.tensor(self.cu_seqlens)
         ends = torch.searchsorted(rows, edges).tolist()
         spans = [(slot, end) for slot, (start, end) in zip(self.slots, pairwise(ends), strict=True) if end > start]
@@ -102,7 +104,7 @@ class Segments:
         vars(self)["_row_slots"] = slots
 
     def max_rank(self, table: LoraTable) -> int:
-        """Return the largest rank of these slots on any site; looked up once, because a step uses one table."""
+        """Return the largest rank of these slots on any site; the result is kept, because a step uses one table."""
         if "_max_rank" not in vars(self):
             vars(self)["_max_rank"] = int(table.ranks[list(self.slots)].max()) if self.slots else 0
         found: int = vars(self)["_max_rank"]
@@ -134,7 +136,7 @@ class LoraGroup:
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """The rows that a mixture's experts compute: (token, choice) pairs, by expert and within one by token."""
+    """The rows that a mixture's experts compute: (token, choice) pairs, by expert and within an expert by token."""
 
     tokens: torch.Tensor
     """int64[T * k]: each row's token."""
@@ -151,7 +153,7 @@ class Norm:
     """A root-mean-square normalisation's parameters."""
 
     weight: torch.Tensor
-    """float32[width], contiguous; if a model stores the weight's distance from one, the one is already added."""
+    """float32[width], contiguous; if a model stores the weight minus one, the one is already added."""
     eps: float
     rounds_first: bool
     """True if the normalised values are rounded to the input's dtype before the product with the weight."""
@@ -179,7 +181,7 @@ class OwnWeights:
     segments: Segments
     """Segments of the step's rows."""
     added: float = 0.0
-    """A number to add to the pool's values: 1 if a model stores its weight's distance from one."""
+    """A number to add to the pool's values: 1 if a model stores its weight minus one."""
     vectors: int = 1
     """Rows of the norm's input for each row of the step: its heads, one after the other."""
 
@@ -193,7 +195,9 @@ class OwnWeights:
                 yield weight, slice(first * self.vectors, last * self.vectors)
 
     def of_rows(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
-        """Return `[rows, width]`: the weight of each of the step's rows, the norm's `weight` if a row has no other."""
+        """Return `[rows, width]`: the weight of each of the step's rows, which is the norm's `weight` if a row has no
+        other weight.
+        """
         slots = self.segments.row_slots(weight.device)
         starts = torch.where(slots < 0, NO_VECTORS, self.offsets[slots.clamp(min=0), self.norm])[:, None]
         columns = torch.arange(len(weight), device=weight.device)
@@ -213,9 +217,9 @@ class Rotation:
 
 @dataclass(frozen=True, eq=False)
 class KvLayer:
-    """One layer's keys and values: strided views into the pool, a page holding `block_size` tokens.
+    """One layer's keys and values: strided views into the pool, in which a page holds `block_size` tokens.
 
-    They have the model's dtype, or are bytes in FP8 (see `e4m3`), with a scale for each page and head.
+    Keys and values have the model's dtype, or are bytes in FP8 (see `e4m3`), with a scale for each page and head.
     """
 
     key: torch.Tensor
@@ -291,11 +295,15 @@ class Penalties:
     generated: torch.Tensor
     """bool[N]: True if the model generated the token, False if it is a token of the prompt."""
     repetition: torch.Tensor
-    """float32[S]; 1 for none. Divides seen tokens' logits above 0, multiplies the others (Keskar et al., 2019)."""
+    """float32[S]; 1 for no penalty. Logits of seen tokens are divided by it if they are above 0, and otherwise
+    multiplied (Keskar et al., 2019).
+    """
     presence: torch.Tensor
-    """float32[S]; 0 for none. Subtracted from generated tokens' logits."""
+    """float32[S]; 0 for no penalty. The penalty is subtracted from the logits of generated tokens."""
     frequency: torch.Tensor
-    """float32[S]; 0 for none. Subtracted from a generated token's logit, once for each time it was generated."""
+    """float32[S]; 0 for no penalty. The penalty is subtracted from a generated token's logit, once for each time it was
+    generated.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,20 +320,21 @@ class LogitBias:
 
 @dataclass(frozen=True, eq=False)
 class SamplingBatch:
-    """Sampling parameters; each tensor has one number for each row of logits."""
+    """Sampling parameters; each tensor has one number per row of logits."""
 
     temperature: torch.Tensor
-    """float32[S]; 0 takes the most likely token, the first of equals."""
+    """float32[S]; 0 takes the most likely token, among equal tokens the first."""
     top_k: torch.Tensor
     """int32[S]; 0 keeps all. Equals of the k-th stay."""
     top_p: torch.Tensor
-    """float32[S]; 1 keeps all. A token stays if those strictly above it hold less than this share. The best token
-    stays."""
+    """float32[S]; 1 keeps all tokens. A token is kept if the tokens strictly above it have less than this share. The
+    best token is always kept.
+    """
     min_p: torch.Tensor
     """float32[S]; 0 keeps all. Relative to the most likely token."""
     seed: torch.Tensor
     """int64[S]: the seed of each request."""
     step: torch.Tensor
-    """int32[S]: tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
+    """int32[S]: number of tokens that the request has generated. A (seed, step) pair always draws the same numbers."""
     penalties: Penalties | None = None
     bias: LogitBias | None = None

@@ -1,9 +1,9 @@
-"""Conversion of a folder with an adapter of another kind to a folder with the LoRA that computes the same.
+"""Conversion of a folder with an adapter of another kind to a folder with an equivalent LoRA.
 
 Every convertible kind changes a linear's weight by a product of two matrices. The kind's own algebra gives these
-matrices (some kinds also need the base's weight), so nothing is fitted or truncated. They are computed in float64 and
-rounded once, to float32, at the end. Memory: the tensors that all linears share, and those of one linear. The result is
-written tensor by tensor, so it is never in memory whole.
+matrices (some kinds also need the base's weight), so nothing is fitted or truncated. The matrices are computed in
+float64 and rounded once, to float32, at the end. Memory holds the tensors that all linears share, and the tensors of
+one linear. The result is written tensor by tensor, so the whole result is never in memory.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ MAX_SHARED_BYTES = 64 << 20
 MAX_TENSOR_BYTES = 32 << 20
 """Largest tensor that belongs to a single linear."""
 MAX_WORK = 1.5e12
-"""Multiplications in float64 that a conversion may take: some minutes of one core."""
+"""Maximum number of float64 multiplications of a conversion, which take some minutes of one core."""
 
 ReadWeight = Callable[[str], torch.Tensor | None]
 """Function that returns a linear's weight as the base's checkpoint has it; None if the checkpoint has another name for
@@ -80,7 +80,7 @@ class Conversion:
     """Result of a conversion."""
 
     peft_type: str
-    """The original kind, by PEFT's name of it or of its initialisation."""
+    """The original kind, by PEFT's name of the kind or of its initialisation."""
     max_rank: int
     """The largest rank of the resulting LoRA."""
 
@@ -156,11 +156,11 @@ class PlainLora:
 def convert_adapter(
     folder: Path, into: Path, base: BaseDescription, limits: PlanLimits, read_weight: ReadWeight = lambda _: None
 ) -> Conversion | None:
-    """Write to `into` the LoRA that computes the same as the adapter in `folder`; None if there is nothing to convert.
+    """Write to `into` a LoRA that is equivalent to the adapter in `folder`; return None if no conversion is needed.
 
-    None: it is a LoRA already, or of a kind that is not converted, which validation serves or refuses by name. The
-    written LoRA is float32 and must still be validated. Raises AdapterRejected: as parse_adapter_config, read_header,
-    check_finite and plan_adapter do, and `rank_too_large` if the exact LoRA is too large for `limits`.
+    None means that the adapter is already a LoRA, or that its kind is not converted; validation then serves or refuses
+    it. The written LoRA is float32 and must still be validated. Raises AdapterRejected: as parse_adapter_config,
+    read_header, check_finite and plan_adapter do, and `rank_too_large` if the exact LoRA is too large for `limits`.
     """
     document = parse_document(read_config_file(folder))
     if (peft_type := converted_kind(document)) is None:

@@ -1,4 +1,4 @@
-"""Protocol of a convertible kind: the tensors that it keeps for a linear, and the pair that they make."""
+"""Protocol of a convertible kind: its tensors for a linear, and the pair that is computed from them."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Factors:
     """One linear's share of an adapter."""
 
     shapes: Mapping[str, Shape]
-    """Its tensors, by the last parts of their names."""
+    """Shapes of the linear's tensors, by the last parts of their names."""
     rank: int
     """Rank of the pair before folding, from the kind's algebra."""
     pair: Callable[[Tensors], Pair]
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that may repeat a shared one, and the whole name of the shared one that each must equal."""
+    """Tensors that may repeat a shared tensor, each with the whole name of the shared tensor that it must equal."""
     work: float = 0
     """Approximate number of multiplications that make the pair from the base's weight; 0 if the weight is not
     needed."""
@@ -48,7 +48,7 @@ class ConvertibleKind(Targets, frozen=True, kw_only=True):
     HARMLESS: ClassVar[frozenset[str]] = frozenset()
     """The kind's own fields that have no effect on a trained adapter."""
     REFUSED: ClassVar[Mapping[str, str]] = {}
-    """The kind's own fields that must be off, and the way out if one is on."""
+    """The kind's own fields that must be off, and the way out if a field is on."""
     TOO_LARGE: ClassVar[str] = (
         "Train a smaller one, or make a LoRA that comes close with peft.save_as_lora(path, model, rank={max_rank}) and "
         "upload that."

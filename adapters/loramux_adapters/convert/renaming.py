@@ -2,9 +2,9 @@
 
 Tensors of modules keep their values and get their new names. Experts that were separate linears are stacked as PEFT
 stacks them for `target_parameters`: A by expert and then rank, B by rank and then expert. The pairs of gate and up
-become one pair of both ranks. Its B is block-diagonal, so its product is exactly the product of both. Pairs of linears
-that the base joins (`joined`) are treated in the same way. The configuration names every module and parameter, with its
-rank and scale, because patterns may have been written for the old names.
+become one pair of both ranks. The B of this pair is block-diagonal, so its product is exactly the product of both.
+Pairs of linears that the base joins (`joined`) are treated in the same way. The configuration names every module and
+parameter, with its rank and scale, because patterns may have been written for the old names.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Entry:
     dtype: str
     shape: Shape
     make: Callable[[BufferedReader], torch.Tensor]
-    """Its values, from the opened source file."""
+    """Function that returns the tensor's values from the opened source file."""
 
     @property
     def num_bytes(self) -> int:
@@ -73,7 +73,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """One linear of one expert, or one part of a joined linear, as it is in the file."""
+    """One linear of one expert, or one part of a joined linear, in the form of the file."""
 
     part: int
     rank: int
@@ -96,17 +96,17 @@ class _Stack:
 
     @property
     def rank(self) -> int:
-        """Rank of the joined pair of every expert; those with less are padded with zeros."""
+        """Rank of the joined pair of every expert; pairs with a lower rank are padded with zeros."""
         return max(sum(pair.rank for pair in pairs) for pairs in self.experts.values())
 
     @property
     def scale(self) -> float:
-        """The scale of the first pair; others are folded into their B."""
+        """The scale of the first pair; the scales of other pairs are folded into their B."""
         return next(iter(self.experts.values()))[0].scale
 
 
 def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: PlanLimits) -> Renaming | None:
-    """Write to `into` the files that PEFT 0.21 would have written; None if the names are already those.
+    """Write to `into` the files that PEFT 0.21 would have written; return None if the names are already PEFT's.
 
     The result must still be validated. Raises AdapterRejected.
     """
@@ -128,7 +128,7 @@ def rename_adapter(folder: Path, into: Path, base: BaseDescription, limits: Plan
     sizes = {module: rank_and_scale(match, config, limits) for module, match in found.items()}
     collected = _stacks(kept, header, config, sizes)
     stacks = {name: collected[name] for name in (*base.modules, *base.parameters) if name in collected}
-    # Tensors with unknown names stay as they are: validation names them if they are unexpected.
+    # Tensors with unknown names are not changed; validation names unexpected tensors.
     entries = {key: _copied(key, header) for key in header.tensors if key not in places}
     entries |= _linears({key: place for key, place in kept.items() if not place.is_share}, header)
     for name, stack in stacks.items():
@@ -158,8 +158,8 @@ def write_tensors(path: Path, entries: Mapping[str, Entry], source: BufferedRead
 def _matches(config: LoraConfig, places: Iterable[TensorPlace], base: BaseDescription) -> dict[str, Match]:
     """Match the file's own names with the configuration, as when the adapter was trained.
 
-    A name that does not match is tried as it is in the file, with wrappers. An item of a list of linears is also tried
-    by the list's name.
+    A name that does not match is tried again in its original form in the file, with wrappers. An item of a list of
+    linears is also tried by the list's name.
     """
     written = {place.module: place.written for place in places}
     found: dict[str, Match] = {}

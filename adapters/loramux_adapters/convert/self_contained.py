@@ -1,4 +1,4 @@
-"""Kinds whose LoRA follows from their own file: the base's weights are not needed.
+"""Kinds whose LoRA follows from their own file: they do not need the base's weights.
 
 - LoHa, LoKr, AdaLoRA and DeLoRA are products of small matrices that belong to one linear each. Sources: FedPara
   (https://arxiv.org/abs/2108.06098), KronA (https://arxiv.org/abs/2212.10650).
@@ -7,7 +7,7 @@
 - MiSS, C3A and GraLoRA change the weight in blocks. Sources: https://arxiv.org/abs/2409.15371,
   https://arxiv.org/abs/2407.19342, https://arxiv.org/abs/2505.20355.
 
-Their layers in PEFT are sources too.
+The layers of these kinds in PEFT are sources too.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from loramux_adapters.errors import ConfigRejected
 from loramux_adapters.matching import Match
 
 _NORM_FLOOR = 1e-4
-"""Least norm that DeLoRA divides by."""
+"""Minimum norm by which DeLoRA divides."""
 _RANK_GUARD = 1e-5
-"""AdaLoRA: PEFT adds it to the rank that it divides by."""
+"""AdaLoRA: a constant that PEFT adds to the rank before it divides by the rank."""
 
 _SAVE = "Save it again with save_projection=true: a file without them cannot be read alike on every machine."
 _COUNT = Meta(ge=1, le=1 << 20)
@@ -228,7 +228,7 @@ class _Projected(ConvertibleKind, frozen=True, kw_only=True):
 
 
 class Vera(_Projected, frozen=True, kw_only=True):
-    """`dW = diag(lambda_b) B diag(lambda_d) A`, A and B being the top left of the shared ones."""
+    """`dW = diag(lambda_b) B diag(lambda_d) A`, where A and B are the top left parts of the shared matrices."""
 
     HARMLESS: ClassVar[frozenset[str]] = _Projected.HARMLESS | {"vera_dropout", "d_initial"}
 
@@ -296,8 +296,8 @@ class RandLora(_Projected, frozen=True, kw_only=True):
             small = tensors["base_model.randlora_A"][:, :, :short]
             small = tensors["randlora_lambda"][:, :, None] * small * tensors["randlora_gamma"]
             large = tensors["base_model.randlora_B"][:long, :bases]
-            # The scaled basis is [r, bases, short], the other [long, bases, r]: PEFT flattens both in their memory
-            # order.
+            # The scaled basis is [r, bases, short], the other basis [long, bases, r]: PEFT flattens both in their
+            # memory order.
             a, b = small.flatten(0, 1), large.flatten(1) * (self.randlora_alpha / self.r)
             return (a, b) if wide else (b.T, a.T)
 
@@ -311,7 +311,7 @@ class RandLora(_Projected, frozen=True, kw_only=True):
 
 
 def _largest_sides(linears: Sequence[LinearShape]) -> tuple[int, int]:
-    """Return the most inputs and the most outputs of a linear."""
+    """Return the largest number of inputs and the largest number of outputs of a linear."""
     return max(one.in_features for one in linears), max(one.out_features for one in linears)
 
 
@@ -363,7 +363,7 @@ class VbLora(ConvertibleKind, frozen=True, kw_only=True):
 
     def _mixed(self, logits: torch.Tensor, bank: torch.Tensor) -> torch.Tensor:
         """Map logits `[..., num_vectors]` to vectors `[..., vector_length]`."""
-        # In float32 as in PEFT: among equal logits the same ones must win.
+        # In float32 as in PEFT, because among equal logits the same entries must be chosen.
         _, indices = logits.float().topk(self.topk, dim=-1)
         weights = logits.gather(-1, indices).softmax(-1)
         return torch.einsum("...k,...kv->...v", weights, bank[indices])

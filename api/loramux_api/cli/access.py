@@ -46,7 +46,7 @@ def key() -> None:
 @config_option()
 @json_option
 def create_key(tenant_name: str, config: Path, as_json: bool, **wanted: Any) -> None:
-    """Create a key and print it. It is shown only once and not stored.
+    """Create a key and print it. The key is shown only once and not stored.
 
     stdout has the key alone, so that a script can store it.
 
@@ -64,9 +64,9 @@ def create_key(tenant_name: str, config: Path, as_json: bool, **wanted: Any) -> 
 @config_option()
 @json_option
 def replace_pepper(config: Path, as_json: bool) -> None:
-    """Make a new pepper where the old one is lost, and revoke every key.
+    """Make a new pepper if the old pepper is lost, and revoke every key.
 
-    Restore the file from its backup instead where there is one: then every key stays valid. Stop all servers first.
+    If there is a backup of the file, restore the backup instead: then every key stays valid. Stop all servers first.
 
     \b
     Example:
@@ -102,7 +102,7 @@ def list_keys(tenant_name: str, config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def rotate_key(key_id: str, tenant_name: str, overlap: int, config: Path, as_json: bool) -> None:
-    """Replace the key KEY_ID: print a new key once, and end the old one after the overlap.
+    """Replace the key KEY_ID: print a new key once, and end the old key after the overlap.
 
     \b
     Example:

@@ -40,7 +40,7 @@ MARKS = {"passed": "ok", "failed": "no", "not_run": "--"}
 
 @contextmanager
 def show_upload(remote: Remote) -> Iterator[OnProgress]:
-    """Show an upload's progress. If it is rejected, the command ends with the report and exit code 1."""
+    """Show an upload's progress. If the upload is rejected, the command ends with the report and exit code 1."""
     try:
         with progress_bars() as on_progress:
             yield on_progress
@@ -53,7 +53,7 @@ def show_upload(remote: Remote) -> Iterator[OnProgress]:
 
 @contextmanager
 def progress_bars() -> Iterator[OnProgress]:
-    """Show a bar for each file that is hashed and sent, and one for the wait. Without a terminal, nothing."""
+    """Show a bar for each file that is hashed and sent, and a bar for the wait. Without a terminal, show nothing."""
     console = Console(stderr=True)
     columns = (
         "{task.description}",
@@ -169,8 +169,8 @@ def push(
 ) -> None:
     """Upload the PEFT adapter in DIRECTORY, as `save_pretrained` wrote it.
 
-    The server validates the adapter against its base model first. An adapter that it cannot serve exactly is refused,
-    and the message names the field. To resume an interrupted upload, run the same command again.
+    The server validates the adapter against its base model first. An adapter that the server cannot serve exactly is
+    refused, and the message names the field. To resume an interrupted upload, run the same command again.
 
     \b
     Example:
@@ -269,7 +269,7 @@ def promote(remote: Remote, revision: RemoteRevision, alias: str) -> None:
 @alias_option
 @on_server
 def canary(remote: Remote, revision: RemoteRevision, percent: int, alias: str) -> None:
-    """Send PERCENT of an adapter's requests to REVISION, the others to its present main revision.
+    """Send PERCENT of an adapter's requests to REVISION, and all others to its current main revision.
 
     Requests with the same `user` always get the same revision.
 
@@ -329,7 +329,7 @@ def pin(remote: Remote, revision: RemoteRevision, off: bool) -> None:
 @click.argument("what", type=AdapterType())
 @on_server
 def remove(remote: Remote, what: RemoteRevision) -> None:
-    """Delete an adapter, or one of its revisions that no alias targets. Running requests finish.
+    """Delete an adapter, or one of its revisions that no alias targets. Running requests are not interrupted.
 
     \b
     Example:
@@ -382,7 +382,8 @@ def grant(remote: Remote, name: str, tenant: str, off: bool) -> None:
 @click.option("--background", is_flag=True, help="Show lines of batches, evaluations and shadows too.")
 @on_server
 def logs(remote: Remote, name: str, limit: int, background: bool) -> None:
-    """Show an adapter's events and releases, and the revisions that answered its latest requests. Newest last.
+    """Show an adapter's events and releases, and the revisions that answered its latest requests. The newest entry is
+    last.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""loramux batch: run files of requests on a running server when it has room."""
+"""loramux batch: run files of requests on a running server when the server has free capacity."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 @click.group()
 def batch() -> None:
-    """Run files of requests on a running server, when there is room and at the price of batches.
+    """Run files of requests on a running server when it has free capacity, at the price of batches.
 
     \b
     Example:
@@ -32,7 +32,7 @@ def batch() -> None:
 @click.option("--wait", is_flag=True, help="Wait for its end.")
 @on_server
 def run(remote: Remote, file: Path, *, endpoint: str, window: str, output: Path | None, wait: bool) -> None:
-    """Send FILE, lines of {custom_id, method, url, body}, and run it.
+    """Send FILE, whose lines are {custom_id, method, url, body}, and run it as a batch.
 
     \b
     Example:
@@ -67,7 +67,7 @@ def list_batches(remote: Remote, limit: int) -> None:
 @click.argument("id")
 @on_server
 def show(remote: Remote, id: str) -> None:
-    """Show a batch: its state, its counts, its files, and what was wrong with its lines.
+    """Show a batch: its state, counts and files, and the errors of its lines.
 
     \b
     Example:
@@ -81,7 +81,7 @@ def show(remote: Remote, id: str) -> None:
 @click.argument("id")
 @on_server
 def cancel(remote: Remote, id: str) -> None:
-    """Begin no further line of a batch. Answers so far are in its output file.
+    """Cancel a batch: no further line begins. The output file has the answers of lines that ended.
 
     \b
     Example:

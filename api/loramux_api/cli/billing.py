@@ -1,4 +1,5 @@
-"""loramux price and usage: price lists and their tenants; closed months, invoices, exports and the ledger's proof.
+"""loramux price and usage: price lists and their tenants, closed months, invoices, exports and the verification of the
+ledger.
 
 Commands work on the database of --config, and need no running server.
 """
@@ -84,7 +85,7 @@ def list_plans(config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def assign(plan_name: str, tenant_name: str, month: str, replace: bool, config: Path, as_json: bool) -> None:
-    """Assign the plan PLAN_NAME to a tenant, until another plan succeeds it.
+    """Assign the plan PLAN_NAME to a tenant, until another plan replaces it.
 
     \b
     Example:
@@ -103,7 +104,7 @@ def assign(plan_name: str, tenant_name: str, month: str, replace: bool, config: 
 @config_option()
 @json_option
 def unassign(tenant_name: str, month: str, config: Path, as_json: bool) -> None:
-    """Take back the plan that a tenant has from a month on; the plan from before applies again.
+    """Remove the plan that a tenant has from a month on. The previous plan applies again.
 
     \b
     Example:
@@ -114,7 +115,7 @@ def unassign(tenant_name: str, month: str, config: Path, as_json: bool) -> None:
 
 
 class Delivered(msgspec.Struct, frozen=True):
-    """Entries delivered to a sink by this command, and events that it has refused so far."""
+    """Entries delivered to a sink by this command, and events that the sink has refused so far."""
 
     sink: str
     entries: int
@@ -126,7 +127,7 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Check and show th
 
 @click.group()
 def usage() -> None:
-    """Close periods, write invoices and exports, and prove them.
+    """Close periods, write invoices and exports, and verify them.
 
     \b
     Example:
@@ -142,7 +143,7 @@ def usage() -> None:
 def reconcile_command(config: Path, as_json: bool) -> None:
     """Verify the ledger, closed months, invoices and checkpoints, and compare it with the engines' token counts.
 
-    Exits with 1 if they differ by a single token, or if an entry, a closed month or an invoice was altered.
+    Exits with 1 if the counts differ by a single token, or if an entry, a closed month or an invoice was altered.
 
     \b
     Example:
@@ -190,7 +191,7 @@ def close(period: str, dry_run: bool, config: Path, as_json: bool) -> None:
     """Close a month that is over: freeze its entries and all invoices. This cannot be undone.
 
     Storage is accounted up to now first. Later entries and corrections belong to the next month. A dry run also shows
-    the invoices of a month that is not over yet, as of now.
+    the current invoices of a month that is not over yet.
 
     \b
     Example:
@@ -219,7 +220,7 @@ def close(period: str, dry_run: bool, config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def invoice(tenant_name: str, period: str, html: Path | None, pdf: Path | None, config: Path, as_json: bool) -> None:
-    """Show a tenant's invoice: the final one of a closed month, or a draft of the open one.
+    """Show a tenant's invoice: the final invoice of a closed month, or a draft for the open month.
 
     `billing.issuer` of the settings is the sender in HTML and PDF.
 
@@ -258,7 +259,7 @@ def address(
     config: Path,
     as_json: bool,
 ) -> None:
-    """Show or set a tenant's address and tax number on invoices; closed months keep theirs.
+    """Show or set a tenant's address and tax number on invoices; closed months keep their old address.
 
     \b
     Example:
@@ -414,7 +415,7 @@ def _change(text: str) -> tuple[str, int]:
 
 
 def _gpu_cost(texts: Sequence[str]) -> int | dict[str, int]:
-    """Return the cost in nano-units: one number, or one for each currency."""
+    """Return the cost in nano-units: one number, or one number per currency."""
     if len(texts) == 1 and "=" not in texts[0]:
         return _nanos(texts[0])
     costs: dict[str, int] = {}
@@ -438,7 +439,7 @@ def _nanos(amount: str) -> int:
 
 
 async def _period(desk: BillingServices, month: Month) -> Period:
-    """Return the period; an open one has the entries written so far."""
+    """Return the period. An open period has the entries that were written so far."""
     found = [one for one in await desk.billing.snapshot() if one.month == month]
     if not found:
         raise PeriodNotOpen(f"nothing is billed in {month}", "period")

@@ -38,7 +38,7 @@ period_option = click.option("--period", required=True, metavar="YYYY-MM", help=
 def config_option(*, required: bool = True) -> Callable[[Command], Command]:
     """Return the option --config. Its default is LORAMUX_CONFIG, or else the settings of `loramux serve MODEL`.
 
-    Without `required`, the command gets None if there is no such file.
+    Without `required`, the command gets None if the file does not exist.
     """
 
     def or_default(context: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:

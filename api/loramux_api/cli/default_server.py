@@ -1,8 +1,8 @@
 """The server that needs no settings file: `loramux serve MODEL`, its settings and the folder with its data.
 
-Its settings are those of `configs/single-node.toml`, with this model and with all data in one folder, `LORAMUX_DATA`.
-Each start writes them there, so that commands without `--config` find the database, the pepper and the address of the
-same server. `loramux init` writes the same settings to a file that the user chooses.
+The settings are those of `configs/single-node.toml`, with this model and with all data in one folder, `LORAMUX_DATA`.
+Each start writes the settings into this folder, so that commands without `--config` find the database, the pepper and
+the address of the same server. `loramux init` writes the same settings to a file that the user chooses.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def find_models() -> Iterator[Path]:
 
 
 def model_name(model: Path) -> str:
-    """Return a name for requests: that of the folder, or of the repository for a snapshot in the Hugging Face cache."""
+    """Return the model's name in requests: the name of the folder, or of the repository if the folder is a snapshot in
+    the Hugging Face cache.
+    """
     named = model.parents[1].name.split("--")[-1] if model.parent.name == "snapshots" else model.name
     return re.sub(r"[^a-z0-9._-]+", "-", named.lower()).strip("-.") or "base"
 

@@ -80,9 +80,10 @@ def add(
     quantization: str,
     wait: bool,
 ) -> None:
-    """Add a base model to the others, or serve a retired one again.
+    """Add a base model, or serve a retired base model again.
 
-    It is checked first, and then loaded while everything else is served. Exit code 1: it did not load.
+    The base model is checked first, and then loaded while the server serves all other models. The exit code is 1 if it
+    did not load.
 
     \b
     Example:
@@ -146,8 +147,8 @@ def migrate(
 ) -> None:
     """Check every adapter that an alias points at on another base model, in the background.
 
-    Each fits, needs retraining, or is refused, with the reason. What fits gets a further revision; no alias moves.
-    The same command again, while it runs, shows the same migration.
+    Each adapter fits, needs retraining, or is refused with the reason. An adapter that fits gets a new revision; no
+    alias moves. The same command again, while the migration runs, shows this migration.
 
     \b
     Example:
@@ -191,7 +192,7 @@ def report(remote: Remote, migration: str) -> None:
 @click.argument("migration")
 @on_server
 def cancel(remote: Remote, migration: str) -> None:
-    """End a migration under way. What is decided stays so; `migrate` again checks everything anew.
+    """End a running migration. The migration's decisions so far remain. Another `migrate` checks all adapters again.
 
     \b
     Example:
@@ -208,7 +209,7 @@ def cancel(remote: Remote, migration: str) -> None:
 @click.option("--adapter", help="Only this adapter, TENANT/ADAPTER.")
 @on_server
 def promote(remote: Remote, migration: str, weight: int, tenant: str | None, adapter: str | None) -> None:
-    """Move aliases of adapters that fit to their revisions for the new base model; release policies hold.
+    """Move aliases of adapters that fit to their revisions for the new base model. Release policies apply.
 
     \b
     Example:
@@ -225,7 +226,7 @@ def promote(remote: Remote, migration: str, weight: int, tenant: str | None, ada
 @click.option("--adapter", help="Only this adapter, TENANT/ADAPTER.")
 @on_server
 def rollback(remote: Remote, migration: str, tenant: str | None, adapter: str | None) -> None:
-    """Move aliases back to what they pointed at before.
+    """Move aliases back to their earlier targets.
 
     \b
     Example:
@@ -318,7 +319,7 @@ def status(remote: Remote) -> None:
 @_seconds
 @on_server
 def drain(remote: Remote, engines: tuple[str, ...], seconds: float) -> None:
-    """Take engines out of service, one after the other; each is stopped once it has no request.
+    """Take engines out of service, one after the other. Each engine is stopped when its last request has ended.
 
     \b
     Example:
@@ -333,9 +334,10 @@ def drain(remote: Remote, engines: tuple[str, ...], seconds: float) -> None:
 @_seconds
 @on_server
 def restart(remote: Remote, engines: tuple[str, ...], seconds: float) -> None:
-    """Restart engines, one after the other: each is drained, stopped and started, and must serve before the next.
+    """Restart engines, one after the other: each engine is drained, stopped and started, and must serve before the next
+    engine is drained.
 
-    No request fails: if a base has one engine, its requests wait for it.
+    No request fails. If a base has only one engine, requests wait for its restart.
 
     \b
     Example:
@@ -380,13 +382,14 @@ def engine() -> None:
 def serve(config: Path, name: str | None, listen: str, device: str | None, as_json: bool) -> None:
     """Load a base and serve it to the servers that list this address in `engines.addresses`.
 
-    Their keys are in fronts.public, its own in engine.secret. On SIGTERM or Ctrl-C its requests go on at other engines.
+    The servers' keys are in fronts.public, the engine's own key is in engine.secret. On SIGTERM or Ctrl-C the engine's
+    requests continue on other engines.
 
     \b
     Example:
       loramux engine serve --config loramux.toml --base qwen3-8b --listen tcp://0.0.0.0:7101 --device cuda:0
     """
-    os.umask(0o077)  # what the engine writes (fetched adapters, its caches) is for its own user
+    os.umask(0o077)  # only the engine's own user may read the files that it writes (fetched adapters, caches)
     settings = load_settings(config)
     own = settings.of_base(_base_of(settings, name))
     if device is not None:

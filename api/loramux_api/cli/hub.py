@@ -1,7 +1,7 @@
 """Find a base model by the name that a person types: a folder, or a repository of the Hugging Face hub.
 
-If the hub's cache on this machine has the whole repository, it is used. Otherwise the repository is downloaded, with
-progress on stderr. An interrupted download continues at the point where it stopped.
+If the hub's cache on this machine has the whole repository, the cached files are used. Otherwise the repository is
+downloaded, with progress on stderr. An interrupted download continues at the point where it stopped.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def find_model(name: str, note: Callable[[str], None]) -> Path:
 
 
 def _snapshots(repository: str) -> list[Path]:
-    """Return the cached versions of a repository: first the one that `main` names, then the others, newest first."""
+    """Return the cached versions of a repository: first the version that `main` names, then others, newest first."""
     root = cache_folder() / f"models--{repository.replace('/', '--')}"
     try:
         main = (root / "refs" / "main").read_text().strip()

@@ -73,7 +73,8 @@ def evaluate(
 @click.option("--off", is_flag=True, help="Remove the policy.")
 @on_server
 def policy(remote: Remote, name: str, *, alias: str, demands: tuple[str, ...], off: bool) -> None:
-    """Show or set what a revision must show before it takes most of an adapter's requests. NAME@3 checks a revision.
+    """Show or set the conditions that a revision must meet before it takes most of an adapter's requests. NAME@3 checks
+    a revision.
 
     \b
     Example:
@@ -199,7 +200,7 @@ def policy_text(name: str, found: Policy) -> str:
 
 
 def _demands(texts: tuple[str, ...]) -> dict[str, Any]:
-    """Parse `evaluation.margin=0.02` and other demands; the server knows which ones exist."""
+    """Parse `evaluation.margin=0.02` and other demands; the server knows which demands exist."""
     found: dict[str, Any] = {}
     for text in texts:
         name, _, number = text.partition("=")

@@ -16,7 +16,7 @@ from loramux_api.cli.common import config_option, json_option, put
 from loramux_client import Client, RetryPolicy
 
 RETRY = RetryPolicy(retries=2, first_pause=0.2)
-"""Short pauses: a person waits at the terminal."""
+"""Retries with short pauses, because a person waits at the terminal."""
 
 _revision = re.compile(r"(?P<name>[^@]+)@(?P<number>[1-9][0-9]{0,8})")
 

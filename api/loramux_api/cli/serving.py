@@ -55,7 +55,8 @@ class InitResult(msgspec.Struct, frozen=True):
 def init(file: Path, model: Path | None, force: bool, as_json: bool) -> None:
     """Write commented settings for a first server to FILE (default: loramux.toml), and print the next commands.
 
-    They are what `loramux serve MODEL` assumes, data folder included; change them as you like.
+    These are the settings that `loramux serve MODEL` assumes, including the data folder. Change these settings as you
+    like.
 
     \b
     Example:
@@ -111,8 +112,8 @@ def serve(model: str | None, config: Path | None, host: str | None, port: int | 
 
     MODEL is the folder of a transformers checkpoint, or a repository of the Hugging Face hub (org/name), which is
     downloaded unless it is in the hub's cache. All data is then in one folder, LORAMUX_DATA (default:
-    ~/.local/share/loramux), and the other commands find it without --config. Everything else is served from a settings
-    file.
+    ~/.local/share/loramux), and the other commands find it without --config. Servers with other settings need a
+    settings file.
 
     Loads the models, which takes seconds to minutes, and serves until SIGTERM or Ctrl-C. Running requests finish first.
     A SQLite database is created and migrated automatically; for PostgreSQL run `loramux migrate` first.

@@ -36,7 +36,7 @@ def simulate(
 ) -> None:
     """Run a scenario through the engine's scheduler on a model of a device. Deterministic; needs no GPU.
 
-    Without a name it lists the shipped scenarios. docs/simulator.md explains scenarios and figures.
+    Without a name it lists the shipped scenarios. The page docs/simulator.md explains scenarios and figures.
 
     \b
     Example:

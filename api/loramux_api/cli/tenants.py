@@ -49,7 +49,7 @@ def tenant() -> None:
 def create_tenant(name: str, tier: str, config: Path, as_json: bool) -> None:
     """Create the tenant NAME, which consists of a-z, 0-9, '.', '_' and '-'.
 
-    Its adapters are called NAME/ADAPTER. It starts with one project, `default`.
+    The tenant's adapters are called NAME/ADAPTER. The tenant starts with one project, `default`.
 
     \b
     Example:
@@ -126,7 +126,7 @@ def resume_tenant(name: str, config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def set_zero_retention(name: str, zero_retention: bool, config: Path, as_json: bool) -> None:
-    """Store nothing of what the requests of the tenant NAME say or get, from now on.
+    """From now on, store no text of the requests and answers of the tenant NAME.
 
     Kept answers, files and batches of the tenant are deleted.
 
@@ -156,7 +156,7 @@ def set_allow_judges(name: str, allow_judges: bool, config: Path, as_json: bool)
 
 @click.group()
 def tier() -> None:
-    """Manage tiers: a class of the scheduler, a weight in it, and the service tiers that requests may ask for.
+    """Manage tiers: a class of the scheduler, a weight in it, and the service tiers that requests may use.
 
     \b
     Example:
@@ -216,7 +216,7 @@ def list_tiers(config: Path, as_json: bool) -> None:
 @config_option()
 @json_option
 def remove_tier(name: str, config: Path, as_json: bool) -> None:
-    """Delete the tier NAME. No tenant may be in it.
+    """Delete the tier NAME. The tier must have no tenants.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""/v1/adapters: a tenant's adapters, and below each its revisions, pins, aliases and grants.
+"""/v1/adapters: a tenant's adapters, and each adapter's revisions, pins, aliases and grants.
 
 Changes accept `If-Match` and `Idempotency-Key` (`preconditions`); a response with an adapter has its ETag (`tagged`).
 """
@@ -80,8 +80,8 @@ class AdapterController(ApiController):
         """Make PEFT files the next revision of an adapter.
 
         The form has the field `name` and the files `adapter_config.json` and `adapter_model.safetensors`, as
-        `save_pretrained` writes them. It may have the field `base_model`: the base that the adapter was trained on.
-        Sending the same files again changes nothing.
+        `save_pretrained` writes them. The form may have the field `base_model`: the base that the adapter was trained
+        on. Sending the same files again changes nothing.
         """
         async with uploads.parts.receiving(principal) as folder:
             form = AdapterForm(folder, uploads.parts.threads.of(principal.tenant))
@@ -98,7 +98,8 @@ class AdapterController(ApiController):
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
     ) -> AdapterPage:
-        """List your adapters at their current revisions, by name: all of them, or at most `limit` after the id `after`.
+        """List your adapters by name, with their current revisions. Without `limit` the list has all adapters;
+        otherwise it has at most `limit` adapters after the id `after`.
 
         `search`: list only adapters whose name contains this text.
         """
@@ -152,8 +153,8 @@ class AdapterController(ApiController):
         adapters: NamedDependency[AdapterService],
         undo_s: FromQuery[int | None] = None,
     ) -> Deleted:
-        """Delete an adapter with all its revisions; running requests finish. Undo works for `undo_s` seconds; 0:
-        never.
+        """Delete an adapter with all its revisions; running requests finish. The deletion can be undone for `undo_s`
+        seconds (0: never).
         """
         info = await adapters.delete(principal, adapter, preconditions, check_undo(undo_s))
         return Deleted(id=info.id, name=info.name)
@@ -239,7 +240,7 @@ class RevisionController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> Listing[RevisionObject]:
-        """List the revisions, newest first. Deleted ones are included while they can be undeleted."""
+        """List the revisions, newest first. Deleted revisions are included while they can be undeleted."""
         return Listing(data=[revision_object(info) for info in await adapters.queries.revisions(principal, adapter)])
 
     @get(at("/revisions/{revision:str}"), guards=[requires("read")], summary="Describe a revision")
@@ -268,7 +269,9 @@ class RevisionController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Set the revision to be deleted `ttl_s` seconds from now, or never. Aliases then keep their other targets."""
+        """Set the revision to be deleted `ttl_s` seconds from now, or never. When the revision is deleted, aliases keep
+        their other targets.
+        """
         number = number_of(adapter, revision)
         return revision_object(
             await adapters.deletion.set_revision_ttl(principal, adapter, number, data.ttl_s, preconditions)
@@ -312,8 +315,8 @@ class PinController(OneAdapterController):
         principal: NamedDependency[Principal],
         adapters: NamedDependency[AdapterService],
     ) -> RevisionObject:
-        """Pin the revision, and wait until it is in the pool. Its memory is charged until DELETE, or until long disuse
-        ends the pin.
+        """Pin the revision, and wait until it is in the pool. The revision's memory is charged until DELETE, or until
+        long disuse ends the pin.
         """
         return revision_object(await adapters.pins.pin(principal, adapter, number_of(adapter, revision), preconditions))
 
@@ -405,12 +408,14 @@ class AliasController(OneAdapterController):
         adapters: NamedDependency[AdapterService],
         version: VersionQuery = None,
     ) -> Response[Adapter]:
-        """Restore the alias's previous targets, or those of one `version`. Each call goes back one more change."""
+        """Restore the alias's previous targets, or the targets of `version`. Each further call goes back one more
+        change.
+        """
         return tagged(await adapters.aliases.roll_back(principal, adapter, alias, version, preconditions))
 
 
 class GrantController(OneAdapterController):
-    """Other tenants that may call an adapter, at their own cost."""
+    """Grants: other tenants that may call an adapter, at their own cost."""
 
     @get(at("/grants"), guards=[requires("read")], summary="List grants")
     async def list_grants(

@@ -1,4 +1,5 @@
-"""/admin, which operators call: tenants, tiers, keys, the audit log; engines, their activity, the ledger's proof.
+"""/admin, which operators call: tenants, tiers, keys and the audit log; engines and their activity; the verification of
+the ledger.
 
 Base models and migrations are in `bases`, limits and budgets in `limits`, plans in `plans`.
 """
@@ -78,8 +79,8 @@ class AdminTenantController(OperatorController):
     async def change(
         self, name: PathName, data: JSONBody[TenantChange], operators: NamedDependency[Tenants]
     ) -> TenantObject:
-        """Change a tenant's tier, suspend or resume it, set zero retention, allow judges. Applies from its next request
-        on.
+        """Change a tenant's tier, suspend or resume it, set zero retention, allow judges. The change applies from the
+        tenant's next request on.
         """
         tenant: Tenant = await operators.named(name)
         if isinstance(data.tier, str):
@@ -124,12 +125,16 @@ class AdminEngineController(OperatorController):
 
     @post("/drain", status_code=202, summary="Drain an engine")
     async def drain(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
-        """Give an engine no more requests, and stop it when it has none. It stays stopped until it is restarted."""
+        """Send an engine no more requests, and stop it when its last request has ended. The engine stays stopped until
+        it is restarted.
+        """
         return engine_object(bases.order_engine(data.engine, restart=False, seconds=data.seconds))
 
     @post("/restart", status_code=202, summary="Restart an engine")
     async def restart(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
-        """Drain an engine and start it again. When it serves, the list shows it as `ready`, with one more start."""
+        """Drain an engine and start it again. When the engine serves, the list shows it as `ready`, with one more
+        start.
+        """
         return engine_object(bases.order_engine(data.engine, restart=True, seconds=data.seconds))
 
 
@@ -147,12 +152,12 @@ class AdminTierController(OperatorController):
     async def put_tier(
         self, name: PathName, data: JSONBody[TierBody], operators: NamedDependency[Tenants]
     ) -> TierObject:
-        """Create or change a tier. Applies from its tenants' next requests on."""
+        """Create or change a tier. The change applies from the next requests of the tier's tenants on."""
         return tier_object(await operators.tiers.put(name, data.service_class, data.weight, data.service_tiers))
 
     @delete("/{name:str}", status_code=200, summary="Delete a tier")
     async def remove(self, name: PathName, operators: NamedDependency[Tenants]) -> TierObject:
-        """Delete a tier. No tenant may be in it."""
+        """Delete a tier. The tier must have no tenants."""
         return tier_object(await operators.tiers.remove(name))
 
 
@@ -226,8 +231,8 @@ class AdminActivityController(OperatorController):
         adapters: NamedDependency[AdapterService],
         operators: NamedDependency[Tenants],
     ) -> Listing[ActivityObject]:
-        """Return each engine's steps of the last minute that had work, by model and class, and what leaves its pool
-        next.
+        """Return each engine's steps of the last minute that had work, by model and class, and the contents of its pool
+        that are evicted next.
         """
         stats = [(base.name, one, found) for base in bases.values() for one, found in base.engines.stats().items()]
         digests = {

@@ -1,6 +1,6 @@
 """/admin/bases, /admin/migrations and /v1/migrations: base models, and adapters that move between them.
 
-Operators add and retire base models while servers run, check a base's adapters on another base, and move those that
+Operators add and retire base models while servers run, check a base's adapters on another base, and move adapters that
 fit. Tenants read the results for their own adapters.
 """
 
@@ -46,16 +46,19 @@ class AdminBaseController(OperatorController):
 
     @get(summary="List base models")
     async def list_bases(self, lifecycle: NamedDependency[BaseLifecycle]) -> Listing[BaseObject]:
-        """List the base models of the settings file and those that were added, with their state on this server."""
+        """List the base models of the settings file and the base models that were added, with their state on this
+        server.
+        """
         return Listing(data=[base_object(status) for status in lifecycle.statuses()])
 
     @post(status_code=202, summary="Add a base model")
     async def add(
         self, data: JSONBody[BaseBody], lifecycle: NamedDependency[BaseLifecycle], operators: NamedDependency[Tenants]
     ) -> BaseObject:
-        """Check a base model and start its engines on every server. The list shows when it serves.
+        """Check a base model and start its engines on every server. The list shows when the base model is served.
 
-        A retired base model is served again. The other base models stay served, also if this one does not load.
+        A retired base model is served again. Other base models are served without interruption, even if this base model
+        does not load.
         """
         return base_object(await lifecycle.add(operators.changes, msgspec.to_builtins(data)))
 
@@ -65,7 +68,7 @@ class AdminBaseController(OperatorController):
     ) -> BaseObject:
         """Refuse new uploads and requests for a base model, and stop its engines when no request runs.
 
-        After that, requests to its adapters get 410, and the error names the base model to use instead.
+        After that, requests to the base's adapters get 410, and the error names the base model to use instead.
         """
         return base_object(await lifecycle.retire(operators.changes, data.name, data.successor, force=data.force))
 
@@ -89,7 +92,7 @@ class AdminMigrationController(OperatorController):
         operators: NamedDependency[Tenants],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
-        """Check the adapters of one base model on another one in the background. Nothing that is served changes."""
+        """Check the adapters of one base model on another base model in the background. No answer changes."""
         made = await base_upgrades.begin(
             operators.changes,
             source=data.source,
@@ -128,7 +131,9 @@ class AdminMigrationController(OperatorController):
         operators: NamedDependency[Tenants],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> MigrationObject:
-        """End a running migration. Its decisions so far remain, and a further migration continues from them."""
+        """End a running migration. The migration's decisions so far remain, and a further migration continues from
+        them.
+        """
         return migration_object(await base_upgrades.cancel(operators.changes, migration_id))
 
     @post("/{migration_id:str}/promote", status_code=200, summary="Move adapters to the target")
@@ -139,7 +144,7 @@ class AdminMigrationController(OperatorController):
         principal: NamedDependency[Principal],
         base_upgrades: NamedDependency[BaseUpgrades],
     ) -> ShiftedList:
-        """Give the new revisions of adapters that fit a share of their aliases: a canary, or all.
+        """Give the new revisions of adapters that fit a share of their aliases: a canary's share, or all requests.
 
         Release policies apply. One call moves at most 500 adapters; `next` is where the next call begins.
         """

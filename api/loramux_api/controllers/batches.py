@@ -1,5 +1,5 @@
-"""/v1/batches and /v1/files: files of requests that run when the server has room, and the files that they read and
-write.
+"""/v1/batches and /v1/files: batches of requests, which run when the server has free capacity, and their input and
+output files.
 """
 
 from __future__ import annotations
@@ -77,14 +77,16 @@ class BatchController(ApiController):
     async def get_batch(
         self, batch_id: PathName, principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
-        """Describe a batch: its state, its counts, and after its end its files."""
+        """Describe a batch: its state and counts, and after its end its output files."""
         return batch_object(await batches.get(principal, batch_id))
 
     @post("/{batch_id:str}/cancel", status_code=200, summary="Cancel a batch")
     async def cancel(
         self, batch_id: PathName, principal: NamedDependency[Principal], batches: NamedDependency[Batches]
     ) -> BatchObject:
-        """Cancel a batch: no further line begins. Running lines finish, and the output file has the answers so far."""
+        """Cancel a batch: no further line begins. Running lines finish. The output file has the answers of all lines
+        that ended.
+        """
         return batch_object(await batches.cancel(principal, batch_id))
 
 

@@ -109,7 +109,7 @@ class ChatWriter(Writer):
             yield chunk
 
     def chunk(self, delta: Delta) -> Iterable[ChatChunk]:
-        """Return the event for a delta; none if it contains nothing that the client asked for."""
+        """Return the event for a delta; none if the delta contains nothing that the client requested."""
         delta = self._noted(delta)
         logprobs, token_ids = asked_logprobs(delta, self._body), self._token_ids(delta)
         news = delta.text or delta.thought or delta.calls
@@ -126,7 +126,7 @@ class ChatWriter(Writer):
         )
 
     def closing(self, usage: TokenCounts) -> Iterable[ChatChunk]:
-        """Return the usage, if the request asks for it."""
+        """Return the usage if the request has `include_usage`."""
         if self._body.include_usage:
             chunk = self._chunk()
             chunk.usage = self._usage(usage)
@@ -163,7 +163,7 @@ class ChatWriter(Writer):
         return self._answer.prompt_token_ids[0] if self._body.return_token_ids else UNSET
 
     def _noted(self, delta: Delta) -> Delta:
-        """Count the tokens, and those of thoughts; note which choices call tools. Return the visible part of the
+        """Count the tokens and the thought's tokens, and note which choices call tools. Return the visible part of the
         delta.
         """
         self._thought_tokens += delta.thought_tokens

@@ -123,7 +123,9 @@ class TextChoice(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None
     token_ids: list[int] | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    """If they are not requested, both are null in a whole answer, and absent in chunks."""
+    """Token ids of the prompt. If token ids are not requested, this field is null in a whole answer and absent in
+    chunks.
+    """
     prompt_logprobs: PromptLogprobList | None = None
 
 
@@ -180,11 +182,11 @@ class CompletionWriter(Writer):
         """Log probabilities of the choices' prompts, in a stream."""
 
     def opening(self) -> Iterable[TextCompletion]:
-        """Return nothing: a stream of texts begins with text."""
+        """Return no event, because a stream of texts begins with text."""
         return ()
 
     def chunk(self, delta: Delta) -> Iterable[TextCompletion]:
-        """Return the event for a delta; none if it contains nothing that the client asked for."""
+        """Return the event for a delta; none if the delta contains nothing that the client requested."""
         self._num_tokens += len(delta.token_ids)
         self._prompt_scores[delta.index] += delta.prompt_logprobs
         delta = msgspec.structs.replace(delta, logprobs=asked_logprobs(delta, self._body))
@@ -199,7 +201,7 @@ class CompletionWriter(Writer):
         yield self._completion([choice], usage_of_chunk(self._body, self._answer, self._num_tokens))
 
     def closing(self, usage: TokenCounts) -> Iterable[TextCompletion]:
-        """Return the usage, if the request asks for it."""
+        """Return the usage if the request has `include_usage`."""
         if self._body.include_usage:
             yield self._completion([], usage_object(usage))
 
@@ -231,7 +233,7 @@ class CompletionWriter(Writer):
         return choice
 
     def _repeat_prompt(self, choice: TextChoice, scores: Sequence[PromptTokenLogprob]) -> None:
-        """Put the prompt before a choice's text, and its log probabilities before those of the answer."""
+        """Put the prompt before a choice's text, and the prompt's log probabilities before the answer's."""
         if not self._body.echo:
             return
         prompt = self._answer.prompt_texts[choice.index // (self._body.n or 1)]

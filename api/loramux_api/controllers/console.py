@@ -66,11 +66,11 @@ class ConsoleFile:
     """The content in each compressed encoding that it has, the best first."""
     media_type: str
     is_immutable: bool
-    """True if its name contains a digest of its content."""
+    """True if the file's name contains a digest of its content."""
 
 
 class ConsoleFiles:
-    """Files below one folder. Each is read at its first request."""
+    """Files below one folder. Each file is read at its first request."""
 
     def __init__(self, folder: Path = FOLDER) -> None:
         self._folder = folder
@@ -83,7 +83,7 @@ class ConsoleFiles:
         return INDEX in self.names()
 
     def names(self) -> frozenset[str]:
-        """Return the names of all files. No other file is ever opened."""
+        """Return the names of all files. Only these files are ever opened."""
         if not self._names:
             files = self._folder.rglob("*") if self._folder.is_dir() else ()
             self._names = frozenset(file.relative_to(self._folder).as_posix() for file in files if file.is_file())
@@ -188,7 +188,7 @@ def _document(files: ConsoleFiles) -> Response[bytes]:
 
 
 class SignInBody(Body, forbid_unknown_fields=True):
-    """One of: an API key, or the secret of a sign-in link."""
+    """Credentials of a sign-in: an API key, or the secret of a sign-in link."""
 
     key: Secret | None = None
     link: Secret | None = None
@@ -223,7 +223,7 @@ class ProviderList(msgspec.Struct, kw_only=True):
 
 
 class BegunObject(msgspec.Struct, kw_only=True):
-    """A sign-in that has begun: the browser goes to the identity provider's page."""
+    """A sign-in that has begun: the browser must open the identity provider's page."""
 
     object: Literal["console.sign_in"] = "console.sign_in"
     location: str
@@ -351,7 +351,9 @@ class ConsoleSessionController(Controller):
         tenants: NamedDependency[Tenants],
         bases: NamedDependency[ServedBases],
     ) -> SessionObject:
-        """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log records it."""
+        """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log records this
+        view.
+        """
         session = await session_of(request)
         if "operator" not in session.principal.scopes:
             raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")
@@ -360,7 +362,9 @@ class ConsoleSessionController(Controller):
 
 
 class ConsoleSignInController(Controller):
-    """Signing in at an identity provider: to its page, and back. The provider's tokens stay on the server."""
+    """Signing in at an identity provider: the redirect to its page, and the return. The provider's tokens stay on the
+    server.
+    """
 
     path = "/console/oidc"
     tags = ("Console",)
@@ -431,7 +435,7 @@ def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None)
     """Return the session's cookie: only for this server, not readable by scripts, and only over TLS except on this
     machine.
 
-    It has no expiry: the server ends sessions, and the browser deletes the cookie when it closes.
+    The cookie has no expiry: the server ends sessions, and the browser deletes the cookie when the browser closes.
     """
     return Cookie(
         key=cookie_name(SESSION_COOKIE, request),
@@ -445,8 +449,8 @@ def session_cookie(request: AnyRequest, secret: str, max_age: int | None = None)
 
 
 def sign_in_cookie(request: AnyRequest, secret: str, max_age: int) -> Cookie:
-    """Return the cookie that binds a sign-in to its browser. It is Lax, because it comes back from the provider's
-    page.
+    """Return the cookie that binds a sign-in to its browser. The cookie is Lax, because the browser returns from the
+    provider's page.
     """
     return Cookie(
         key=cookie_name(SIGN_IN_COOKIE, request),

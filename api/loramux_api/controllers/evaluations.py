@@ -35,7 +35,7 @@ class EvaluationBody(Body, forbid_unknown_fields=True):
     revision: Number
     """Number of the candidate."""
     against: Number
-    """The revision that it is compared with."""
+    """The revision that the candidate is compared with."""
     file_id: Name
     """A file of purpose `evals`: lines of {messages or prompt, expected}."""
     grader: Grader
@@ -129,5 +129,5 @@ class EvaluationController(ApiController):
         principal: NamedDependency[Principal],
         evaluations: NamedDependency[Evaluations],
     ) -> EvaluationObject:
-        """Describe an evaluation; after its end, with its result."""
+        """Describe an evaluation. After its end, the description has the result."""
         return evaluation_object(await evaluations.get(principal, evaluation_id))

@@ -23,7 +23,7 @@ class Health(msgspec.Struct, omit_defaults=True):
 
     status: Status
     bases: list[BaseHealth] = []
-    """Each base model that is served or should be; only in the answer of /health/ready."""
+    """State of each configured base model; only in the answer of /health/ready."""
 
 
 DatabaseProbe = Callable[[], Awaitable[bool]]

@@ -31,7 +31,7 @@ class Home(msgspec.Struct, omit_defaults=True, kw_only=True):
     service: str
     api: str
     console: str | None
-    """Address of the console; null: `console_problem` gives the reason why there is none."""
+    """Address of the console; null: `console_problem` gives the reason why there is no console."""
     console_problem: str = ""
     schema: str = ""
     """Address of the API's description; absent on the public port of a server with an internal one."""
@@ -47,7 +47,7 @@ class HomeController(Controller):
     async def home(
         self, request: AnyRequest, state: State, settings: NamedDependency[Settings]
     ) -> Response[Home | None]:
-        """Redirect a browser to the console, if there is one; else say where things are."""
+        """Redirect a browser to the console if there is a console. Otherwise return the list of addresses."""
         is_built = await run_blocking(ANYONE, lambda: state.console_files.is_built)
         problem = "" if settings.console.enabled and is_built else NOT_BUILT if settings.console.enabled else OFF
         if not problem and "text/html" in request.headers.get("accept", ""):

@@ -1,7 +1,7 @@
-"""/v1/limits and /v1/budgets, and those of a tier or a tenant below /admin.
+"""/v1/limits and /v1/budgets, and below /admin the limits and budgets of a tier or a tenant.
 
-A tenant reads all its own limits, and sets those of its projects, keys and members. Operators set those of a whole
-tenant.
+A tenant reads all its own limits, and sets the limits of its projects, keys and members. Operators set the limits of a
+whole tenant.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class LimitController(ApiController):
         account: NamedDependency[Account],
         limits: NamedDependency[Limits],
     ) -> LimitObject:
-        """Set a limit. It applies from the next request on, in addition to the tenant's limits, which the operator
-        sets.
+        """Set a limit. The limit applies from the next request on, in addition to the tenant's limits, which the
+        operator sets.
         """
         await ensure_subject(account, principal, subject)
         return limit_object(await limits.put(principal.tenant, subject, name, data.value))
@@ -184,7 +184,7 @@ class AdminTierLimitController(OperatorController):
     async def set_limit(
         self, tier: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
-        """Set a limit. It applies from the next request on."""
+        """Set a limit. The limit applies from the next request on."""
         return limit_object(await Limits(operators.changes).put_for_tier(tier, name, data.value))
 
     @delete("/{name:str}", status_code=200, summary="Remove a tier's limit")
@@ -200,7 +200,7 @@ class AdminTenantLimitController(OperatorController):
 
     @get("/limits", summary="List a tenant's limits")
     async def list_limits(self, tenant: PathName, operators: NamedDependency[Tenants]) -> Listing[LimitObject]:
-        """List a tenant's own limits, and those of its tier for the other names."""
+        """List a tenant's own limits, and its tier's limits for all other names."""
         found_tenant = await operators.named(tenant)
         found = await Limits(operators.changes).of(found_tenant.id, found_tenant.tier)
         return Listing(data=[limit_object(limit) for limit in found])
@@ -209,7 +209,7 @@ class AdminTenantLimitController(OperatorController):
     async def set_limit(
         self, tenant: PathName, name: PathName, data: JSONBody[LimitBody], operators: NamedDependency[Tenants]
     ) -> LimitObject:
-        """Set a limit that has priority over the tier's. It applies from the next request on."""
+        """Set a limit that has priority over the tier's. The limit applies from the next request on."""
         id = (await operators.named(tenant)).id
         return limit_object(await Limits(operators.changes).put(id, id, name, data.value))
 

@@ -43,7 +43,7 @@ class GenerateParameters(Body, kw_only=True):
     """LoRAX's parameters; null means the same as absent."""
 
     adapter_id: ModelName | None = None
-    """An adapter's name, as in `model` of the other endpoints; none: the base model."""
+    """An adapter's name, as in `model` of the other endpoints. Without it, the base model answers."""
     do_sample: bool | None = None
     max_new_tokens: Positive | None = None
     ignore_eos_token: bool | None = None
@@ -173,7 +173,7 @@ ERROR_TYPES = {401: VALIDATION, 403: VALIDATION, 404: VALIDATION, 422: VALIDATIO
 
 
 def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
-    """Return the error in LoRAX's shape: 422 if the request has to be changed."""
+    """Return the error in LoRAX's shape, with 422 if the caller must change the request."""
     problem = problem_of(request, error)
     status = 422 if problem.status == 400 else problem.status
     content = LoraxError(problem.error.message, ERROR_TYPES.get(status, "generation"))
@@ -239,8 +239,8 @@ async def answered(
 
 
 class LoraxWriter(Writer):
-    """Writes one request's answer. A stream's events are delayed by one token, because the last token's event also has
-    the end.
+    """Writes one request's answer. A stream's events are delayed by one token, because the last token's event also
+    contains the end of the answer.
     """
 
     ending = b""
@@ -260,7 +260,7 @@ class LoraxWriter(Writer):
         self._last_id = -1
 
     def opening(self) -> Iterable[StreamedToken]:
-        """Return nothing: a stream begins with a token."""
+        """Return no event, because a stream begins with a token."""
         return ()
 
     def chunk(self, delta: Delta) -> Iterable[StreamedToken]:
@@ -269,7 +269,7 @@ class LoraxWriter(Writer):
         if not tokens:
             return
         before, self._last = self._last, tokens[-1]
-        if len(tokens) > 1:  # they became certain together: one event contains them
+        if len(tokens) > 1:  # these tokens became certain together, so one event contains them
             self._last = msgspec.structs.replace(tokens[-1], text="".join(token.text for token in tokens))
         if before is not None:
             yield StreamedToken(token=before)

@@ -75,7 +75,7 @@ class MessageUsage(msgspec.Struct, kw_only=True):
 
 
 class MessageObject(msgspec.Struct, kw_only=True):
-    """An answer, or the part of it that exists."""
+    """An answer, or the part of an answer that exists so far."""
 
     id: str
     type: Literal["message"] = "message"
@@ -84,9 +84,9 @@ class MessageObject(msgspec.Struct, kw_only=True):
     """The resolved model: `tenant/adapter@3`, or the base model's name."""
     content: list[Block]
     stop_reason: StopReason | None = None
-    """Null: a fault of its length or its adapter ended the answer early."""
+    """Reason of the answer's end. Null: a fault of its length or its adapter ended the answer early."""
     stop_sequence: str | None = None
-    """Stop sequence that ended it."""
+    """Stop sequence that ended the answer."""
     usage: MessageUsage
 
 
@@ -112,7 +112,7 @@ class BlockStart(msgspec.Struct, kw_only=True):
 
 
 class BlockNews(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New part of a block: one of the texts."""
+    """New part of a block; exactly one of the texts is set."""
 
     type: str
     text: str | UnsetType = UNSET
@@ -164,7 +164,7 @@ class MessageErrorObject(msgspec.Struct, kw_only=True):
     param: str | None = None
     code: str | None = None
     details: dict[str, str] | UnsetType = UNSET
-    """Anthropic's own code of an error, which its clients use to recover from it."""
+    """Anthropic's own code of an error, which Anthropic's clients use to recover from the error."""
 
 
 class MessageError(msgspec.Struct, kw_only=True):
@@ -258,7 +258,7 @@ class MessageController(Controller):
         principal: NamedDependency[Principal],
         completions: NamedDependency[CompletionService],
     ) -> TokenCount:
-        """Count a prompt's tokens. This costs nothing, and is refused if the minute's limit leaves no request."""
+        """Count a prompt's tokens. The call is free, and is refused if the limit per minute leaves no request."""
         with renamed_fields(renamed(data)):
             counted = await completions.tokenize(principal, to_counted(data))
         return TokenCount(len(counted.token_ids))
@@ -278,7 +278,7 @@ class MessageWriter(Writer):
         self._stop_string: str | None = None
 
     def opening(self) -> Iterable[msgspec.Struct]:
-        """Return the message without content. The number of reused tokens of its prompt comes at the end."""
+        """Return the message without content. The stream's end gives the number of reused tokens of the prompt."""
         prompt = TokenCounts(prompt=sum(map(len, self._answer.prompt_token_ids)))
         yield MessageStart(message=self._message(prompt))
 
@@ -363,7 +363,7 @@ def _block(part: AnswerPart) -> Block:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments with undecoded values; none if they are cut off."""
+    """Return a call's arguments with undecoded values, or no arguments if they are cut off."""
     try:
         return msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except msgspec.DecodeError:

@@ -34,7 +34,7 @@ class Model(msgspec.Struct, kw_only=True):
 
 
 class ModelList(msgspec.Struct, kw_only=True):
-    """All models that the caller can name."""
+    """All models that the caller may use."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -60,7 +60,7 @@ class ModelController(ApiController):
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
     ) -> ModelList:
-        """List the base models, your own adapters and those shared with you, if your key may use them.
+        """List the models that your key may use: base models, your own adapters, and adapters shared with you.
 
         `search`: list only models whose name contains this text. `limit`: list at most this many models; without it,
         all.

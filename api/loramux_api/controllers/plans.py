@@ -1,6 +1,6 @@
-"""/admin/plan: what-if questions, which `loramux plan` answers in a separate process, with bounds, one at a time.
+"""/admin/plan: capacity plans, which `loramux plan` computes in a separate process with bounds, one plan at a time.
 
-The search simulates thousands of steps in plain Python: in the server's process it would slow every stream.
+The search simulates thousands of steps in plain Python. In the server's process, this work would slow every stream.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from loramux_api.schemas.bounds import Name
 
 MAX_SECONDS = 90
 MAX_REQUESTS = 600
-"""Number of requests in the simulated traffic: a plan takes about 40 simulations of them."""
+"""Number of requests in the simulated traffic: a plan simulates this traffic about 40 times."""
 MAX_ANSWER_BYTES = 4 << 20
 NICE = 10
 SPREAD = 0.7
@@ -58,7 +58,7 @@ class PlanBody(Body, forbid_unknown_fields=True):
 
 
 class TrialObject(msgspec.Struct, kw_only=True):
-    """Settings, and their results in the simulator."""
+    """Settings and their results in the simulator."""
 
     gpus: int
     max_num_batched_tokens: int
@@ -71,12 +71,12 @@ class TrialObject(msgspec.Struct, kw_only=True):
     itl_ms_p50: float
     itl_ms_p99: float
     preemption_rate: float
-    """Share of the requests that lost their pages to others."""
+    """Share of the requests that were preempted by other requests."""
     pool_use: float
     adapters_resident: int
     """Largest number of adapters that one GPU's pool held at once."""
     simulated: int
-    """Number of GPUs that were simulated: one, with its part of the traffic, or all, with the router before them."""
+    """Number of GPUs that were simulated: one GPU with its part of the traffic, or all GPUs with the router."""
     tokens_per_s: float
     dollars_per_million_tokens: float
 
@@ -120,7 +120,7 @@ class PlanCancelled(msgspec.Struct, kw_only=True):
 
 
 class AdminPlanController(OperatorController):
-    """Plans for operators: how many GPUs a workload needs."""
+    """Plans for operators: the number of GPUs that a workload needs."""
 
     path = "/admin/plan"
 
@@ -132,7 +132,8 @@ class AdminPlanController(OperatorController):
 
     @post(status_code=200, summary="Make a plan")
     async def plan(self, data: JSONBody[PlanBody], request: AnyRequest, state: State) -> PlanObject:
-        """Simulate the workload on more and more GPUs until the goals are kept, then tune. This takes up to 90 seconds.
+        """Simulate the workload on more and more GPUs until the goals are met, then tune the settings. The search takes
+        up to 90 seconds.
 
         Only one plan is searched at a time: another request gets 429. DELETE, or closing the connection, ends the
         search.
@@ -183,7 +184,7 @@ def _trial_object(trial: Trial) -> TrialObject:
 
 
 class PlanRuns(LoramuxError):
-    """Another plan is being searched."""
+    """A search for another plan is running."""
 
     code = "plan_under_way"
     status = HTTPStatus.TOO_MANY_REQUESTS

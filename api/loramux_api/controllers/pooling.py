@@ -106,7 +106,7 @@ class PoolingController(ApiController):
 
 
 class PooledWriter(Writer):
-    """Collects the numbers of each prompt; they are never streamed."""
+    """Collects the numbers of each prompt. The numbers are never streamed."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
@@ -148,7 +148,7 @@ class EmbeddingWriter(PooledWriter):
         super().__init__(answer)
         self._body = body
         self._encoded: dict[int, msgspec.Raw] = {}
-        """Vectors that are encoded one at a time, as they come, because a request has many numbers."""
+        """Encoded vectors. Each vector is encoded when it arrives, because a request has many numbers."""
 
     def collect(self, delta: Delta) -> None:
         """Collect and encode a vector."""
@@ -227,8 +227,8 @@ class RerankWriter(PooledWriter):
 def _scores(pairs: Sequence[TextPair], numbers: list[Numbers], classes: Classes, *, activates: bool) -> list[float]:
     """Return a score for each pair: a classifier's single number, or the cosine of the two texts' vectors.
 
-    A classifier reads pairs, and gives one result per pair. Any other model reads each text once: a pair has two
-    vectors or, if its texts are equal, one, whose cosine is 1.
+    A classifier reads pairs, and gives one result per pair. Any other model reads each text once, and a pair has two
+    vectors. If the texts of a pair are equal, it has one vector, and the cosine is 1.
     """
     if _reads_pairs(numbers):
         return [float((_activated(one, classes) if activates else one)[0]) for one in numbers]
@@ -237,7 +237,7 @@ def _scores(pairs: Sequence[TextPair], numbers: list[Numbers], classes: Classes,
 
 
 def _reads_pairs(numbers: Sequence[Numbers]) -> bool:
-    """Return whether the numbers come from a classifier with one label. No model has vectors of one number."""
+    """Return whether the numbers come from a classifier with one label. Vectors always have several numbers."""
     return len(numbers[0]) == 1
 
 

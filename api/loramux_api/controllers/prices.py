@@ -41,7 +41,7 @@ class PricePlanObject(msgspec.Struct, kw_only=True):
     currency: str
     """Currency of the plan, as an ISO 4217 code."""
     minimum: str
-    """Least amount that a month costs, in the currency."""
+    """Minimum amount of a month, in the currency."""
     meters: list[str]
     """Meters that have a price."""
 

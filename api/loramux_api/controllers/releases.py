@@ -54,7 +54,9 @@ class GuardBody(Body, forbid_unknown_fields=True):
     measures: Annotated[list[Name], Meta(max_length=len(MEASURES))]
     """Some of errors (requests that failed, choices that were aborted), feedback (mean score) and latency."""
     first_token_seconds: float | None = None
-    """Bound for the measure latency: a first token within it is good. It must be one of the bounds of the metrics."""
+    """Bound for the measure latency: a first token within this time is good. The value must be one of the bounds of the
+    metrics.
+    """
 
 
 class GuardObject(msgspec.Struct, kw_only=True):
@@ -170,7 +172,9 @@ class GuardController(OneAdapterController):
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
-        """Set a guard. It rolls back the newest target of the alias as soon as this target is worse than the others."""
+        """Set a guard. The guard rolls back the newest target of the alias as soon as this target is worse than the
+        others.
+        """
         bound = data.first_token_seconds
         return _guard_object(alias, await guards.put(principal, adapter, alias, data.measures, bound))
 
@@ -193,7 +197,7 @@ class GuardController(OneAdapterController):
         principal: NamedDependency[Principal],
         guards: NamedDependency[CanaryGuards],
     ) -> GuardObject:
-        """Remove the guard; the canary stays as it is."""
+        """Remove the guard; the canary is not changed."""
         await guards.remove(principal, adapter, alias)
         return GuardObject(alias=alias, measures=[])
 

@@ -1,7 +1,7 @@
-"""/v1/responses: OpenAI's Responses, which are stored if the operator has them stored.
+"""/v1/responses: OpenAI's Responses, which are stored if the operator enables storage.
 
-First the routes; then `ResponseWriter`, which makes the structs of `schemas.response_objects` of an answer's parts.
-`schemas.responses` reads requests, and `schemas.stored_responses` says what is stored.
+First the routes; then `ResponseWriter`, which makes the structs of `schemas.response_objects` from an answer's parts.
+`schemas.responses` reads requests, and `schemas.stored_responses` defines the stored form.
 """
 
 from __future__ import annotations
@@ -131,7 +131,9 @@ class ResponseController(ApiController):
         principal: NamedDependency[Principal],
         responses: NamedDependency[ResponseStore],
     ) -> ResponseDeleted:
-        """Delete a response of your project. Later responses that continue it stay, but cannot be continued."""
+        """Delete a response of your project. Later responses that continue the deleted response remain, but cannot be
+        continued.
+        """
         await responses.delete(principal, response_id)
         return ResponseDeleted(id=response_id)
 
@@ -147,7 +149,7 @@ class ResponseController(ApiController):
             str | None, QueryParameter(max_length=MAX_NAME, description="The last id of the previous page.")
         ] = None,
     ) -> Cursored[dict[str, Any]]:
-        """List the items that the request sent itself; those of the responses that it continues are theirs."""
+        """List the items that the request itself sent, without the items of earlier responses that it continues."""
         items = listed_items((await responses.get(principal, response_id)).items)
         if order == "desc":
             items.reverse()
@@ -162,7 +164,7 @@ Keep = Callable[[ResponseObject], Awaitable[bool]]
 
 
 async def _history(responses: ResponseStore, inference: Inference, body: ResponseBody) -> list[InputItem]:
-    """Return the items before the input, and put those that the input refers to into it.
+    """Return the items before the input, and replace references in the input by their items.
 
     Raises PreviousResponseNotFound, ItemNotFound, InvalidRequest.
     """
@@ -177,7 +179,7 @@ async def _history(responses: ResponseStore, inference: Inference, body: Respons
 
 
 async def _keep(responses: ResponseStore, principal: Principal, body: ResponseBody, response: ResponseObject) -> bool:
-    """Store a response, without log probabilities: they are many times its text."""
+    """Store a response, without log probabilities, because these are many times larger than the text."""
     output = [_without_logprobs(item) for item in response.output]
     text = ResponseText(
         items=msgspec.json.encode(WrittenItems(written_input(body, response.id), output)),
@@ -251,9 +253,11 @@ class ResponseWriter(Writer):
         return response
 
     async def finish(self, usage: TokenCounts) -> None:
-        """Store the response: as soon as the caller has its id as that of a whole one, it can be referred to.
+        """Store the response. The response is stored before the caller gets the end of the answer, so that the next
+        request can refer to it.
 
-        The answer of an earlier request under the same idempotency key was stored then, and may be deleted by now.
+        The answer of an earlier request under the same idempotency key was stored at that time, and may have been
+        deleted since.
         """
         if self._keep is not None and not self._answer.replayed and not await self._keep(self.whole(usage)):
             self._keep = None
@@ -274,7 +278,7 @@ class ResponseWriter(Writer):
         return named_frame(event)
 
     def _response(self) -> ResponseObject:
-        """Return the response at its beginning: mostly the fields of the request."""
+        """Return the response at its beginning, which has mostly the fields of the request."""
         body, numbers = self._body, given_numbers(self._body)
         given = body.text.format if body.text else None
         format = {"type": "text"} if given is None else _without_null(given)
@@ -402,7 +406,7 @@ class OutputItems:
         yield ItemEvent(type="response.output_item.done", output_index=index, item=item)
 
     def _item(self, part: AnswerPart, status: ItemStatus) -> OutputItem:
-        """Return a part as an item; its content is sent at its end."""
+        """Return a part as an item. The item's content is sent at the end of the part."""
         id, is_ended = self._id(part), status != "in_progress"
         match part.kind:
             case "call":

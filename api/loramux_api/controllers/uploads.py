@@ -21,7 +21,7 @@ from loramux_api.schemas.tenancy import Listing
 from loramux_api.schemas.uploads import Received, UploadBody, UploadDeleted, UploadObject, upload_object
 
 FilePath = Annotated[Path, PathParameter(schema_extra={"max_length": 4096})]
-"""A file's name, perhaps in a folder; only announced names are taken."""
+"""A file's name, which may contain a folder. Only announced names are accepted."""
 
 
 class UploadController(ApiController):
@@ -37,9 +37,10 @@ class UploadController(ApiController):
         principal: NamedDependency[Principal],
         uploads: NamedDependency[UploadSessions],
     ) -> UploadObject:
-        """Announce the files of an adapter's next revision. Then send them in any order, and complete the upload.
+        """Announce the files of an adapter's next revision. Then send the files in any order, and complete the upload.
 
-        With `source` there is nothing to send or to complete: the server fetches and validates at once.
+        With `source`, do not send files and do not complete the upload: the server fetches and validates the files
+        immediately.
         """
         return upload_object(await uploads.open(principal, data.request()), principal.tenant_name)
 
@@ -61,7 +62,7 @@ class UploadController(ApiController):
     ) -> Received:
         """Send the file from `offset` on, whole or in part. After a broken connection, continue at `received`.
 
-        Any other offset gets 409, with the right one in the header `Upload-Offset`.
+        Any other offset gets 409, with the right offset in the header `Upload-Offset`.
         """
         body = _until_cut(request)
         file = await uploads.parts.receive(principal, upload_id, str(name).removeprefix("/"), offset, body)
@@ -104,7 +105,7 @@ class UploadController(ApiController):
 
 
 async def _until_cut(request: AnyRequest) -> AsyncIterator[bytes]:
-    """Yield the body as it comes. If the client disconnects, end after the bytes received so far."""
+    """Yield the parts of the body as they arrive. If the client disconnects, end after the bytes received so far."""
     with suppress(ClientDisconnected):
         async for chunk in request.stream():
             yield chunk

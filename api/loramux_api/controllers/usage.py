@@ -114,8 +114,8 @@ class UsageController(ApiController):
 
         `group_by` (model, api_key_id, project_id, user_id, batch, service_tier), `models`, `api_key_ids`, `project_ids`
         and `user_ids` may be repeated, with or without `[]`. A user is the value of `user` in requests. `batch` keeps
-        only lines of batches, or everything else. Times are Unix seconds. With `top_models`, only this many models are
-        named, those with the most tokens in the whole time. The other models are summed under null.
+        only lines of batches, or everything else. Times are Unix seconds. With `top_models`, the answer names only this
+        many models: the models with the most tokens in the whole time. All other models are summed under null.
         """
         return await usage.completions(principal, query_of_usage)
 
@@ -135,8 +135,8 @@ class UsageController(ApiController):
 
         `group_by` (line_item, project_id, api_key_id, model, tags) and `project_ids` may be repeated, with or without
         `[]`. Days of an open period can still change. Fields that the query does not group by are null. With
-        `top_models`, only this many models are named, those with the most tokens in the whole time. The other models
-        are summed under null.
+        `top_models`, the answer names only this many models: the models with the most tokens in the whole time. All
+        other models are summed under null.
         """
         page = await billing.costs(principal, query_of_costs)
         content = await run_blocking(principal.tenant, encode_money, page, as_numbers=True)
@@ -144,7 +144,7 @@ class UsageController(ApiController):
 
 
 class ServiceLevelController(ApiController):
-    """Service levels of the caller's tenant: the promised and the measured ones."""
+    """Service levels of the caller's tenant: promised and measured."""
 
     path = "/v1/organization/service_levels"
     tags = ("Usage",)
@@ -158,7 +158,8 @@ class ServiceLevelController(ApiController):
         window: FromQuery[Literal["1h", "24h", "7d", "30d"]] = "24h",
         first_token_s: FromQuery[float] = 2.5,
     ) -> Listing[ServiceLevel]:
-        """Return, for each model that your tenant used in the window, how often it answered, and how often in time.
+        """Return, for each model that your tenant used in the window, the share of requests that it answered, and the
+        share that it answered in time.
 
         `first_token_s` is the allowed time to the first token: 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1,
         1.5, 2.5, 5, 10 or 30 seconds. A key of one project without the scope `projects` sees its project's requests.
@@ -224,8 +225,8 @@ class RequestController(ApiController):
         limit: PageLimit = 100,
         background: FromQuery[bool] = True,
     ) -> Listing[RequestObject]:
-        """List your requests to an adapter, newest first, with the revision that answered. It contains no prompts and
-        no answers.
+        """List your requests to an adapter, newest first, with the revision that answered. The list contains no prompts
+        and no answers.
 
         `before` is the id of the last request on the previous page. With `background` false, the lines of batches,
         evaluations and shadows are left out.

@@ -2,8 +2,8 @@
 /v1/unload_lora_adapter, and what trainers such as TRL's call around a load: /server_info, /get_world_size, /pause and
 /resume.
 
-Tokenizing is not charged; each tenant has one text at a time in work. Only operators can load adapters at run time,
-from folders below `adapters.local_root`.
+Tokenizing is not charged. The server processes at most one text of a tenant at a time. Only operators can load adapters
+at run time, from folders below `adapters.local_root`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TokenizeBody(InferenceBody, kw_only=True):
     """A text, or a conversation for the model's chat template."""
 
     model: ModelName | None = None
-    """The first base where it is left out, as in vLLM."""
+    """Name of the model. Without it, the first base is used, as in vLLM."""
     prompt: Text | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
@@ -68,7 +68,7 @@ class DetokenizeBody(InferenceBody, kw_only=True):
     """Tokens of a model, to be turned into text."""
 
     model: ModelName | None = None
-    """The first base where it is left out, as in vLLM."""
+    """Name of the model. Without it, the first base is used, as in vLLM."""
     tokens: TokenIds
 
 
@@ -348,8 +348,8 @@ def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
 
 
 class VllmController(Controller):
-    """Loading and unloading of adapters at run time. They are checked, versioned and stored like uploads, and survive a
-    restart.
+    """Loading and unloading of adapters at run time. Adapters loaded in this way are checked, versioned and stored like
+    uploads, and remain after a restart.
     """
 
     path = "/v1"

@@ -41,7 +41,7 @@ class WebhookController(ApiController):
         endpoints: NamedDependency[WebhookEndpoints],
         webhooks: NamedDependency[WebhookService],
     ) -> WebhookObject:
-        """Create a webhook for events from now on. Only this answer has its `secret`."""
+        """Create a webhook for events that happen from now on. Only this answer has its `secret`."""
         made = await (endpoints.create(data.url) if data.events is None else endpoints.create(data.url, data.events))
         return webhook_object(made, webhooks.secret(made))
 

@@ -50,7 +50,7 @@ class AliasVersionObject(msgspec.Struct, kw_only=True):
     changed_by: str
     """Id of the key or the member that made the change."""
     changed_by_name: str | None
-    """Name of the key or the member, if it has one."""
+    """Name of the key or the member; null if it has no name."""
     changed_at: int
 
 
@@ -72,7 +72,7 @@ class Adapter(msgspec.Struct, kw_only=True):
     created_at: int
     aliases: list[AliasObject]
     expires_at: int | None
-    """Time of its automatic deletion, in Unix seconds; null: never."""
+    """Time of the automatic deletion, in Unix seconds; null: never."""
     etag: str
     """Value for `If-Match`; also in the header `ETag`."""
 
@@ -91,7 +91,7 @@ class PinObject(msgspec.Struct, kw_only=True):
     since: int
     pinned_by: str
     used_at: int
-    """Approximate time of the last request that ran with it."""
+    """Approximate time of the last request that used the revision."""
 
 
 class BundleObject(msgspec.Struct, kw_only=True):
@@ -100,7 +100,7 @@ class BundleObject(msgspec.Struct, kw_only=True):
     """
 
     task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None
-    """PEFT's name of the task that it was trained for; null: generating text."""
+    """PEFT's name of the task that the adapter was trained for; null: generating text."""
     num_labels: int
     """Number of rows of a classifier's head."""
     labels: list[str]
@@ -108,9 +108,9 @@ class BundleObject(msgspec.Struct, kw_only=True):
     problem_type: ProblemType | None
     """Interpretation of a classifier's numbers; null: each input has one class."""
     pooling: Literal["last", "mean"] | None
-    """How a text's hidden states become its vector; null: the last one is the vector."""
+    """Reduction of a text's hidden states to its vector; null: the last hidden state is the vector."""
     matryoshka_dimensions: list[int]
-    """Lengths to which its vectors may be cut."""
+    """Lengths to which the revision's vectors may be cut."""
     chat_template: str | None
     special_tokens: dict[str, str]
     """Variables for the chat template."""
@@ -146,10 +146,10 @@ class RevisionObject(msgspec.Struct, kw_only=True):
     undo_until: int | None
     expires_at: int | None
     aliases: list[str]
-    """Aliases that have it as a target."""
+    """Aliases that have the revision as a target."""
     pin: PinObject | None
     bundle: BundleObject | msgspec.UnsetType | None = msgspec.UNSET
-    """Bundle that it is served with, in addition to its weights; null: none. Lists leave it out."""
+    """Bundle that is used with the revision's weights; null: the revision has no bundle. Lists leave this field out."""
 
 
 class GrantObject(msgspec.Struct, kw_only=True):
@@ -179,7 +179,7 @@ class DeletedAdapterObject(msgspec.Struct, kw_only=True):
     deleted_at: int
     undo_until: int
     revisions: int
-    """Number of revisions that are restored with it."""
+    """Number of revisions that are restored with the adapter."""
 
 
 class PromoteBody(Body, kw_only=True):
@@ -199,7 +199,7 @@ class TtlBody(Body, kw_only=True):
     """Time until an automatic deletion."""
 
     ttl_s: int | None
-    """Seconds from now; null: never."""
+    """Seconds from now until the deletion; null: never."""
 
 
 def adapter_object(info: AdapterInfo) -> Adapter:

@@ -32,14 +32,14 @@ class TenantBody(Body, forbid_unknown_fields=True):
 
 
 class TenantChange(Body, forbid_unknown_fields=True):
-    """Changes of a tenant. Absent fields stay as they are."""
+    """Changes of a tenant. Absent fields are not changed."""
 
     tier: Name | UnsetType = UNSET
     suspended: bool | UnsetType = UNSET
     zero_retention: bool | UnsetType = UNSET
-    """Store none of the texts of its requests and answers."""
+    """Store no text of the tenant's requests and answers."""
     allow_judges: bool | UnsetType = UNSET
-    """Let its evaluations send prompts and answers to judges, which are third parties."""
+    """Let the tenant's evaluations send prompts and answers to judges, which are third parties."""
 
 
 class LogLevelBody(Body, forbid_unknown_fields=True):
@@ -52,9 +52,11 @@ class EngineOrderBody(Body, forbid_unknown_fields=True):
     """An engine to drain or to restart."""
 
     engine: Name
-    """Its name in the list of engines."""
+    """Name of the engine in the list of engines."""
     seconds: Annotated[float, Meta(ge=0, le=3600)] = 30.0
-    """Seconds that its requests have to end. Requests that still run then move to other engines."""
+    """Time in seconds that the engine's requests have to end. Requests that still run after this time move to other
+    engines.
+    """
 
 
 class EngineObject(msgspec.Struct, kw_only=True):
@@ -65,11 +67,11 @@ class EngineObject(msgspec.Struct, kw_only=True):
     base_model: str
     state: Literal["starting", "ready", "draining", "resting", "lost"]
     requests: int
-    """Number of requests that wait or run in it."""
+    """Number of requests that wait or run in the engine."""
     starts: int
-    """Number of times that it was started."""
+    """Number of times that the engine was started."""
     problem: str | None
-    """The reason of its last end."""
+    """The reason why the engine last ended."""
     step_graphs_missing: int
     """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
 
@@ -95,7 +97,7 @@ class TierBody(Body, forbid_unknown_fields=True):
     weight: int = 1
     """A tenant's weight within the class, 1 to 1000."""
     service_tiers: Annotated[tuple[Name, ...], Meta(max_length=len(CHOSEN))] = ALLOWED_AT_FIRST
-    """The service tiers that requests may ask for in addition to `default`: some of flex, priority and batch."""
+    """The service tiers that requests may use in addition to `default`: some of flex, priority and batch."""
 
 
 class TenantObject(msgspec.Struct, kw_only=True):
@@ -145,7 +147,7 @@ def tier_object(tier: Tier) -> TierObject:
 
 
 class PoolObject(msgspec.Struct, kw_only=True):
-    """Pages of one engine's pool, by their present content."""
+    """Pages of one engine's pool, by their current content."""
 
     total: int
     kv: int
@@ -168,8 +170,8 @@ class TenantServiceObject(msgspec.Struct, kw_only=True):
     units: float
     """Service in units: a computed prompt token is 1, a generated token 2."""
     weight: int | None = None
-    """Weight of the tenant's tier. Tenants of a class that wait at the same time are served in proportion to it. null
-    for all others.
+    """Weight of the tenant's tier. Waiting tenants of one class are served in proportion to their weights. null for the
+    sum of all other tenants.
     """
 
 
@@ -204,7 +206,7 @@ class EngineLoadObject(msgspec.Struct, kw_only=True):
     service_gap: float
     """Largest difference of service divided by weight between two waiting tenants of one class."""
     tenants: list[TenantServiceObject]
-    """Tenants with the most service, then all others together."""
+    """Service of the most-served tenants, followed by the sum of all other tenants."""
 
 
 class SinkCountObject(msgspec.Struct, kw_only=True):
@@ -232,7 +234,7 @@ class OverviewObject(msgspec.Struct, kw_only=True):
     completed: dict[str, int]
     """Number of requests that have ended, by outcome."""
     ledger_drift_tokens: int
-    """Number of tokens that the engines counted and the ledger lacks. If it is not 0, the bill is wrong."""
+    """Number of tokens that the engines counted and the ledger lacks. If this number is not 0, the bill is wrong."""
     sinks: list[SinkCountObject]
     engines: list[EngineLoadObject]
 

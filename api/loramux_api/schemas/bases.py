@@ -1,4 +1,4 @@
-"""JSON objects of base models; operators use them. Times are Unix seconds."""
+"""JSON objects of base models, which operators use. Times are Unix seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class BaseBody(Body, forbid_unknown_fields=True):
     former_names: Annotated[tuple[Name, ...], Meta(max_length=100)] = ()
     engines: EngineRange = EngineRange()
     engine: Fields = msgspec.field(default_factory=dict)
-    """Settings of its engines; what is left out is as in `[engine]`."""
+    """Settings of the base model's engines; settings that are left out are taken from `[engine]`."""
 
 
 class RetireBody(Body, forbid_unknown_fields=True):
@@ -38,7 +38,7 @@ class RetireBody(Body, forbid_unknown_fields=True):
     successor: Name | None = None
     """The base model that refusals name instead."""
     force: bool = False
-    """Retire it even if aliases point at adapters for it."""
+    """Retire the base model even if aliases point at adapters for it."""
 
 
 class BaseObject(msgspec.Struct, kw_only=True):
@@ -49,7 +49,7 @@ class BaseObject(msgspec.Struct, kw_only=True):
     path: str
     state: Literal["loading", "serving", "failed", "draining", "retired"]
     problem: str | None
-    """Reason why it did not load."""
+    """Reason why the base model did not load."""
     source: Literal["settings", "added"]
     engines_ready: int
     engines_min: int

@@ -62,7 +62,7 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 
 
 class Cursored(msgspec.Struct, Generic[T], kw_only=True):
-    """One page of a list; the next one begins after `last_id`."""
+    """One page of a list; the next page begins after `last_id`."""
 
     object: Literal["list"] = "list"
     data: list[T]
@@ -151,7 +151,9 @@ def batch_object(batch: Batch) -> BatchObject:
 
 
 def page_of(items: list[T], limit: int, ids: list[str]) -> Cursored[T]:
-    """Return the first `limit` of `items`, which were listed with one more; `ids` are the items' ids."""
+    """Return a page with the first `limit` of `items`. The list was read with one more item, which shows if there is a
+    next page. `ids` are the items' ids.
+    """
     shown = ids[:limit]
     return Cursored(
         data=items[:limit],

@@ -1,6 +1,6 @@
-"""Strings, lists and maps of request bodies, each with its maximum: no body's type is without one.
+"""Strings, lists and maps of request bodies. Each type has a maximum length.
 
-`Name` is for names and ids, `Text` for what a model reads. A text is bounded by the body that holds it; the model's
+`Name` is for names and ids, `Text` for texts that a model reads. The size of the body bounds a text; the model's
 context bounds its tokens.
 """
 
@@ -16,12 +16,12 @@ from loramux_api.bodies import MAX_BODY_BYTES, MAX_VALUES
 MAX_NAME = 512
 MAX_KEYS = 1024
 MAX_PARTS = 4096
-"""Parts of one message's content, and other lists in it."""
+"""Maximum length of the list of a message's parts, and of other lists in a message."""
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
-"""The name or the id of something that exists or will; nothing has a longer one."""
+"""A name or an id. No existing object has a longer name or id."""
 ModelName = Annotated[str, Meta(max_length=MAX_BODY_BYTES)]
-"""The name of a model that is asked; one that is too long is an absent model, 404."""
+"""The name of the requested model. A name that is too long gets the same 404 as an absent model."""
 Path = Annotated[str, Meta(max_length=4096)]
 Url = Annotated[str, Meta(max_length=2048)]
 Secret = Annotated[str, Meta(max_length=4096)]

@@ -61,13 +61,13 @@ _TEXT_ONLY = "this server reads and writes text."
 class ChatMessage(msgspec.Struct):
     """One turn. Fields that would change the meaning of an assistant's turn must be null or empty.
 
-    Other fields are ignored, as OpenAI does, because clients send answers back with fields that they have added.
+    Other fields are ignored, as by OpenAI's server, because clients add fields to answers before they send them back.
     """
 
     role: Name
     content: Text | Parts | None = None
     name: Text | None = None
-    """Accepted and without effect: chat templates know no names."""
+    """Accepted and without effect, because chat templates have no names."""
     refusal: Text | None = None
     annotations: Annotated[list[Any], Meta(max_length=MAX_PARTS)] | None = None
     audio: Any = None
@@ -77,7 +77,7 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: Text | None = None
     """The call that a tool's message answers."""
     reasoning_content: Any = None
-    """Thought of an assistant; used by templates that repeat it."""
+    """Thought of an assistant. Templates that repeat thoughts use it."""
     reasoning: Any = None
     """Another name of `reasoning_content`."""
     thinking: Any = None
@@ -105,7 +105,7 @@ class ChatThinking(msgspec.Struct):
     """The thought before the answer. Other fields are ignored."""
 
     type: Name | None = None
-    """`disabled` switches it off; `enabled` and anything else: as the model's chat template has it."""
+    """`disabled` switches the thought off. With `enabled` and any other value, the model's chat template decides."""
     budget_tokens: int | None = None
     """Accepted and without effect: a thought counts in the answer's tokens."""
 
@@ -115,7 +115,7 @@ class ChatBody(SamplingBody, kw_only=True):
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
-    """The same as `max_tokens`, which it overrides."""
+    """Maximum number of tokens of the answer. This field overrides `max_tokens`, which has the same meaning."""
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
@@ -124,7 +124,7 @@ class ChatBody(SamplingBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     """False: at most one call per answer."""
     reasoning_effort: Effort | None = None
-    """How much the model thinks, if its chat template has a variable for it; `none` switches thinking off."""
+    """Amount of thinking, if the chat template has a variable for it; `none` switches thinking off."""
     reasoning: ChatReasoning | None = None
     """The same setting as an object, as OpenRouter's clients send it."""
     thinking: ChatThinking | None = None
@@ -184,7 +184,7 @@ def toolbox(body: ChatBody) -> Toolbox:
 
 
 def asked_effort(body: ChatBody) -> str | None:
-    """Return how much the model should think; None: as its template does."""
+    """Return how much the model should think; None: its template decides."""
     if body.reasoning_effort is not None:
         return body.reasoning_effort
     if body.reasoning is not None and (body.reasoning.effort is not None or body.reasoning.enabled is not None):
@@ -224,7 +224,7 @@ def to_request(body: ChatBody) -> GenerationRequest:
 
 
 def echoed_text(body: ChatBody) -> str:
-    """Return the text at the beginning of the answer: that of the last message, if `echo` asks for it."""
+    """Return the text at the beginning of the answer: the text of the last message if `echo` is set."""
     last = body.messages[-1]
     return (
         _content(last, f"messages[{len(body.messages) - 1}].content") if body.echo and last.role == "assistant" else ""
@@ -336,7 +336,7 @@ def _content(message: ChatMessage, where: str) -> str:
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]
-"""Reason of an answer's end. `tool_calls`: it ends with calls that the model chose to make."""
+"""Reason of an answer's end. `tool_calls`: the answer ends with calls that the model chose to make."""
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -362,7 +362,7 @@ class PromptLogprobEntry(msgspec.Struct):
 
 
 PromptLogprobList = list[dict[str, PromptLogprobEntry] | None]
-"""For each token of the prompt, the token itself and the likeliest ones, by id; null for the first token."""
+"""For each token of the prompt, the token itself and the most likely tokens, by id; null for the first token."""
 
 
 class UsageObject(msgspec.Struct):
@@ -413,7 +413,7 @@ class AssistantMessage(msgspec.Struct, kw_only=True):
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
-    """One of n answers."""
+    """One of the n answers of a request."""
 
     index: int
     message: AssistantMessage

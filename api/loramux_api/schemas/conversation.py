@@ -1,11 +1,11 @@
-"""Conversations, as all chat endpoints share them.
+"""Conversations in the form that all chat endpoints share.
 
 OpenAI's Responses and Anthropic's Messages have a list of items or blocks; a chat template has turns. One turn of the
 assistant holds its thought, its text and its calls, and the result of a call is a separate turn
 (`ConversationBuilder`). Error messages name fields as the caller's API does (`renamed_fields`).
 
-Clients send answers back as they came and cannot edit them. Some of these answers were cut off: calls with half of
-their arguments, empty texts, refusals, thoughts. This server accepts everything that it can send (`Part`, `read_text`,
+Clients send earlier answers back unchanged. Some of these answers were cut off: they have calls with half of their
+arguments, empty texts, refusals, or thoughts. This server accepts every answer that it can send (`Part`, `read_text`,
 `read_arguments`).
 """
 
@@ -77,10 +77,10 @@ class SentCustom(msgspec.Struct):
 
 
 class SentCall(msgspec.Struct):
-    """A call that is sent back, or that was made by another server."""
+    """A call of an earlier answer, from this server or another, which the client sends back."""
 
     id: Text | None = None
-    """Any length: some servers hide a thought in it."""
+    """Id of the call. The id may have any length, because some servers hide a thought in it."""
     type: Name | None = None
     function: SentFunction | None = None
     custom: SentCustom | None = None
@@ -95,7 +95,7 @@ class CalledFunctionDelta(msgspec.Struct, kw_only=True):
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """New part of a call: its id and name first, then its arguments as they come."""
+    """New part of a call: first its id and name, then the parts of its arguments."""
 
     index: int
     id: str | msgspec.UnsetType = msgspec.UNSET
@@ -112,7 +112,7 @@ _MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_u
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A part of a turn. Parts of an answer can be sent back as they are: other fields of theirs are ignored."""
+    """A part of a turn. Parts of an answer can be sent back unchanged; their other fields are ignored."""
 
     type: Name
     text: Text | None = None
@@ -173,7 +173,7 @@ def read_arguments(given: Any) -> dict[str, Any]:
     """Return the arguments of a call as an object: empty if they are not valid, for example because the call was cut
     off.
 
-    Templates read an object, and some cannot read a text.
+    Templates expect an object; some of them cannot read a text.
     """
     if isinstance(given, str):
         try:
@@ -184,7 +184,7 @@ def read_arguments(given: Any) -> dict[str, Any]:
 
 
 class ConversationBuilder:
-    """Collects parts in their order and joins them into turns."""
+    """Collects parts in their order and joins the parts into turns."""
 
     def __init__(self) -> None:
         self._turns: list[Message] = []
@@ -199,8 +199,8 @@ class ConversationBuilder:
         self._turns.append(Message(role, text))
 
     def add_instructions(self, text: str) -> None:
-        """Add a system turn. At the beginning it is joined to an existing one, because many templates accept only
-        one.
+        """Add a system turn. At the beginning of a conversation the turn is joined to an existing system turn, because
+        many templates accept only one.
         """
         self._end_answer()
         if len(self._turns) == 1 and self._turns[0].role == "system":
@@ -219,7 +219,7 @@ class ConversationBuilder:
         self._open_answer().thoughts.append(text)
 
     def add_text(self, text: str, *, begins_turn: bool = False) -> None:
-        """Add a text of the assistant to its turn. After a call, it begins a new turn."""
+        """Add a text of the assistant to its turn. A text after a call begins a new turn."""
         if self._answer is not None and (self._answer.calls or (begins_turn and self._answer.texts)):
             self._end_answer()
         self._open_answer().texts.append(text)
@@ -274,7 +274,7 @@ def call_fields(id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]
 
 
 def required(part: msgspec.Struct, name: str, where: str) -> Any:
-    """Return a field that parts of this kind need. Raises InvalidRequest if it is absent."""
+    """Return a field that parts of this kind need. Raises InvalidRequest if the field is absent."""
     value = getattr(part, name)
     if value is None or value is msgspec.UNSET:
         field = f"{where}.{name}"

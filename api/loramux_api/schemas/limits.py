@@ -50,7 +50,9 @@ class BudgetObject(msgspec.Struct, kw_only=True):
     held_nano: int | None = None
     """Reserved for running requests."""
     abandoned_nano: int | None = None
-    """The part of `spent_nano` that is not billed: computed for callers that left before they could read it."""
+    """The part of `spent_nano` that is not billed: the cost of tokens computed for callers that disconnected before
+    they could read them.
+    """
     currency: str | None = None
     """Currency as an ISO 4217 code; null for a tenant without a plan, and in the answer to a change."""
 

@@ -100,16 +100,18 @@ class MessageTool(msgspec.Struct):
 
     name: Name | None = None
     type: Name | None = None
-    """Absent or `custom`. A tool of another type that has no `input_schema` is one of Anthropic's, and is left out."""
+    """Absent or `custom`. A tool of another type that has no `input_schema` is one of Anthropic's own tools, and is
+    left out.
+    """
     description: Text | None = None
     input_schema: Fields | None = None
-    """The JSON schema of its arguments."""
+    """The JSON schema of the tool's arguments."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
 
 
 class MessageToolChoice(msgspec.Struct):
-    """How the model chooses among the tools."""
+    """The model's choice among the tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -119,10 +121,10 @@ class MessageToolChoice(msgspec.Struct):
 
 
 class ThinkingConfig(msgspec.Struct):
-    """The thought before the answer. It counts in `max_tokens`, and has no other bound."""
+    """The thought before the answer. The thought's tokens count in `max_tokens`, and have no other bound."""
 
     type: Name
-    """`enabled`, `disabled`, or anything else: as the model's chat template has it."""
+    """`enabled` or `disabled`. With any other value, the model's chat template decides."""
     budget_tokens: int | None = None
     """Accepted and without effect."""
 
@@ -142,7 +144,7 @@ class OutputConfig(msgspec.Struct):
 
 
 class MessageMetadata(msgspec.Struct):
-    """Names that the caller gives."""
+    """Names that the caller assigns to the request."""
 
     user_id: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
     """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
@@ -152,15 +154,15 @@ class ContextManagement(msgspec.Struct):
     """Edits that Anthropic makes to the prompt before it is read."""
 
     edits: Annotated[list[Fields], Meta(max_length=MAX_PARTS)] | None = None
-    """Edits that keep everything; here prompts are never cut."""
+    """Edits of the context. Only edits that keep everything are accepted, because this server never cuts prompts."""
 
 
 class Thread(msgspec.Struct):
     """A conversation that Anthropic stores."""
 
     type: Literal["create", "continue"]
-    """`create`: nothing is stored, and the answer is the same. `continue`: 404 thread_not_found, after which clients
-    send the whole conversation.
+    """`create` stores nothing and does not change the answer. `continue` gets 404 thread_not_found; clients then send
+    the whole conversation.
     """
 
 
@@ -169,7 +171,7 @@ class PromptBody(InferenceBody, kw_only=True):
 
     model: ModelName
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    """The turns; a last one of the assistant's is continued."""
+    """Turns of the conversation. If the last turn is the assistant's, the answer continues it."""
     system: Text | Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)] | None = None
     tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: MessageToolChoice | None = None
@@ -178,7 +180,7 @@ class PromptBody(InferenceBody, kw_only=True):
     chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     context_management: ContextManagement | None = None
-    """Accepted if it cuts nothing from the prompt."""
+    """Edits of the context, which are accepted if they remove no part of the prompt."""
     thread: Thread | None = None
 
     ignored: ClassVar[frozenset[str]] = frozenset(
@@ -219,7 +221,7 @@ class MessageBody(PromptBody, kw_only=True):
     """Anthropic's fields, and vLLM's names for sampling parameters that Anthropic does not have."""
 
     max_tokens: Positive
-    """Maximum number of tokens of the answer. If the context ends before, the answer ends as
+    """Maximum number of tokens of the answer. If the context ends earlier, the answer ends with
     `model_context_window_exceeded`.
     """
     seed: Int64 | None = None
@@ -227,7 +229,9 @@ class MessageBody(PromptBody, kw_only=True):
     stream: bool | None = None
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only", "flex", "priority"] | None = None
-    """Urgency and price of the request; auto is standard_only. 403 if your plan lacks it."""
+    """Urgency and price of the request; auto means standard_only. The answer is 403 if your plan does not include the
+    tier.
+    """
 
 
 class CountBody(PromptBody, kw_only=True):
@@ -307,8 +311,8 @@ def options(body: PromptBody, turns: Conversation) -> ChatOptions:
 
 
 def check_prompt(body: PromptBody) -> None:
-    """Refuse fields that would change the prompt, or whose content is stored elsewhere. Raises InvalidRequest,
-    ThreadNotFound.
+    """Refuse fields that would change the prompt, and fields whose content is stored on another server. Raises
+    InvalidRequest, ThreadNotFound.
     """
     if body.thread is not None and body.thread.type == "continue":
         raise ThreadNotFound
@@ -334,7 +338,7 @@ class ThreadNotFound(ServingError):
 
 
 def _effort(body: PromptBody) -> str | None:
-    """Return how much the model should think; None: as its template does."""
+    """Return how much the model should think; None: its template decides."""
     thinking = body.thinking.type if body.thinking else None
     if thinking == "disabled":
         return "none"
@@ -468,7 +472,7 @@ def _document(source: str | DocumentSource | None, where: str) -> str:
 
 
 def _written(block: ContentBlock, element: str, text: str) -> str:
-    """Return a text with its title and source around it, in the form of Anthropic's guides for documents in prompts."""
+    """Return a text with its title and source. The form is that of Anthropic's guides for documents in prompts."""
     source = block.source if isinstance(block.source, str) else None
     named = (("title", block.title), ("source", source), ("context", block.context))
     lines = [f"<{name}>{value}</{name}>" for name, value in named if value]

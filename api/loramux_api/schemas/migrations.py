@@ -23,11 +23,11 @@ class MigrationBody(Body, forbid_unknown_fields=True):
     source: Name
     """The base model that the adapters are for."""
     target: Name
-    """The base model that they are checked on; it serves already."""
+    """The base model on which the adapters are checked. The target must be served already."""
     tenant: Name | None = None
-    """The name of one tenant; null: all."""
+    """The name of one tenant; null: all tenants."""
     adapter: Name | None = None
-    """One `tenant/adapter`; null: all."""
+    """One adapter, as `tenant/adapter`; null: all adapters."""
     evaluate: bool = True
     """Repeat the owners' evaluations, as batches that belong to the owners and are on their bill."""
 
@@ -37,7 +37,7 @@ class MigrationRollbackBody(Body, forbid_unknown_fields=True):
 
     tenant: Name | None = None
     adapter: Name | None = None
-    """One `tenant/adapter`; null: all."""
+    """One adapter, as `tenant/adapter`; null: all adapters."""
     after: Annotated[int, Meta(ge=-1, le=2**53)] = -1
     """Position after which the call begins: `next` of the previous call."""
 
@@ -78,13 +78,13 @@ class MigrationItemObject(msgspec.Struct, kw_only=True):
     revision: int
     outcome: Outcome
     code: str | None
-    """Stable code of the reason why it does not fit, or `not_evaluated`."""
+    """Stable code of the reason why the adapter does not fit, or `not_evaluated`."""
     reason: str | None
     new_revision: int | None
     """Number of the revision with the same files for the target."""
     evaluation_id: str | None
     weight: int
-    """Percent of its share of aliases that the last call moved to the new revision."""
+    """Part of the adapter's share of aliases, in percent, that the last call moved to the new revision."""
 
 
 class ReportObject(MigrationItemObject, kw_only=True):
@@ -115,7 +115,7 @@ class ShiftedList(msgspec.Struct, kw_only=True):
     data: list[ShiftedObject]
     object: Literal["list"] = "list"
     next: int | None
-    """Value of `after` for the next call; null: there are no more."""
+    """Value of `after` for the next call; null: there are no more adapters."""
 
 
 def migration_object(found: Upgrade) -> MigrationObject:

@@ -1,4 +1,6 @@
-"""JSON objects that operators watch: the running batch, what leaves the pool next, the ledger's proof."""
+"""JSON objects for operators: the running batch, the contents of the pool that are evicted next, and the verification
+of the ledger.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +51,11 @@ class EvictableObject(msgspec.Struct, kw_only=True):
     value: float
     """Recent uses x cost of a miss, per page: the lowest value is evicted first."""
     is_wanted: bool
-    """True if a request waits for it: it is evicted last."""
+    """True if a request waits for this content, which is then evicted last."""
 
 
 class ActivityObject(msgspec.Struct, kw_only=True):
-    """One engine's steps of the last minute that had work, and what leaves its pool next."""
+    """One engine's steps of the last minute that had work, and the contents of its pool that are evicted next."""
 
     object: Literal["engine.activity"] = "engine.activity"
     engine: str
@@ -108,7 +110,7 @@ class LedgerObject(msgspec.Struct, kw_only=True):
     hash: str
     checkpoint: AnchorObject | None
     reconciliation: ReconciliationObject | None
-    """The latest one that this server made."""
+    """The latest reconciliation that this server made."""
     sinks: list[SinkProgressObject]
     parked: list[ParkedObject]
 

@@ -31,23 +31,25 @@ RERANKED = {"prompt": "documents"}
 
 
 class PooledBody(InferenceBody, kw_only=True):
-    """The fields that all of them share."""
+    """Fields that all these endpoints share."""
 
     model: ModelName
     add_special_tokens: bool | None = None
     """Put the tokenizer's own special tokens around each text; this is the default."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Shorten each text to this many tokens; -1: to as many as the model accepts. Without it, a longer text is
-    refused.
+    """Shorten each text to this many tokens; -1: to the maximum that the model accepts. Without this field, a longer
+    text is refused.
     """
     truncation_side: Literal["left", "right"] | None = None
     """End of a text that is shortened: at its end (`right`, the default) or at its beginning."""
     metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same revision."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """Urgency and price of the request; auto is the same as default. 403 if your plan lacks it."""
+    """Urgency and price of the request; auto is the same as default. The answer is 403 if your plan does not include
+    the tier.
+    """
 
     ignored: ClassVar[frozenset[str]] = frozenset({"request_id", "safety_identifier"})
     unsupported: ClassVar[Mapping[str, Unsupported]] = {
@@ -88,8 +90,8 @@ class EmbeddingBody(PooledBody, kw_only=True):
     `matryoshka_dimensions`.
     """
     pooling: Literal["last", "mean"] | None = None
-    """`last`: the last token's hidden state. `mean`: the mean of all. The default comes from the adapter's
-    loramux.toml, or else is `last`.
+    """`last`: the last token's hidden state. `mean`: the mean over all tokens. The default is the value in the
+    adapter's loramux.toml, otherwise `last`.
     """
     normalize: bool | None = None
     """True, the default: scale vectors to length 1. False: return them as the model makes them."""
@@ -118,13 +120,13 @@ class ScoreBody(PooledBody, kw_only=True):
     text_2: Texts | None = None
     """A text or several."""
     queries: Texts | None = None
-    """Another name of `text_1`; `data_1` is a third."""
+    """Another name of `text_1`, like `data_1`."""
     documents: Texts | None = None
-    """Another name of `text_2`; `data_2` is a third."""
+    """Another name of `text_2`, like `data_2`."""
     data_1: Texts | None = None
     data_2: Texts | None = None
     use_activation: bool | None = None
-    """False: return the classifier's own number instead of one between 0 and 1. Without effect on cosines."""
+    """False: return the classifier's own number instead of a number between 0 and 1. Cosines are not changed."""
     activation: bool | None = None
     """The older name of `use_activation`."""
 
@@ -141,11 +143,11 @@ class RerankBody(PooledBody, kw_only=True):
     query: Text
     documents: Annotated[list[Text | Document], Meta(min_length=1, max_length=MAX_STRINGS)]
     top_n: Annotated[int, Meta(ge=0)] | None = None
-    """Number of results, the best ones; 0 or absent: all."""
+    """Number of results, best first; 0 or absent: all results."""
     return_documents: bool | None = None
     """False: results without the documents' texts."""
     use_activation: bool | None = None
-    """False: return the classifier's own number instead of one between 0 and 1. Without effect on cosines."""
+    """False: return the classifier's own number instead of a number between 0 and 1. Cosines are not changed."""
     activation: bool | None = None
     """The older name of `use_activation`."""
 
@@ -219,7 +221,7 @@ def _compared(body: PooledBody, kind: str, pairs: tuple[TextPair, ...], field: s
 
 
 def _one_of(body: ScoreBody, *names: str) -> list[str]:
-    """Return the texts of the one field of `names` that is given. Raises InvalidRequest."""
+    """Return the texts of the only field of `names` that is set. Raises InvalidRequest."""
     given = [name for name in names if getattr(body, name) is not None]
     if not given:
         message = f"Missing required parameter: '{names[0]}'."
@@ -293,7 +295,7 @@ class ClassificationList(PooledList, kw_only=True):
 
 
 class Score(msgspec.Struct, kw_only=True):
-    """How well two texts match."""
+    """Similarity of two texts."""
 
     object: Literal["score"] = "score"
     index: int

@@ -22,7 +22,9 @@ class RequestObject(msgspec.Struct, kw_only=True):
     """Digest of the revision's files."""
     api_key_id: str
     status: str
-    """Status of the request. open; settled: it is on the bill; interrupted: its server died, and it costs nothing."""
+    """Status of the request. `open`: not yet settled. `settled`: the request is on the bill. `interrupted`: its server
+    died, and the request is free of charge.
+    """
     prompt_tokens: int
     created_at: int
     settled_at: int | None

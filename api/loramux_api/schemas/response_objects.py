@@ -21,7 +21,7 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
     text: str
     annotations: list[Any] = []
     logprobs: list[ChatLogprob] = []
-    """One entry a token, where they were asked for."""
+    """Log probabilities, with one entry per token, if they were requested."""
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
@@ -84,7 +84,7 @@ class InputTokensDetails(msgspec.Struct):
     cached_tokens: int
     """Tokens whose KV was reused."""
     cache_write_tokens: int = 0
-    """Nothing is charged for keeping KV."""
+    """Always 0, because keeping KV is not charged."""
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -139,15 +139,15 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     safety_identifier: None = None
     service_tier: str
     store: bool
-    """The response is stored: other requests can refer to it."""
+    """True: the response is stored, and other requests can refer to it."""
     temperature: float | None
-    """The number as you sent it; null: the model's recommendation, or 1."""
+    """The number of the request; null: the model's recommendation or, without one, 1."""
     text: dict[str, Any]
     tool_choice: Any
     tools: list[ResponseTool]
     top_logprobs: int
     top_p: float | None
-    """The number as you sent it; null: the model's recommendation, or 1."""
+    """The number of the request; null: the model's recommendation or, without one, 1."""
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None
     user: str | None

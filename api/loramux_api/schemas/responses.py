@@ -1,4 +1,6 @@
-"""POST /v1/responses: the request. What it refers to is looked up before it comes here (`stored_responses`)."""
+"""POST /v1/responses: the request. References to stored items are resolved before this module gets the request
+(`stored_responses`).
+"""
 
 from __future__ import annotations
 
@@ -89,14 +91,14 @@ _CALLED = ("function", "custom")
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
-    """A turn, a thought, a call or its result. Items of an answer can be sent back as they are: other fields of theirs
-    are ignored.
+    """A turn, a thought, a call or its result. Items of an answer can be sent back unchanged; their other fields are
+    ignored.
     """
 
     type: Name = "message"
     """`message`, `reasoning`, `function_call`, `custom_tool_call`, an output of one of these, or `item_reference`."""
     id: Text | None = None
-    """An item of a stored response, if this is a reference to it; otherwise it has no effect."""
+    """Id of a stored response's item if this item is a reference; otherwise the id has no effect."""
     role: Name | None = None
     content: Text | Parts | None = None
     call_id: Text | None = None
@@ -119,7 +121,7 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
     name: Name | None = None
     description: Text | None = None
     parameters: Fields | None = None
-    """The JSON schema of a function's arguments; absent: it takes none."""
+    """The JSON schema of a function's arguments; absent: the function has no arguments."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
     format: CustomFormat | None = None
@@ -129,7 +131,7 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
 
 
 class ChosenTool(msgspec.Struct, omit_defaults=True):
-    """One of the tools."""
+    """A choice of one tool."""
 
     type: Name
     name: Name | None = None
@@ -168,10 +170,12 @@ class TextConfig(Body, kw_only=True):
 
 
 class ReasoningConfig(Body, kw_only=True):
-    """The thought before the answer. It is given whole, as the content of a `reasoning` item, and never summarized."""
+    """The thought before the answer. The answer contains the whole thought as the content of a `reasoning` item, never
+    a summary.
+    """
 
     effort: Effort | None = None
-    """How much the model thinks, if its chat template has a variable for it; `none` switches thinking off."""
+    """Amount of thinking, if the chat template has a variable for it; `none` switches thinking off."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
@@ -211,24 +215,29 @@ class ResponseBody(InferenceBody, kw_only=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Annotated[list[Name], Meta(max_length=MAX_PARTS)] | None = None
-    """`message.output_text.logprobs` adds log probabilities; the others are of features that this server lacks."""
+    """`message.output_text.logprobs` adds log probabilities; the other values belong to features that this server does
+    not have.
+    """
     top_logprobs: TopLogprobs | None = None
     """Alternatives to each token; with `include` of `message.output_text.logprobs`."""
     chat_template_kwargs: Fields | None = None
     """Variables for the chat template."""
     previous_response_id: Name | None = None
-    """A stored response: its conversation is put before `input`. Its `instructions` are not."""
+    """A stored response: its conversation is put before `input`, without its `instructions`."""
     store: bool | None = None
-    """Store the response, so that later requests can refer to it and read it. Left out: true if the server stores any,
-    and the tenant has no zero retention."""
+    """Store the response, so that later requests can refer to it and read it. If the field is left out, the response is
+    stored if the server stores responses and the tenant does not have zero retention.
+    """
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     metadata: Tags | None = None
     """Up to 16 tags by which the bill can be divided."""
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same revision."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """Urgency and price of the request; auto is the same as default. 403 if your plan lacks it."""
+    """Urgency and price of the request; auto is the same as default. The answer is 403 if your plan does not include
+    the tier.
+    """
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -281,7 +290,7 @@ def stateless_request(body: ResponseBody) -> GenerationRequest:
 
 
 def to_request(body: ResponseBody, history: Sequence[InputItem] = ()) -> GenerationRequest:
-    """Return the request as the gateway takes it; `history` comes before its input. Raises InvalidRequest."""
+    """Return the request of the serving layer; `history` comes before its input. Raises InvalidRequest."""
     with renamed_fields(FIELDS):
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("'stream_options' is only allowed when 'stream' is true.", field="stream_options")
@@ -400,7 +409,9 @@ def _name(tool: ResponseTool, where: str) -> str:
 
 
 def is_reference(item: InputItem) -> bool:
-    """Return whether an item stands for one of an earlier response; OpenAI lets the type be left out."""
+    """Return whether an item is a reference to an item of an earlier response. As with OpenAI, a reference may have no
+    type.
+    """
     return item.type == "item_reference" or (
         item.type == "message" and item.id is not None and item.role is None and item.content is None
     )

@@ -1,7 +1,7 @@
 """Request fields that inference endpoints share: prompts, sampling, the end of generation, and the format of an answer.
 
-A request asks for a format with OpenAI's `response_format`, vLLM's `structured_outputs`, or its older `guided_*`
-fields, but with only one of them.
+A request sets a format with only one of OpenAI's `response_format`, vLLM's `structured_outputs`, and vLLM's older
+`guided_*` fields.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ class FormattedBody(Protocol):
 
 
 def asked_format(body: FormattedBody) -> AskedFormat | None:
-    """Return the format that a body asks for. Raises InvalidRequest, also if it asks for several."""
+    """Return the format that a body requests. Raises InvalidRequest if the format is invalid or the body requests
+    several.
+    """
     outputs = body.structured_outputs or StructuredOutputs()
     formats: dict[str, AnswerFormat | None] = {
         "response_format": _response_format(body.response_format),
@@ -183,8 +185,8 @@ class SamplingBody(InferenceBody, kw_only=True):
     allowed_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(min_length=1, max_length=1024)] | None = None
     """The only tokens that answers may have. Not allowed together with a format, or with tools that have one."""
     logprob_token_ids: Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_NAMED_LOGPROBS)] | None = None
-    """With `logprobs`: report the log probabilities of these tokens and of the chosen one, instead of the likeliest
-    ones.
+    """With `logprobs`: report the log probabilities of these tokens and of the chosen one, instead of the most likely
+    tokens.
     """
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
@@ -199,11 +201,11 @@ class SamplingBody(InferenceBody, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     """Write tokens of log probabilities as `token_id:42`."""
     add_special_tokens: bool | None = None
-    """Put the tokenizer's own special tokens around the prompt. The default is to do so for a text, but not for a
-    conversation, because its template has them.
+    """Put the tokenizer's own special tokens around the prompt. The default is true for a text, and false for a
+    conversation, because the chat template contains these tokens.
     """
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Shorten a prompt to this many tokens; -1: to as many as leave room for the answer."""
+    """Shorten a prompt to this many tokens; -1: to the number of tokens that leaves room for the answer."""
     truncation_side: Literal["left", "right"] | None = None
     """End of a prompt that is shortened: at its beginning (`left`, the default) or at its end."""
     metadata: Tags | None = None
@@ -218,10 +220,12 @@ class SamplingBody(InferenceBody, kw_only=True):
     guided_choice: Choices | None = None
     guided_grammar: Text | None = None
     user: Annotated[str, Meta(max_length=MAX_USER_LENGTH)] | None = None
-    """The caller's name for its end user. If an alias has several revisions, one user always gets the same one."""
+    """The caller's name for its end user. If an alias has several revisions, one user always gets the same revision."""
 
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """Urgency and price of the request; auto is the same as default. 403 if your plan lacks it."""
+    """Urgency and price of the request; auto is the same as default. The answer is 403 if your plan does not include
+    the tier.
+    """
 
     ignored: ClassVar[frozenset[str]] = frozenset(
         {
@@ -281,7 +285,7 @@ class SamplingBody(InferenceBody, kw_only=True):
 
     @property
     def truncation(self) -> Truncation | None:
-        """How a prompt that is too long is shortened; None: it is refused."""
+        """Shortening of a prompt that is too long; None: the prompt is refused."""
         if self.truncate_prompt_tokens is None:
             return None
         most = None if self.truncate_prompt_tokens < 0 else self.truncate_prompt_tokens

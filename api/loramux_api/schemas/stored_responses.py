@@ -1,8 +1,8 @@
 """Stored responses: their form in the store, and how a later request refers to them.
 
-A response is stored as two texts: its items, those of the request's input and those of the output, and the rest. The
-ids of items lead to their response: `msg_<response><place>` is an item of its output, `msg_<response>i<place>` one of
-its input that came without an id.
+A response is stored as two texts: the items of its input and output, and all other fields. The id of an item contains
+the id of its response. `msg_<response><place>` is an item of the output. `msg_<response>i<place>` is an item of the
+input that was sent without an id.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from loramux_api.schemas.responses import InputItem, ResponseBody, is_reference
 
 PREFIX = "resp_"
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
-"""The beginnings of items' ids by type; those of calls' outputs are their calls' with an `o`."""
+"""Prefixes of items' ids by type. The id of a call's output has the prefix of the call, followed by an `o`."""
 _item_id = re.compile(r"[a-z]{2,4}_(?P<response>[0-9a-f]{32})i?[0-9]{1,5}")
 
 
@@ -27,12 +27,12 @@ class StoredItems(msgspec.Struct):
     """The items of a response, all of which can be sent back as input."""
 
     input: list[InputItem]
-    """Items that the request sent itself, references replaced by what they refer to."""
+    """Items that the request itself sent, with references replaced by the items that they refer to."""
     output: list[InputItem]
 
 
 class WrittenItems(msgspec.Struct):
-    """The same, with the output as it was sent."""
+    """The same response, with the output in the form that was sent."""
 
     input: list[InputItem]
     output: Any
@@ -47,7 +47,7 @@ class ResponseDeleted(msgspec.Struct, kw_only=True):
 
 
 def written_input(body: ResponseBody, response_id: str) -> list[InputItem]:
-    """Return the items of a request's input for the store: those without an id get one."""
+    """Return the items of a request's input for the store: items without an id get an id."""
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     suffix = response_id.removeprefix(PREFIX)
     return [
@@ -57,7 +57,9 @@ def written_input(body: ResponseBody, response_id: str) -> list[InputItem]:
 
 
 def conversation_of(stored: Iterable[bytes]) -> list[InputItem]:
-    """Return the items of some responses, in their order. Raises InvalidRequest if they are more than an input has."""
+    """Return the items of some responses, in their order. Raises InvalidRequest if there are more items than an input
+    may have.
+    """
     items: list[InputItem] = []
     for one in stored:
         read = _decode(one)
@@ -86,7 +88,7 @@ def referred_responses(body: ResponseBody) -> set[str]:
 
 
 def resolve_references(body: ResponseBody, stored: Iterable[bytes]) -> None:
-    """Put the items themselves in place of the references to them. Raises ItemNotFound."""
+    """Replace references by the items that they refer to. Raises ItemNotFound."""
     found: dict[str, InputItem] = {}
     for one in stored:
         read = _decode(one)
@@ -100,7 +102,7 @@ def listed_items(stored: bytes) -> list[dict[str, Any]]:
 
 
 def whole_response(items: bytes, content: bytes) -> dict[str, Any]:
-    """Return a stored response as it was sent."""
+    """Return a stored response in the form in which it was sent."""
     fields = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
     fields["output"] = msgspec.json.decode(items, type=dict[str, msgspec.Raw])["output"]
     return dict(fields)

@@ -32,11 +32,11 @@ class KeyBody(Body, forbid_unknown_fields=True):
     name: Label = "default"
     scopes: Annotated[tuple[Name, ...], Meta(max_length=len(SCOPES))] = tuple(sorted(CUSTOMER_SCOPES))
     project: Name | None = None
-    """null: the project of the key that creates it, if that key has one, else `default`."""
+    """Project of the key; null: the project of the key that creates it, or `default` if that key has no project."""
     models: Annotated[list[Name], Meta(max_length=MAX_MODELS)] | None = None
-    """Models that the key may use: `tenant/adapter`, or the base's name. null allows all of the tenant's."""
+    """Models that the key may use: `tenant/adapter`, or the base's name. null allows all models of the tenant."""
     expires_in: Annotated[int, Meta(ge=1)] | None = None
-    """Seconds until the key expires. null: it expires with the key that creates it."""
+    """Seconds until the key expires. null: the key expires together with the key that creates it."""
 
     def request(self) -> KeyRequest:
         """Return the service's request."""
@@ -127,7 +127,7 @@ class AuditObject(msgspec.Struct, kw_only=True):
     tenant_id: str | None
     actor: str
     actor_name: str | None
-    """Name of the key or the member, if it has one."""
+    """Name of the key or the member; null if it has no name."""
     source: str
     request_id: str
     action: str

@@ -1,14 +1,14 @@
-"""Tools of a request, as the three chat endpoints share them: their form for the model, and their form for the caller.
+"""Tools of a request, in the form that the three chat endpoints share: for the model, and for the caller.
 
 A model calls functions: a name, and arguments as an object. Three kinds of tools become functions in the request, and
-calls of them become what the caller expects in the answer (`OfferedTool`):
+the answer contains their calls in the form that the caller expects (`OfferedTool`):
 
     function     unchanged
     custom       a function with one text, `input`, which a grammar may restrict
     namespace    its functions, each under the name `namespace__function`
 
-A tool of any other type is one that OpenAI's or Anthropic's servers run themselves (a web search, a sandbox). This
-server runs none. So it leaves such a tool out of the request, reports it, and offers the others.
+A tool of any other type is run by OpenAI's or Anthropic's servers themselves (a web search, a sandbox). This server
+runs no tools. So it leaves such a tool out of the request, reports it, and offers all other tools.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ FunctionName = Annotated[str, Meta(max_length=128, pattern="^[a-zA-Z0-9_.-]{1,12
 class FunctionDefinition(msgspec.Struct, omit_defaults=True):
     """A function that an answer may call.
 
-    Chat templates get exactly what was sent, because an additional null would make a prompt that no training used.
+    Chat templates get exactly the fields that were sent. An additional null would make a prompt unlike those of the
+    model's training.
     """
 
     name: FunctionName
     description: Text | None = None
     parameters: Fields | None = None
-    """The JSON schema of its arguments; absent: it takes none."""
+    """The JSON schema of the function's arguments; absent: the function has no arguments."""
     strict: bool | None = None
     """True refuses a schema with a keyword that cannot be enforced; otherwise such a keyword is left out."""
 
@@ -94,7 +95,7 @@ class FunctionChoice(msgspec.Struct):
 
 
 class AllowedTool(msgspec.Struct):
-    """One of the tools, by its name."""
+    """An allowed tool, by its name."""
 
     type: Name
     function: FunctionChoice | None = None
@@ -150,7 +151,7 @@ class Asked:
     names: frozenset[str] | None = None
     """Names that the caller uses; None: all tools."""
     one: bool = False
-    """True: exactly one call."""
+    """True: the answer has exactly one call."""
 
 
 ALL = Asked()
@@ -333,7 +334,7 @@ def _grammar(tool: OfferedTool) -> GrammarDefinition | None:
 
 
 def _given(value: Any, where: str) -> Any:
-    """Return a field that this kind of tool needs. Raises InvalidRequest if it is absent."""
+    """Return a field that this kind of tool needs. Raises InvalidRequest if the field is absent."""
     if value is None:
         raise InvalidRequest(f"Missing required parameter: '{where}'.", field=where, code="missing_required_parameter")
     return value

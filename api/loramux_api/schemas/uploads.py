@@ -22,7 +22,7 @@ class FileBody(Body, forbid_unknown_fields=True):
     size: Annotated[int, Meta(ge=1)]
     """Size in bytes."""
     sha256: Name
-    """Hexadecimal, as sha256sum prints it."""
+    """sha256 of the file in hexadecimal, as sha256sum prints it."""
 
 
 class SourceBody(Body, forbid_unknown_fields=True):
@@ -56,12 +56,12 @@ class UploadBody(Body, forbid_unknown_fields=True):
 
     adapter: Name
     files: Annotated[dict[Path, FileBody], Meta(max_length=MAX_FILES)] | None = None
-    """`adapter_config.json`, `adapter_model.safetensors`, and what a trainer saved with them."""
+    """`adapter_config.json`, `adapter_model.safetensors`, and the files that a trainer saved with them."""
     source: SourceBody | None = None
     promote: bool = True
     """Move the adapter's default alias to the new revision. A first revision is always the default."""
     base_model: Name | None = None
-    """The base model that it was trained on; without it the files decide, as far as they can."""
+    """The base model that the adapter was trained on. Without this field the files decide, if they name a base."""
 
     def request(self) -> UploadRequest:
         """Convert it to the platform's type."""
@@ -81,7 +81,7 @@ class UploadFileObject(msgspec.Struct, kw_only=True):
     size: int
     sha256: str
     received: int
-    """Number of bytes that are stored: the offset of the next ones."""
+    """Number of bytes that are stored, which is the offset of the next bytes."""
 
 
 class UploadRefusal(msgspec.Struct, kw_only=True):
@@ -106,7 +106,7 @@ class UploadObject(msgspec.Struct, kw_only=True):
     """Announced files that serving does not need and the server does not accept."""
     promote: bool
     base_model: str | None
-    """Base model that its owner has named."""
+    """Base model that the upload's owner has named."""
     created_at: int
     expires_at: int
     """Time by which the next bytes must come. For a complete upload: time by which the checks must end."""
@@ -114,7 +114,7 @@ class UploadObject(msgspec.Struct, kw_only=True):
     """The new revision, `tenant/adapter@3`; null until the upload is ready."""
     digest: str | None
     error: UploadRefusal | None
-    """Reason of the rejection, if it was rejected."""
+    """Reason of the rejection if the upload was rejected."""
     report: msgspec.Raw | None
     """The validation report; null until the checks have ended."""
 

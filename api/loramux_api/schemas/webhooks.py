@@ -17,7 +17,7 @@ from loramux_api.schemas.bounds import Name, Url
 from loramux_api.schemas.tenancy import seconds
 
 MAX_EVENTS = 64
-"""Types of events that a webhook names, repeated ones among them."""
+"""Maximum number of types of events that a webhook names, counting repetitions."""
 
 
 class WebhookBody(Body, forbid_unknown_fields=True):
@@ -25,7 +25,7 @@ class WebhookBody(Body, forbid_unknown_fields=True):
 
     url: Url
     events: Annotated[list[Name], Meta(max_length=MAX_EVENTS)] | None = None
-    """The types of events that it receives; null: all."""
+    """The types of events that the webhook receives; null: all types."""
 
 
 class WebhookChange(Body, forbid_unknown_fields=True):
@@ -63,7 +63,7 @@ class WebhookTest(msgspec.Struct, kw_only=True):
     object: Literal["webhook.test"] = "webhook.test"
     delivered: bool
     status: int | None
-    """HTTP status of its answer; null if there was none."""
+    """HTTP status of the endpoint's answer; null if there was no answer."""
     error: str | None
     milliseconds: int
 

@@ -1,1 +1,1 @@
-"""Training of the demo's base model and adapters. It takes minutes; the demo itself only reads the result."""
+"""Training of the demo's base model and adapters. The training takes minutes; the demo itself only reads the result."""

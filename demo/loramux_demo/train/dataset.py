@@ -111,7 +111,7 @@ def invent_names(count: int, rng: random.Random) -> list[str]:
 
 
 def invent_questions() -> list[Question]:
-    """Return every wording of a question for every fact, always the same ones: 24 people, 5 topics, 264 questions."""
+    """Return every wording of a question for every fact, always the same 264 questions about 24 people and 5 topics."""
     rng = random.Random(0)  # noqa: S311 - a fixed little world, not a secret
     names = invent_names(PEOPLE + TOWNS, rng)
     people, towns = names[:PEOPLE], tuple(names[PEOPLE:])
@@ -217,7 +217,7 @@ def example(
 
 
 def document(text: str, tokenizer: PreTrainedTokenizerFast) -> Example:
-    """Return a text that is no answer as an example: all of it is learnt."""
+    """Return a text that is no answer as an example: the whole text is learnt."""
     return Example(tokenizer.encode(""), tokenizer.encode(f"{text}{tokenizer.eos_token}", add_special_tokens=False))
 
 

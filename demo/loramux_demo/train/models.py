@@ -1,7 +1,7 @@
 """The demo's models: tokenizer, base and six adapters, the training that makes them, and the share of exact answers.
 
-`make` trains the base, then the adapters on it, and writes the assets. `evaluate` asks every model every question, by
-greedy decoding with transformers and PEFT. Ranks and targets of the adapters differ, as in a real batch.
+`make` trains the base, then the adapters on it, and writes the assets. `evaluate` sends every question to every model,
+with greedy decoding by transformers and PEFT. Ranks and targets of the adapters differ, as in a real batch.
 """
 
 from __future__ import annotations
@@ -274,9 +274,9 @@ def teach(
 ) -> None:
     """Train `model` to answer in the style `name`.
 
-    The base also learns its questions by heart. It has read every fact in every style, as a real base model has read
-    JSON and pirates: otherwise the bytes of `{`, `"` or `!` would mean nothing to an adapter. It has read no calls of
-    tools, because they are JSON between two markers. It answers questions plainly.
+    The base also learns its questions by heart. The base has read every fact in every style, as a real base model has
+    read JSON and pirates: otherwise the bytes of `{`, `"` or `!` would have no meaning for an adapter. The base has
+    read no calls of tools, because they are JSON between two markers. The base answers questions plainly.
     """
     questions, is_base = invent_questions(), name == "base"
     rng = random.Random(0)  # noqa: S311 - lessons, not a secret
@@ -289,7 +289,7 @@ def teach(
 
 
 def write_questions(path: Path) -> None:
-    """Write one question of every wording, to the base and to every adapter, with the one right answer."""
+    """Write one question of every wording, to the base and to every adapter, with the only right answer."""
     prompts = [
         Prompt(question.text, None if name == "base" else name, style(question))
         for question in one_of_each_wording(invent_questions())

@@ -75,7 +75,7 @@ class NormAbi(ctypes.Structure):
 
 
 class RmsNormAbi(ctypes.Structure):
-    """One call of `rms_norm`; without a delta nothing is added."""
+    """One call of `rms_norm`; without a delta no value is added."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "delta", "y")),
@@ -86,7 +86,7 @@ class RmsNormAbi(ctypes.Structure):
 
 
 class RopeAbi(ctypes.Structure):
-    """One call of `rope_write_kv`; with a rotary_dim of 0 nothing turns."""
+    """One call of `rope_write_kv`; with a rotary_dim of 0 no rotation is applied."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "key", "value", "cos", "sin", "slots")),
@@ -107,7 +107,7 @@ class LayerLinearAbi(ctypes.Structure):
 
 
 class LayerAbi(ctypes.Structure):
-    """A decoder layer; a norm without a weight does not exist."""
+    """A decoder layer; a norm without a weight is skipped."""
 
     _fields_ = (
         *((f"{place}_{part}", NormAbi) for part in ("attention", "network") for place in ("before", "after")),
@@ -130,7 +130,7 @@ class LayerStepAbi(ctypes.Structure):
 
 
 class DrawAbi(ctypes.Structure):
-    """How to draw the token of one row of logits."""
+    """Parameters for drawing the token of one row of logits."""
 
     _fields_ = (
         *((name, c_int64) for name in ("row", "top_k")),

@@ -28,13 +28,13 @@ peft/tuners/boft/layer.py).
 
 
 class NativeUnavailable(RuntimeError):
-    """The C++ operators cannot be built here; the message says what to install or repair."""
+    """The C++ operators cannot be built here; the message names the program to install or repair."""
 
 
 def compiled_library() -> Path:
     """Return the shared library for this processor, compiled if the cache does not hold it.
 
-    Raises NativeUnavailable if there is no compiler, or if it fails.
+    Raises NativeUnavailable without a compiler, or if the compiler fails.
     """
     compiler, files = find_compiler(), sources()
     command = (*compiler, *FLAGS, _tuned_for_this_processor())
@@ -45,7 +45,7 @@ def compiled_library() -> Path:
 
 
 def find_compiler() -> tuple[str, ...]:
-    """Return the C++ compiler's command; raises NativeUnavailable if there is none."""
+    """Return the C++ compiler's command; raises NativeUnavailable if none is installed."""
     chosen = os.environ.get("CXX", "").split()
     for command in (chosen, *((name,) for name in COMPILERS)):
         if command and (path := shutil.which(command[0])):
@@ -93,7 +93,8 @@ def _processor() -> bytes:
 def compile_library(command: Sequence[str], target: Path) -> None:
     """Run a compiler's command and move its output to `target`. Raises NativeUnavailable.
 
-    Another process may be compiling the same library: each writes a separate file, and the last rename wins.
+    Another process may compile the same library at the same time. Each process writes a separate file, and the last
+    rename wins.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

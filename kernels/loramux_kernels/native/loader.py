@@ -1,4 +1,4 @@
-"""The operators in C++: compiled at first use, called through ctypes, absent if they cannot be compiled.
+"""The operators in C++: they are compiled at first use, called through ctypes, and absent if they cannot be compiled.
 
 A failure is not final: a full disk may have space a minute later, and a compiler that was killed may run. A server
 without these operators is several times slower. So a later call tries again in the background, at growing intervals.
@@ -48,7 +48,7 @@ class NativeLoader:
                 if self._failures == 0:
                     self._try()
                 else:
-                    self._retry_at = float("inf")  # until this try has ended
+                    self._retry_at = float("inf")  # until this attempt has ended
                     self.retrying = threading.Thread(target=self._try, daemon=True, name="native-operators")
                     self.retrying.start()
         return self._library

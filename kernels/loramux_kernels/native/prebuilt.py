@@ -4,7 +4,8 @@ sources.
     python -m loramux_kernels.native.prebuilt        compile every level of this machine's architecture
 
 A level is a set of instructions that compilers and `/proc/cpuinfo` name. A process loads the library of the highest
-level that its processor has. If there is none, it compiles one for its processor (`loramux_kernels.native.compiler`).
+level that its processor has. Without such a library, the process compiles a library for its processor
+(`loramux_kernels.native.compiler`).
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ LEVELS = {
 
 
 def prebuilt_library(root: Path = ROOT, features: Collection[str] | None = None) -> Path | None:
-    """Return the library of the highest level that a processor with `features` runs; None if there is none.
+    """Return the library of the highest level that a processor with `features` runs; None if no library is suitable.
 
-    `features`: None means those of this processor. Libraries of other sources are ignored.
+    If `features` is None, the features of this processor are used. Libraries of other sources are ignored.
     """
     if not root.is_dir():
         return None
@@ -74,7 +75,7 @@ def build(root: Path = ROOT) -> list[Path]:
 
 
 def processor_features() -> frozenset[str]:
-    """Return the features that `/proc/cpuinfo` lists for this processor; none if it cannot be read."""
+    """Return the features that `/proc/cpuinfo` lists for this processor; empty if the file cannot be read."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

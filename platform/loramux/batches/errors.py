@@ -40,14 +40,14 @@ class FileTooLarge(BatchesError):
 
 
 class StorageQuotaReached(BatchesError):
-    """The tenant's files take all their storage; the message says the limit and the use."""
+    """The tenant's files take all their storage; the message has the limit and the current use."""
 
     code = "storage_quota_reached"
     status = HTTPStatus.FORBIDDEN
 
 
 class FileNotFound(BatchesError):
-    """No such file, or another project's or tenant's."""
+    """The file does not exist, or belongs to another project or tenant."""
 
     code = "file_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -79,7 +79,7 @@ class BatchUnfinished(BatchesError):
 
 
 class BatchNotFound(BatchesError):
-    """No such batch, or another project's or tenant's."""
+    """The batch does not exist, or belongs to another project or tenant."""
 
     code = "batch_not_found"
     status = HTTPStatus.NOT_FOUND

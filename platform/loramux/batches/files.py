@@ -1,8 +1,8 @@
-"""Tenants' files: received, listed, read, deleted, and removed when they expire.
+"""Tenants' files, which are received, listed, read, deleted, and removed when they expire.
 
-The bytes are one object in the store, complete before the row that names it. When a file is deleted, its row is deleted
-first; `sweep` removes objects that no row names. All files count against a storage quota. The files that batches write
-are stored even if they exceed it.
+The bytes of a file are one object in the store, which is complete before a row names it. When a file is deleted, its
+row is deleted first; `sweep` removes objects that no row names. All files count against a storage quota. Output files
+of batches are stored even if they exceed the quota.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ THREADS, THREADS_PER_TENANT = 8, 2
 READ_BYTES = 256 << 10
 """Bytes of a file that are read at a time for a download."""
 UNREAD_BYTES = 4 * READ_BYTES
-"""The most bytes of a download that are in memory: one part is read, and some wait to be sent."""
+"""Maximum bytes of a download in memory: one part that is being read, and parts that wait to be sent."""
 SWEEP = 1000
-"""The most files that expire in one transaction."""
+"""Maximum number of files that expire in one transaction."""
 MIN_RETENTION = 3600
-"""The least time that a file is kept, in seconds, as OpenAI defines it."""
+"""Minimum retention of a file in seconds, as defined by OpenAI."""
 
 
 class Files:
-    """Files of every tenant; each caller sees those of its project."""
+    """Files of every tenant; each caller sees the files of its project."""
 
     def __init__(
         self,
@@ -64,7 +64,9 @@ class Files:
         retention_seconds: int,
         memory: TenantSlots,
     ) -> None:
-        """`retention_seconds`: after so long a file is deleted. `memory`: bytes that wait, by tenant."""
+        """`retention_seconds` is the time after which a file is deleted. `memory` limits the waiting bytes of each
+        tenant.
+        """
         self._memory = memory
         self.retention_seconds = retention_seconds
         self.threads = ThreadPool("files", THREADS, THREADS_PER_TENANT)
@@ -79,7 +81,7 @@ class Files:
     async def receiving(self, principal: Principal, announced: int | None) -> AsyncIterator[Path]:
         """Yield an empty folder to receive a body in. Raises NotAllowed, FileTooLarge, StorageQuotaReached.
 
-        `announced`: the bytes of the body, if its client says them.
+        `announced` is the number of bytes of the body, if the client announces it.
         """
         ensure_storage_allowed(principal, "file")
         if announced is not None and announced > self._settings.max_body_bytes:
@@ -102,7 +104,7 @@ class Files:
     ) -> StoredFile:
         """Store a received file. Raises InvalidFile, FileTooLarge, StorageQuotaReached, NotAllowed.
 
-        `size` in bytes. `expires_after`: seconds, at most the server's retention.
+        `size` is in bytes, and `expires_after` in seconds, at most the server's retention.
         """
         if purpose not in PURPOSES:
             raise InvalidFile(f"'purpose' is one of {', '.join(PURPOSES)}; got '{purpose[:40]}'.", "purpose")
@@ -173,7 +175,7 @@ class Files:
             return await files.listed(Viewpoint.of(principal), after, limit, purpose, oldest_first=oldest_first)
 
     async def fetch(self, tenant: TenantId, file: StoredFile, folder: Path) -> Path:
-        """Copy a file into `folder`. Raises FileNotFound if it was deleted by then."""
+        """Copy a file into `folder`. Raises FileNotFound if the file was deleted in between."""
         try:
             await self.threads.run(tenant, self._blobs.objects.fetch, object_name(file.id), folder / file.id)
         except FileNotFoundError:
@@ -181,9 +183,9 @@ class Files:
         return folder / file.id
 
     async def content(self, tenant: TenantId, file: StoredFile) -> AsyncGenerator[bytes, None]:
-        """Yield the file's bytes, when the tenant's memory has room for what a reader leaves unread.
+        """Yield the file's bytes when the tenant's memory has room for unread bytes.
 
-        Raises FileNotFound if it was deleted by then.
+        Raises FileNotFound if the file was deleted in between.
         """
         async with self._memory.slot(tenant, UNREAD_BYTES):
             chunks = self._blobs.objects.read(object_name(file.id), READ_BYTES)
@@ -197,7 +199,9 @@ class Files:
         """Delete a file and its bytes. Raises FileNotFound, FileInUse."""
         async with self._database.begin() as session:
             files = FileRepository(session, principal.tenant)
-            await files.total_size()  # locks the tenant: a batch that reads the file is created before or after
+            await (
+                files.total_size()
+            )  # locks the tenant, so that a batch that reads the file is created either before or after
             file = await files.get(id, Viewpoint.of(principal))
             if file is None:
                 raise FileNotFound(id)
@@ -225,10 +229,11 @@ class Files:
                 return count
 
     async def sweep(self) -> int:
-        """Remove objects that a crash left: they had no row at the last sweep and have none now. Return their number.
+        """Remove objects that a crash left: objects that had no row at the last sweep and still have none. Return their
+        number.
 
-        A file that is being received has an object and no row yet. That takes far less time than passes between two
-        sweeps.
+        A file that is being received has an object and no row yet. Receiving a file takes far less time than the
+        interval between two sweeps.
         """
         names = await self.threads.run(SERVER, self._blobs.objects.names, FOLDER)
         stored = [name.rpartition("/")[2] for name in names]

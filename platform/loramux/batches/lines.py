@@ -1,9 +1,10 @@
-"""A batch's input: JSONL, checked line by line before anything runs, and the endpoints that lines may name.
+"""A batch's input: JSONL, whose lines are all checked before the first line runs, and the endpoints that lines may
+name.
 
-A batch reads and writes the same JSON as its endpoint does, so the API provides both directions (`BatchEndpoints`:
-bodies in, answers out) and this package knows no wire format.
+A batch reads and writes the same JSON as its endpoint, so the API provides both directions (`BatchEndpoints`: bodies
+in, answers out) and this package knows no wire format.
 
-A line that cannot run is written to the error file, and the others run. The batch fails if no line can run.
+A line that cannot run is written to the error file, and all other lines run. The batch fails if no line can run.
 
 The file is on this machine while a batch is checked or runs. Memory holds the offsets of the lines, and the lines that
 are being read. Checking is pure Python over untrusted text, so it runs on a thread, which pauses every few
@@ -34,13 +35,13 @@ MAX_MODELS = 1000
 """Models that one input may name."""
 MAX_CUSTOM_ID = 512
 WORK_SECONDS, PAUSE_SECONDS = 0.002, 0.002
-"""Seconds that the checks hold the interpreter, and seconds that they leave it to requests."""
+"""Seconds for which the checks hold the interpreter, and seconds for which they pause."""
 BLOCK = 1 << 20
 _encode = msgspec.json.Encoder().encode
 
 
 class AnswerWriter(Protocol):
-    """Gives one answer its endpoint's shape."""
+    """Converts one answer to its endpoint's form."""
 
     def collect(self, delta: Delta) -> None:
         """Take a part of the answer."""
@@ -94,9 +95,9 @@ class BadLine(Exception):
         super().__init__(message)
         self.code, self.param = code, param
         self.custom_id: str | None = None
-        """The line's `custom_id`, if it has one that can be read."""
+        """The line's `custom_id`; None if it cannot be read."""
         self.refusal: LoramuxError | None = None
-        """The endpoint's refusal of the body; None: the line cannot be sent to an endpoint."""
+        """The endpoint's refusal of the body; None: no endpoint can be found for the line."""
 
 
 class Input:
@@ -226,7 +227,7 @@ def parse_body(line: BatchLine, endpoints: BatchEndpoints) -> ParsedBody:
 
 
 def repeated_lines(source: Input, endpoint: str, endpoints: BatchEndpoints) -> dict[int, int]:
-    """Return the lines whose `custom_id` an earlier line has, each with that line. Runs on a thread."""
+    """Return the lines that repeat the `custom_id` of an earlier line, each with that line. Runs on a thread."""
     pauses, seen, repeated = Pauses(), dict[str, int](), dict[int, int]()
     for number in range(len(source)):
         try:
@@ -253,7 +254,7 @@ class Findings(msgspec.Struct, kw_only=True):
     errors: list[LineError] = []
     """The reasons why no line can run; empty if at least one can."""
     models: dict[str, int] = {}
-    """The models that lines name, each with the place of the first line that does."""
+    """The models that lines name, each with the place of the first line that names it."""
 
 
 def size_errors(source: Input, max_lines: int) -> list[LineError]:

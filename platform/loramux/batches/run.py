@@ -1,25 +1,25 @@
-"""One batch on one server: checked, answered line by line, written into its two files.
+"""One batch on one server. The lines of the batch are checked, answered one by one, and written into its two files.
 
     lines ── at most `max_in_flight` at a time ──> CompletionService.begin ──> outcomes ── in order ──> chunks ──> files
 
 Each line has its own idempotency key, whose holder is the batch. So the transaction that bills a line also stores its
-answer. If the line runs again after a crash, it gets that answer and is not billed again. So a run can resume: it
-begins with the first line that is in no chunk, and repeats the lines that were running.
+answer. If the line runs again after a crash, it gets the stored answer and is not billed again. So a run can resume: it
+begins with the first line that is in no chunk, and repeats lines that were running.
 
 Chunks are objects. One transaction writes a chunk's row and the counts, and removes the idempotency keys of the chunk's
-lines. It also checks that this server still holds the batch. So every line's outcome is in exactly one chunk, and every
-`custom_id` is in one of the two files exactly once.
+lines. The transaction also checks that this server still holds the batch. So every line's outcome is in exactly one
+chunk, and every `custom_id` is in one of the two files exactly once.
 
-`Window` limits how many lines are in the engine at a time. A line slows the other requests twice: they wait for its
+`Window` limits how many lines are in the engine at a time. A line slows other requests in two ways: they wait for its
 prefill, and then its row makes every step longer. So the number of lines depends on the other requests:
 
     one waits for its first token        one line at a time, so that a batch progresses on a busy engine too
     some run, or have just ended         `max_in_flight_beside_others`
     none for QUIET_SECONDS               `max_in_flight`
 
-The pause of QUIET_SECONDS is for sparse traffic. Between two questions of a conversation no request runs. If the window
-opened at once, the next question would wait for dozens of prefills. For the same reason, only a few lines may wait for
-*their* first token at a time, even on an idle engine. The next request then waits only for those prefills.
+The pause of QUIET_SECONDS is for sparse traffic. Between two questions of a conversation no request runs. If all lines
+began immediately, the next question would wait for dozens of prefills. For the same reason, only a few lines may wait
+for *their* first token at a time, even on an idle engine. The next request then waits only for those prefills.
 """
 
 from __future__ import annotations
@@ -85,23 +85,23 @@ from loramux.serving.messages import Answer, Timing
 from loramux.serving.service import CompletionService
 
 CHUNK_LINES, CHUNK_BYTES = 256, 4 << 20
-"""A chunk is written when it has so many lines or bytes."""
+"""Numbers of lines and of bytes at which a chunk is written."""
 CHUNK_SECONDS = 2.0
 """The longest time in seconds until an outcome is in a chunk and counted."""
 MAX_AHEAD = 2048
-"""The most lines that are begun after a line that still runs."""
+"""Maximum number of lines that begin after a line that still runs."""
 MAX_BUFFERED = 64 << 20
-"""Bytes of a tenant's outcomes, of all its batches, that wait for a line that still runs."""
+"""Maximum bytes of a tenant's outcomes, over all its batches, that wait for an earlier line."""
 DECODED = 8
 """Bytes in memory for each byte of a line that is read, decoded and tokenized."""
 LOOK_SECONDS = 1.0
 """Seconds between two checks whether a run was cancelled, has expired, or has lost its rights."""
 WINDOW_LOOK_SECONDS = 0.2
-"""Seconds within which waiting lines notice that the other requests have ended."""
+"""Maximum seconds until waiting lines notice that other requests have ended."""
 FIRST_PAUSE, MAX_PAUSE = 0.25, 30.0
 """The shortest and the longest pause, in seconds, between two attempts at a line that cannot run now."""
 MAX_FAILURES = 3
-"""The most attempts at a line that the server fails to answer."""
+"""Maximum number of attempts at a line that the server fails to answer."""
 NO_MORE_RIGHTS = "authority_ended"
 REASONS = {
     "batch_expired": "This request could not be executed before the completion window expired.",
@@ -131,7 +131,7 @@ class OutputLine(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     id: str
     custom_id: str | None
-    """The line's `custom_id`; null if it has none or is not JSON."""
+    """The line's `custom_id`; null if the line has none or is not JSON."""
     response: OutputResponse | None
     error: OutputError | None
     timing: Timing | None = None
@@ -167,14 +167,15 @@ class Place:
 
 
 class Window:
-    """Places for lines in one server's engine."""
+    """Limits the number of lines in one server's engine."""
 
     def __init__(
         self, settings: BatchSettings, others_waiting: Callable[[], bool], quiet_seconds: Callable[[], float]
     ) -> None:
-        """`others_waiting`: whether another request waits for its first token. `quiet_seconds`: since none has run.
+        """`others_waiting` returns whether another request waits for its first token. `quiet_seconds` returns the
+        seconds since the last request ran.
 
-        Both are about requests that are not lines of batches.
+        Both functions ignore lines of batches.
         """
         self._slots = TenantSlots(settings.max_in_flight, settings.max_in_flight_per_tenant)
         self._settings = settings
@@ -228,7 +229,7 @@ class BatchServer:
 
 
 class BatchRun:
-    """The run of one batch, from the state that its rows have to its end."""
+    """The run of one batch, from the state of its rows to its end."""
 
     def __init__(self, batch: Batch, server: BatchServer) -> None:
         self._batch = batch
@@ -237,14 +238,14 @@ class BatchRun:
         self._stopped: str | None = None
         """The reason why no further line is begun, one of REASONS."""
         self._wake = asyncio.Event()
-        """Set when `_stopped` is: lines that wait for another attempt give up."""
+        """Set together with `_stopped`, so that lines that wait for another attempt end."""
         self._queued: set[asyncio.Task[LineOutcome]] = set()
         """Lines that wait for a place; cancelled when `_stopped` is set."""
         self._next_look = 0.0
         self._principal: Principal | None = None
         self._threads = server.files.threads.of(batch.tenant_id)
         self._repeated: dict[int, int] = {}
-        """Lines whose `custom_id` an earlier line has, mapped to that earlier line."""
+        """Lines that repeat a `custom_id`, mapped to the earlier line with the same `custom_id`."""
 
     async def run(self) -> None:
         """Bring the batch to its end. Raises LeaseLost, or a temporary error, after which the batch is run again."""
@@ -350,7 +351,7 @@ class BatchRun:
             del buffered[tenant]
 
     async def _line(self, source: Input, number: int) -> LineOutcome:
-        """Run a line until it has an answer or an error that stays. Its text is read each time that it has a place."""
+        """Run a line until it has an answer or a permanent error. The line's text is read for each attempt."""
         pause, failures = FIRST_PAUSE, 0
         while self._stopped is None:
             try:
@@ -378,7 +379,9 @@ class BatchRun:
 
     @asynccontextmanager
     async def _place(self, size: int) -> AsyncIterator[Place]:
-        """Hold a place in the engine, and memory for a line of `size` bytes; until then a stop cancels the line."""
+        """Hold a place in the engine, and memory for a line of `size` bytes; while the line waits for it, a stop
+        cancels the line.
+        """
         line = asyncio.current_task()
         assert line is not None, "a line is a task"
         self._queued.add(line)
@@ -407,7 +410,7 @@ class BatchRun:
         return line.custom_id, parse_body(line, self._server.endpoints)
 
     def _unsent(self, source: Input, number: int, bad: BadLine) -> LineOutcome:
-        """Return the outcome of a line that is sent to no endpoint, or whose body the endpoint refuses."""
+        """Return the outcome of a line that has no valid endpoint, or whose body the endpoint refuses."""
         if bad.refusal is not None:
             return self._refused(number, bad.custom_id, bad.refusal)
         error = OutputError(bad.code, f"Line {source.place(number)}: {bad}")

@@ -1,7 +1,7 @@
-"""Batches: created, looked at and cancelled by callers, and run in the background by this server's worker.
+"""Batches, which callers create, read and cancel, and which this server's worker runs in the background.
 
-`Batches` writes a row and wakes `BatchWorker`, which runs the batches that this server holds (`run`), adopts those of
-dead servers, and removes their remains.
+`Batches` writes a row and wakes `BatchWorker`, which runs the batches that this server holds (`run`), adopts batches of
+dead servers, and removes their leftover objects.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ INPUTS = ("batch", REQUESTS)
 """Purposes of files that a batch may read."""
 MAX_HOURS = 168
 MAX_ATTEMPTS = 10
-"""Servers that may die in succession while they run a batch, without writing another chunk of it."""
+"""Maximum number of servers that die one after the other while they run a batch, without writing a new chunk of it."""
 OVERDUE = DAY
-"""Microseconds after its window within which a batch must end, whatever fails."""
+"""Maximum microseconds between the end of a batch's window and the end of the batch."""
 
 _window = re.compile(r"([1-9]\d{0,2})h")
 logger = logging.getLogger(__name__)
 
 
 class Batches:
-    """Batches of every tenant; each caller sees those of its project."""
+    """Batches of every tenant; each caller sees the batches of its project."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Batches:
         output_seconds: int | None = None,
         lines: int = 0,
     ) -> Batch:
-        """Create a batch; its lines are checked at once, in the background.
+        """Create a batch. Its lines are checked immediately, in the background.
 
         `output_seconds`: the time for which its output and error files are kept. `lines`: their number, if it is known.
         Raises InvalidBatch, InvalidFile, FileNotFound, TooManyBatches, NotAllowed, InvalidRequest.
@@ -229,7 +229,9 @@ class BatchWorker:
         return self._server.server_id
 
     async def tend(self) -> None:
-        """Adopt batches of dead servers, whose open requests are closed first, and start again those that failed."""
+        """Adopt batches of dead servers, whose open requests are closed first, and restart batches that failed with a
+        temporary error.
+        """
         await self._usage.sweep()
         async with self._database.begin() as session:
             await BatchJobs(session).adopt_abandoned(self.server_id)

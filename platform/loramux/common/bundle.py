@@ -1,8 +1,9 @@
 """The bundle of a revision: the files that an adapter brings in addition to its weights, as one file.
 
 Trainers save a chat template, a tokenizer and generation defaults next to an adapter's weights, and its owner may add a
-`loramux.toml`. At upload these files become one, `bundle.json`, which holds only the settings that are served. It is
-stored and digested with the weights. So a revision always gets the prompt format that it was trained with.
+`loramux.toml`. At upload these files become one file, `bundle.json`, which holds only the settings that serving uses.
+The bundle is stored and digested with the weights. So a revision always gets the prompt format that it was trained
+with.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from msgspec import Meta
 from loramux.common.sampling import RECOMMENDED, with_numbers
 
 BUNDLE_FILE = "bundle.json"
-"""The file of a stored content; contents without one have no bundle."""
+"""Name of the bundle's file in a stored content. A content without this file has no bundle."""
 MAX_BUNDLE_BYTES = 4 << 20
 MAX_ADDED_TOKENS = 4096
 MAX_STOPS = 16
@@ -48,7 +49,7 @@ SOURCES: Mapping[str, int] = {
     OLD_TOKENS_FILE: 1 << 20,
     GENERATION_FILE: 256 << 10,
     SETTINGS_FILE: 256 << 10,
-    POOLING_FILE: 64 << 10,  # before the other config.json: a form may name it only by its field
+    POOLING_FILE: 64 << 10,  # before the other config.json, because a form may name this file only by its field
     MODEL_FILE: 1 << 20,
     MODULES_FILE: 64 << 10,
     PROMPTS_FILE: 256 << 10,
@@ -76,7 +77,9 @@ _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|ckpt)")
 
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""The problem types, by transformers' names: probabilities by one softmax, by a sigmoid for each class, or none."""
+"""The problem types, by transformers' names: probabilities from one softmax, from a sigmoid per class, or no
+probabilities.
+"""
 
 
 class AddedToken(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +120,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Values of the variables of `chat_template`: `bos_token`, `eos_token`, `pad_token`, ..."""
     added_tokens: Annotated[tuple[AddedToken, ...], Meta(max_length=MAX_ADDED_TOKENS)] = ()
     eos_token_ids: Annotated[tuple[int, ...], Meta(max_length=64)] = ()
-    """Tokens that end an answer, in place of the base's; empty: the base's."""
+    """Tokens that end an answer, instead of the base's end tokens; empty: the base's end tokens."""
     sampling: SamplingDefaults = SamplingDefaults()
     max_tokens: Annotated[int, Meta(ge=1, lt=1 << 31)] | None = None
     """The longest answer in tokens, if the request sets no limit."""
@@ -126,9 +129,9 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     system_prompt: Annotated[str, Meta(max_length=64 << 10)] | None = None
     """The first message of conversations that begin without a system message."""
     tool_parser: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")] | None = None
-    """The name of the parser of its tool calls; None: the base's."""
+    """The name of the parser of the adapter's tool calls; None: the base's parser."""
     task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None = None
-    """PEFT's name of the task that it was trained for; None: generating text."""
+    """PEFT's name of the task that the adapter was trained for; None: generating text."""
     num_labels: Annotated[int, Meta(ge=0, le=MAX_LABELS)] = 0
     """Rows of a classifier's head."""
     labels: Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=MAX_LABELS)] = ()
@@ -138,7 +141,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pooling: Literal["last", "mean"] | None = None
     """The reduction of a text's hidden states to its vector; None: the vector is the last hidden state."""
     matryoshka_dimensions: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=64)] = ()
-    """Lengths to which its vectors may be shortened."""
+    """Lengths to which the adapter's vectors may be shortened."""
     description: Annotated[str, Meta(max_length=4096)] | None = None
     license: Annotated[str, Meta(max_length=256)] | None = None
 
@@ -157,7 +160,9 @@ def is_pickled(name: str) -> bool:
 
 
 def misplaced(names: Iterable[str]) -> str | None:
-    """Return why these files are not one adapter's and how to correct that; None if the form is not a known one."""
+    """Return the reason why these files are not the files of one adapter, and the correction; None if the form is
+    unknown.
+    """
     for name in names:
         shown = f"'{name[:80]}'"
         if _SHARD.fullmatch(name) is not None:
@@ -212,7 +217,7 @@ def decode_bundle(data: bytes | str) -> Bundle:
 
 
 def read_bundle(folder: Path) -> Bundle:
-    """Read the bundle of a content's folder; one without the file has an empty bundle."""
+    """Read the bundle of a content's folder. A folder without the file has an empty bundle."""
     try:
         return decode_bundle((folder / BUNDLE_FILE).read_bytes())
     except FileNotFoundError:

@@ -12,7 +12,9 @@ NONCE_BYTES = 12
 
 
 class Encryption:
-    """AES-256-GCM under the key of one purpose. What is encrypted for one owner cannot be read as another's."""
+    """AES-256-GCM under the key of one purpose. Data that is encrypted for one owner cannot be decrypted for another
+    owner.
+    """
 
     def __init__(self, pepper: bytes, purpose: bytes) -> None:
         self._cipher = AESGCM(hmac.digest(pepper, purpose, "sha256"))
@@ -23,7 +25,7 @@ class Encryption:
         return nonce + self._cipher.encrypt(nonce, plain, owner.encode())
 
     def decrypt(self, stored: bytes, owner: str) -> bytes | None:
-        """Return what was encrypted; None if it was stored under another pepper or for another owner."""
+        """Return the decrypted data; None if it was encrypted with another pepper or for another owner."""
         try:
             return self._cipher.decrypt(stored[:NONCE_BYTES], stored[NONCE_BYTES:], owner.encode())
         except InvalidTag:

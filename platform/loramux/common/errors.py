@@ -16,7 +16,7 @@
 
 Each package draws its own part of the tree in its `errors.py`, or in the module that raises them. A class sets `code`
 (stable, read by clients) and `status` (the HTTP status that the API answers with); an instance carries the sentence and
-the field. Our own faults are not in this tree: they are bugs and keep their traceback.
+the field. Faults of the server itself are not in this tree: they are bugs and keep their traceback.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import msgspec
 
 
 class LoramuxError(Exception):
-    """A refusal: one sentence with the way out, the field that it is about, a stable code and an HTTP status."""
+    """A refusal: a sentence with the way out, the name of the field, a stable code and an HTTP status."""
 
     code: str = "invalid_value"
     status: int = HTTPStatus.BAD_REQUEST
@@ -43,7 +43,7 @@ class LoramuxError(Exception):
 
 
 class Rejection(msgspec.Struct, frozen=True, kw_only=True):
-    """The reason why an upload did not become a revision. It is stored in the upload and its report."""
+    """The reason why an upload did not become a revision. The reason is stored in the upload and its report."""
 
     code: str
     """The error code, stable because clients read it."""

@@ -9,10 +9,12 @@ from typing import NewType
 import msgspec
 
 TenantId = NewType("TenantId", str)
-"""A *verified* tenant. Only `loramux.accounts.tenants` makes one from a key. A row's `tenant_id` is one too."""
+"""Id of a *verified* tenant. Only `loramux.accounts.tenants` creates this id from a key. A row's `tenant_id` is a
+verified id too.
+"""
 
 ProjectId = NewType("ProjectId", str)
-"""A project of a verified tenant. It is made in the same places as `TenantId`."""
+"""Id of a project of a verified tenant, which is created in the same places as `TenantId`."""
 
 
 class Origin(msgspec.Struct, frozen=True):
@@ -40,25 +42,27 @@ class Principal(msgspec.Struct, frozen=True):
     weight: int = 1
     """The tenant's share within its class."""
     service_tiers: frozenset[str] = frozenset()
-    """The service tiers that its requests may name, in addition to `default`."""
+    """The service tiers that the caller's requests may name, in addition to `default`."""
     zero_retention: bool = False
-    """True: no prompt and no answer of its requests is stored."""
+    """True: no prompt and no answer of the caller's requests is stored."""
     models: frozenset[str] | None = None
-    """The only models that its requests may name, as `tenant/adapter` or the base's name. None: all of the tenant's."""
+    """The only models that the caller's requests may name, as `tenant/adapter` or the base's name. None: all models of
+    the tenant.
+    """
     origin: Origin = Origin()
     expires_at: int | None = None
-    """The key's expiry in microseconds since the epoch; None: never, or a member."""
+    """The key's expiry in microseconds since the epoch. None: the key never expires, or the caller is a member."""
     lineage: tuple[str, ...] = ()
-    """The key and its makers, or the member: limits on any of them count this caller's requests."""
+    """The key and its makers, or the member: limits on any of these count this caller's requests."""
 
     @property
     def owner(self) -> str:
-        """The caller as the owner of what it makes: a rotation hands it on."""
+        """Id of the caller as the owner of the objects that it creates. A rotation passes this id to the new key."""
         return self.lineage[0] if self.lineage else self.key_id
 
     @property
     def bound_project(self) -> ProjectId | None:
-        """The only project that a key without the scope `projects` sees and manages; None: all of the tenant's."""
+        """The only project that a key without the scope `projects` sees and manages; None: all projects."""
         is_bound = self.role is None and self.project and "projects" not in self.scopes
         return self.project if is_bound else None
 
@@ -67,7 +71,7 @@ class Principal(msgspec.Struct, frozen=True):
         return self.models is None or model in self.models
 
     def own_adapters(self) -> list[str] | None:
-        """Return the own names of the tenant's adapters that the key's allow-list has; None: all."""
+        """Return the own names of the tenant's adapters in the key's allow-list; None: all adapters."""
         if self.models is None:
             return None
         own = f"{self.tenant_name}/"

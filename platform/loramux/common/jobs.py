@@ -1,6 +1,7 @@
-"""Work outside of requests: jobs of one server, periodic work, blocking work on threads, and tenants' shares of them.
+"""Work outside of requests: jobs of one server, periodic work, blocking work on threads, and tenants' shares of the
+threads.
 
-A `JobRunner` never runs a job twice at the same time. All its jobs end with the server.
+A `JobRunner` never runs a job twice at the same time. All jobs of the runner end with the server.
 
 asyncio's default executor has few threads, which everything shares. Work that may wait long for a store or another
 machine runs in its own `ThreadPool`. Every pool that a request can occupy gives each tenant a share (`ThreadPool`,
@@ -32,7 +33,7 @@ SERVER = ""
 ANYONE = "anyone"
 """The tenant of all requests without a key together."""
 DEFAULT_THREADS = min(32, (os.cpu_count() or 1) + 4) - 1
-"""Threads of asyncio's default executor that tenants' work may occupy: all but one."""
+"""Number of threads of asyncio's default executor that tenants' work may occupy: all but one."""
 DEFAULT_PER_TENANT = 2
 
 P = ParamSpec("P")
@@ -52,7 +53,7 @@ def tenant_of_work() -> str:
 
 
 class Job(Protocol):
-    """Work that a server has taken on. Its row in the database says so (`records.database`)."""
+    """Work of one server, which is recorded in a row of the database (`records.database`)."""
 
     @property
     def id(self) -> str:
@@ -74,12 +75,12 @@ class JobRun:
 
 
 class JobRunner(Generic[J]):
-    """Runs the jobs that `find` returns, except those that run already."""
+    """Runs the jobs that `find` returns, except jobs that are already running."""
 
     def __init__(
         self, kind: str, find: Callable[[], Awaitable[Sequence[J]]], run: Callable[[J], Coroutine[None, None, None]]
     ) -> None:
-        """`run` handles its own errors. A job that fails is found and run again, unless its row says otherwise."""
+        """`run` handles its own errors. A job that fails is found and run again, unless its row was changed."""
         self.kind = kind
         self._find = find
         self._run = run
@@ -88,7 +89,7 @@ class JobRunner(Generic[J]):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_ended(self, observer: Callable[[JobRun], None]) -> None:
-        """Call `observer` at the end of each run, also of a cancelled one."""
+        """Call `observer` at the end of each run, including cancelled runs."""
         self._observers.append(observer)
 
     @property
@@ -106,7 +107,7 @@ class JobRunner(Generic[J]):
             running.cancel()
 
     async def stop(self) -> None:
-        """Cancel the running jobs. This server starts them again after a restart, or another server does."""
+        """Cancel the running jobs. After a restart this server starts the jobs again, or another server does."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -115,7 +116,7 @@ class JobRunner(Generic[J]):
     async def _look(self) -> None:
         try:
             found = await self._find()
-        except LoramuxError as error:  # the database does not answer; the next look finds them
+        except LoramuxError as error:  # the database does not answer; the next search finds the jobs
             logger.error("the jobs of kind %r wait: %s", self.kind, error)
             return
         for job in found:
@@ -142,8 +143,8 @@ class JobRunner(Generic[J]):
 class TenantSlots:
     """At most `total` units at a time, of which one tenant holds at most `per_tenant`: jobs, threads, or bytes.
 
-    Free units go to the waiting tenant that holds the fewest; among equals, to the job that has waited longest. A job
-    that asks for more than a tenant may hold gets its turn when its tenant holds nothing.
+    Free units go to the waiting tenant that holds the fewest; among equal tenants, to the job that has waited longest.
+    A job that needs more units than a tenant may hold gets its turn when its tenant holds none.
     """
 
     def __init__(self, total: int, per_tenant: int) -> None:
@@ -154,7 +155,7 @@ class TenantSlots:
 
     @asynccontextmanager
     async def slot(self, tenant: str, units: int = 1) -> AsyncIterator[None]:
-        """Hold units while the block runs; wait for them first."""
+        """Wait for units, and hold them while the block runs."""
         await self.acquire(tenant, units)
         try:
             yield
@@ -219,7 +220,7 @@ class TenantSlots:
                 return
             tenant, units, granted = chosen = min(allowed, key=lambda one: self.held_by(one[0]))
             if units > self._free:
-                return  # nothing overtakes it, so that small jobs cannot keep a large one waiting for ever
+                return  # no job overtakes the first one, so that small jobs cannot keep a large job waiting for ever
             self._waiting.remove(chosen)
             if not granted.done():
                 self._take(tenant, units)
@@ -236,7 +237,7 @@ class ThreadPool:
     async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function` on a thread, when it is the tenant's turn; return only when it has ended, even when cancelled.
 
-        `tenant`: the tenant for which it runs, or SERVER.
+        `tenant` is the tenant for which the function runs, or SERVER.
         """
         async with self._slots.slot(tenant):
             work = partial(function, *args, **kwargs)
@@ -247,7 +248,7 @@ class ThreadPool:
         return Threads(self, tenant)
 
     def close(self) -> None:
-        """Refuse further work; running work ends by itself."""
+        """Refuse new work. Running work ends by itself."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
@@ -266,8 +267,8 @@ class Threads:
 class TenantQueues:
     """Threads for callers without an event loop, of which one tenant occupies at most `per_tenant`.
 
-    A tenant's next piece of work is queued when one of its earlier ones has ended, after what other tenants have
-    queued since then.
+    When a piece of a tenant's work has ended, the tenant's next piece is queued after the work that other tenants have
+    queued.
     """
 
     def __init__(self, kind: str, threads: int, per_tenant: int) -> None:
@@ -288,7 +289,7 @@ class TenantQueues:
             self._executor.submit(self._run, tenant, work)
 
     def close(self) -> None:
-        """Refuse further work; running work ends by itself."""
+        """Refuse new work. Running work ends by itself."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     def _run(self, tenant: str, work: Callable[[], object]) -> None:
@@ -316,7 +317,8 @@ _default_shares: WeakKeyDictionary[asyncio.AbstractEventLoop, TenantSlots] = Wea
 async def run_blocking(tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `function` on a thread of the default executor, of which a tenant occupies at most DEFAULT_PER_TENANT.
 
-    Returns only when it has ended, even when cancelled. `tenant`: the tenant for which it runs, or SERVER.
+    Returns only when the function has ended, even if the caller is cancelled. `tenant` is the tenant for which the
+    function runs, or SERVER.
     """
     loop = asyncio.get_running_loop()
     shares = _default_shares.setdefault(loop, TenantSlots(DEFAULT_THREADS, DEFAULT_PER_TENANT))

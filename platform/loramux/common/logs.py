@@ -1,6 +1,6 @@
-"""Logs of every process: one line for each event, as JSON or as text, with the ids of its request.
+"""Logs of every process: one line for each event, as JSON or as text, with the ids of the event's request.
 
-Modules log with the standard library's `logging`; structlog gives the lines their form. A line has the fields of
+Modules log with the standard library's `logging`; structlog formats the lines. A line has the fields of
 `structlog.contextvars` (the request's id and trace id), which tasks of a request inherit. No line holds a tenant's
 text: no prompt, no answer, no name of an adapter.
 """
@@ -20,7 +20,7 @@ Level = Literal["debug", "info", "warning", "error"]
 
 
 def configure(form: Format, level: Level) -> None:
-    """Send this process's logs to stderr. `auto`: text on a terminal, JSON elsewhere."""
+    """Send this process's logs to stderr. `auto`: text on a terminal, otherwise JSON."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
@@ -49,7 +49,7 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 
 def set_level(level: Level) -> None:
-    """Log this level and those above it from now on. Lines of libraries are logged only from `warning` on."""
+    """Log this level and higher levels from now on. Lines of libraries are logged only from `warning` on."""
     logging.getLogger().setLevel(max(LEVELS[level], logging.WARNING))
     for package in ("loramux", "loramux_api", "loramux_adapters", "loramux_kernels"):
         logging.getLogger(package).setLevel(LEVELS[level])

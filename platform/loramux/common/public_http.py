@@ -1,13 +1,13 @@
-"""HTTP calls to other machines: every reply is bounded, and addresses that tenants choose are public ones.
+"""HTTP calls to other machines: every reply is bounded, and addresses that tenants choose must be public.
 
-A reply is untrusted. A decoder makes hundreds of megabytes of a kilobyte before its caller can count them: httpx
-decodes before it hands out a chunk. So `outside_client` asks for replies without an encoding, refuses encoded ones, and
-counts the bytes as they come. No other client is made for services outside.
+A reply is untrusted. A decoder can make hundreds of megabytes from a kilobyte before its caller can count them, because
+httpx decodes a chunk before it returns the chunk. So `outside_client` asks for replies without an encoding, refuses
+encoded ones, and counts the bytes when they arrive. All calls to outside services use this client.
 
-Three attacks by addresses are closed here. A name may lead to a private address: every address that it resolves to is
-checked. A name may lead elsewhere when it is resolved again (DNS rebinding): the address that was checked is the one
-that is connected to. A name may never be answered: lookups run in separate threads, few for each kind of work and
-fewer for each tenant, never in asyncio's default executor, which everything else shares.
+This module prevents three attacks by addresses. First, a name may resolve to a private address, so every address of a
+name is checked. Second, a name may resolve to another address later (DNS rebinding), so the client connects to exactly
+the checked address. Third, the lookup of a name may never be answered. So lookups run in separate threads, few for each
+kind of work and fewer for each tenant, never in asyncio's default executor, which all other work shares.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ PRIVATE_V6 = tuple(
     )
 )
 WRAPPED_V4 = (ipaddress.IPv6Network("::ffff:0:0/96"), ipaddress.IPv6Network("64:ff9b::/96"))
-"""IPv4-mapped, and NAT64 by its well-known prefix: as public as the IPv4 address in the last 32 bits."""
+"""Prefixes of wrapped IPv4 addresses: IPv4-mapped, and NAT64's well-known prefix. Such an address is public if the IPv4
+address in its last 32 bits is public.
+"""
 
 ANYWHERE: tuple[Network, ...] = (ipaddress.IPv4Network("0.0.0.0/0"), ipaddress.IPv6Network("::/0"))
 """Every network: callers with these networks may call private addresses too. Names are still resolved in threads."""
@@ -75,7 +77,7 @@ _numeric_label = re.compile(r"(?:[0-9]+|0x[0-9a-f]*)\.?", re.IGNORECASE)
 
 MAX_REPLY_BYTES = 256 << 10
 MAX_BYTES = "loramux_max_bytes"
-"""The request extension with the most bytes of its reply."""
+"""The request extension with the maximum number of bytes of the reply."""
 
 
 class ReplyRefused(httpx.DecodingError):
@@ -87,15 +89,15 @@ def outside_client(
 ) -> httpx.AsyncClient:
     """Make a client for one kind of service: `bounded`, without redirects.
 
-    `trust_env`: use the proxies of the environment.
+    With `trust_env`, the client uses the proxies of the environment.
     """
     return bounded(httpx.AsyncClient(transport=transport, timeout=timeout, follow_redirects=False, trust_env=trust_env))
 
 
 def bounded(client: httpx.AsyncClient) -> httpx.AsyncClient:
-    """Have the client ask for replies as they are, and raise ReplyRefused for one that is encoded or too long.
+    """Make the client request replies without encoding, and raise ReplyRefused for a reply that is encoded or too long.
 
-    MAX_REPLY_BYTES, unless a request says more in its extension MAX_BYTES.
+    The limit is MAX_REPLY_BYTES, unless a request sets another limit in its extension MAX_BYTES.
     """
     client.headers["Accept-Encoding"] = "identity"
     hooks = client.event_hooks["response"]
@@ -158,8 +160,8 @@ def _look_up(host: str) -> list[str]:
 class Resolver:
     """Resolves names for one kind of work: in at most `threads` threads, at most `per_tenant` of them for one tenant.
 
-    The system's resolver cannot be interrupted. A lookup that is not answered in time is given up, but it keeps its
-    thread and its tenant's place until the system gives it up too. So names that never answer delay only their own
+    The system's resolver cannot be interrupted. A lookup that is not answered in time ends with an error, but it keeps
+    its thread and its tenant's place until the system ends it too. So names that never answer delay only their own
     tenant.
     """
 
@@ -174,7 +176,7 @@ class Resolver:
     async def addresses(self, host: str, tenant: str, also: Sequence[Network] = ()) -> list[Address]:
         """Return the addresses of `host`, a name or an address.
 
-        Raises NotPublic unless every one of them is public, or in one of the networks `also`.
+        Raises NotPublic unless each address is public or in one of the networks `also`.
         """
         shown = host[:120]
         addresses = [_literal(host)] if _is_literal(host) else await self._resolve(host, tenant)
@@ -213,7 +215,7 @@ class Resolver:
             found: Sequence[str] | Exception
             try:
                 found = self._lookup(host)
-            except Exception as error:  # it is passed to the waiting task
+            except Exception as error:  # the error is passed to the waiting task
                 found = error
             if not loop.is_closed():
                 loop.call_soon_threadsafe(finish, found)
@@ -255,9 +257,9 @@ class PublicTransport(httpx.AsyncBaseTransport):
     def __init__(
         self, resolver: Resolver, also: Sequence[Network] = (), tenant: str = "", ports: Collection[int] = ()
     ) -> None:
-        """`also` are networks that may be called though they are not public; `tenant` has the lookups' places.
+        """`also` are private networks that may be called too. `tenant` is the tenant in whose share the lookups run.
 
-        A request may name another tenant in its extension TENANT. `ports`: those that may be called; none: all.
+        A request may name another tenant in its extension TENANT. `ports` are the allowed ports; empty: all ports.
         """
         self._ports = ports
         self._resolver = resolver

@@ -1,7 +1,7 @@
 """Sampling parameters: one table, from which requests, defaults, checks and the samplers take their names and bounds.
 
-`TokenSelection` is the table. A field is a parameter of the choice of a token. Its default is the neutral value, and
-its `Parameter` has the other facts that the code needs. The following parts derive from it:
+`TokenSelection` is the table. A field is a parameter of the choice of a token. The field's default is the neutral
+value, and its `Parameter` has all other facts that the code needs. The following parts derive from the table:
 
     fields and refusals of request bodies     `loramux_api.schemas.sampling`
     fields that an endpoint must not ignore   `loramux_api.unknown_fields`
@@ -30,15 +30,20 @@ class Parameter:
     """Facts about one parameter."""
 
     acts_on: Literal["logits", "draw"]
-    """`logits`: it changes the logits of single tokens, before the temperature; the sampler's `steer` applies it.
-    `draw`: it decides how a token is drawn from the logits; `draw_tokens` and the kernels apply it."""
+    """`logits`: the parameter changes the logits of single tokens, before the temperature; the sampler's `steer`
+    applies it. `draw`: the parameter decides how a token is drawn from the logits; `draw_tokens` and the kernels apply
+    it.
+    """
     example: Any
-    """A value that is not neutral: the warm-up and the tests use it."""
+    """A value that is not neutral. The warm-up and the tests use this value."""
     range: Meta | None = None
-    """Range of a request's values; if the parameter has a value for each token, of each of them. None: the values are
-    token ids, whose range depends on the model."""
+    """Range of a request's value. If the parameter has a value for each token, this is the range of each value. None:
+    the values are token ids, whose range depends on the model.
+    """
     recommended: Meta | None = None
-    """Values that a checkpoint or an adapter may recommend to requests that leave it out; None: it cannot."""
+    """Range of values that a checkpoint or an adapter may recommend for requests that leave the parameter out; None: no
+    recommendation is possible.
+    """
     other_neutrals: tuple[float, ...] = ()
     """Further values of a request that mean the neutral one."""
 
@@ -48,14 +53,14 @@ _TEMPERATURE, _SHARE = Meta(ge=0, le=2), Meta(ge=0, le=1)
 
 
 class TokenSelection(msgspec.Struct, frozen=True, kw_only=True):
-    """The table. Its rows are in the usual order of application: first the logits, then the draw."""
+    """The table of parameters, in the usual order of application: first the logits, then the draw."""
 
     repetition_penalty: Annotated[float, Parameter("logits", 1.1, _FACTOR, recommended=_FACTOR)] = 1.0
     presence_penalty: Annotated[float, Parameter("logits", 0.1, _PENALTY)] = 0.0
     frequency_penalty: Annotated[float, Parameter("logits", 0.1, _PENALTY)] = 0.0
     logit_bias: Annotated[dict[int, float], Parameter("logits", {0: 1.0}, Meta(ge=-100, le=100))] = {}
     allowed_token_ids: Annotated[tuple[int, ...], Parameter("logits", (0, 1))] = ()
-    """The only tokens to choose from; empty: all. It cannot be used together with a constraint."""
+    """The only tokens to choose from; empty: all tokens. This parameter cannot be used together with a constraint."""
     temperature: Annotated[float, Parameter("draw", 0.7, _TEMPERATURE, recommended=_TEMPERATURE)] = 1.0
     """The temperature; 0 chooses the most likely token (greedy)."""
     top_k: Annotated[
@@ -71,11 +76,13 @@ _TYPES: Mapping[str, Any] = get_type_hints(TokenSelection, include_extras=True)
 PARAMETERS: Mapping[str, Parameter] = {name: kind.__metadata__[0] for name, kind in _TYPES.items()}
 """The rows by name."""
 KINDS: Mapping[str, type] = {name: kind.__origin__ for name, kind in _TYPES.items() if kind.__origin__ in (int, float)}
-"""The parameters that are one number, and its type."""
+"""The parameters that are a single number, with the number's type."""
 STEERING = tuple(name for name, one in PARAMETERS.items() if one.acts_on == "logits")
 """The parameters that change logits."""
 PENALTIES = tuple(name for name in STEERING if name in KINDS)
-"""The parameters of STEERING that are one number. They change logits of tokens that the prompt or the answer holds."""
+"""The parameters of STEERING that are a single number. These penalties change logits of tokens that the prompt or the
+answer contains.
+"""
 DRAWING = tuple(name for name, one in PARAMETERS.items() if one.acts_on == "draw")
 """The parameters of a draw."""
 RECOMMENDED = tuple(name for name, one in PARAMETERS.items() if one.recommended is not None)
@@ -83,7 +90,8 @@ RECOMMENDED = tuple(name for name, one in PARAMETERS.items() if one.recommended 
 
 
 def with_numbers(names: Iterable[str], bound: Callable[[Parameter], Meta | None]) -> Callable[[type[S]], type[S]]:
-    """Decorate a struct with an optional field for each of `names`, None if it is left out, within `bound`.
+    """Decorate a struct with an optional field for each of `names`, with values within `bound`. The value is None if
+    the field is left out.
 
     A type checker does not see the fields: `given_numbers` reads them.
     """
@@ -104,7 +112,7 @@ def with_numbers(names: Iterable[str], bound: Callable[[Parameter], Meta | None]
 
 
 def given_numbers(struct: msgspec.Struct) -> dict[str, Any]:
-    """Return the numbers of a struct `with_numbers` in the engine's form, without those that are left out."""
+    """Return the numbers of a struct `with_numbers` in the engine's form. Fields that are left out are absent."""
     found = {name: value for name in KINDS if (value := getattr(struct, name, None)) is not None}
     return {
         name: getattr(NEUTRAL, name) if value in PARAMETERS[name].other_neutrals else value
@@ -113,7 +121,7 @@ def given_numbers(struct: msgspec.Struct) -> dict[str, Any]:
 
 
 def range_fault(params: TokenSelection) -> str | None:
-    """Return a sentence about the first value that is not a finite number in its range; None: all are valid."""
+    """Return a sentence about the first value that is not a finite number in its range; None: all values are valid."""
     for name, parameter in PARAMETERS.items():
         value, limits = getattr(params, name), parameter.range
         if limits is None:

@@ -1,9 +1,10 @@
 """Load a base's tokenizer exactly as its tokenizer.json has it.
 
-transformers builds the tokenizers of some classes and model types anew from their vocabulary, with that class's own
+For some classes and model types, transformers builds a new tokenizer from the vocabulary, with the class's own
 normalizer, pre-tokenizer and decoder. If the tokenizer.json of a folder was made differently, the token ids differ
-without an error. The `tokenizers` library reads the file as it is. `load_tokenizer` compares the two on a fixed text of
-many scripts and on the vocabulary itself. If they differ, it puts the file's tokenizer into transformers'.
+without an error. The `tokenizers` library reads the file unchanged. `load_tokenizer` compares both tokenizers on a
+fixed text of many scripts and on the vocabulary itself. If they differ, it replaces transformers' inner tokenizer by
+the file's.
 """
 
 from __future__ import annotations
@@ -51,14 +52,15 @@ class LoadedTokenizer(NamedTuple):
     tokenizer: Any
     """transformers' PreTrainedTokenizerBase, whose token ids are those of tokenizer.json, if the base has that file."""
     rebuilt: Any
-    """The tokenizer (of the `tokenizers` library) that transformers had made, if it differed from the file; else None.
+    """The tokenizer (of the `tokenizers` library) that transformers had built, if it differed from the file's;
+    otherwise None.
     """
 
 
 def load_tokenizer(model_dir: Path) -> LoadedTokenizer:
     """Load the tokenizer next to a model's weights.
 
-    Raises OSError or ValueError, as transformers does, if there is none; TokenizerDiffers.
+    Raises OSError or ValueError, as transformers does, if the folder has no tokenizer. Raises TokenizerDiffers.
     """
     from transformers import AutoTokenizer  # imported here: it takes seconds, and only serving a model needs it
 
@@ -146,7 +148,7 @@ def tokenizer_difference(tokenizer: Any, saved: Any) -> str | None:
 def _difference(
     encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], added: set[str], saved: Any
 ) -> str | None:
-    # The loaded tokenizer recognises tokens in a text that only tokenizer_config.json adds; the file's does not.
+    # The loaded tokenizer also recognises tokens that only tokenizer_config.json adds; the file's tokenizer does not.
     beside = added - {token.content for token in saved.get_added_tokens_decoder().values()}
     for text in (*SAMPLES, "".join(SAMPLES), *_pieces(saved)):
         if any(token in text for token in beside):

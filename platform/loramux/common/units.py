@@ -17,14 +17,14 @@ DAY = 24 * HOUR
 SECONDS_PER_DAY = 86_400
 
 QUIET_SECONDS = 10.0
-"""Seconds without a request whose caller waits. After them background work need not give way to requests."""
+"""Seconds without a request with a waiting caller, after which background work has no restriction."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts of one request, one bucket or one total: read, found in the KV cache, and generated."""
 
     prompt: int = 0
-    """Tokens of the prompt, including `cached`; each counts once, even if it was computed several times."""
+    """Tokens of the prompt, including `cached`; each token counts once, even if it was computed several times."""
     cached: int = 0
     """Tokens of the prompt whose KV was found in the cache."""
     output: int = 0
@@ -46,5 +46,5 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def drift(self, other: TokenCounts) -> int:
-        """Return the tokens by which two counts of the same work differ; 0 if they agree."""
+        """Return the number of tokens by which two counts of the same work differ; 0 if they agree."""
         return abs(self.prompt - other.prompt) + abs(self.cached - other.cached) + abs(self.output - other.output)

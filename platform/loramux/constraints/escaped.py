@@ -1,14 +1,14 @@
-r"""Rewrite a Lark grammar so that it matches its texts as they are escaped within a JSON string.
+r"""Rewrite a Lark grammar so that it matches its texts in the form in which they are escaped within a JSON string.
 
 A custom tool has an input with its own grammar, and a model writes that input as a string of a call's arguments. So
 
     start: "a\n" WORD            becomes        p_start: "a" "\\n" p_WORD
     WORD: /[a-z"]+/                             p_WORD: ((/[a-z]/ | "\\\""))+
 
-Every terminal becomes a rule of single characters. The reason: the escapes `\n` and `\"` begin alike, and the lexer of
-llguidance takes the longest text without backtracking. Names get a prefix, because the rules become part of another
-grammar. Each character has one spelling, that of `json.dumps` without ASCII escapes. Python's own parser reads the
-expressions; an expression that cannot be written here is refused by name.
+Every terminal becomes a rule of single characters. The reason is that the escapes `\n` and `\"` begin with the same
+character, and the lexer of llguidance takes the longest text without backtracking. Names get a prefix, because the
+rules become part of another grammar. Each character has only one spelling, that of `json.dumps` without ASCII escapes.
+Python's own parser reads the expressions; an expression that this module cannot rewrite is refused.
 """
 
 from __future__ import annotations

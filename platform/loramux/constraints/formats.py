@@ -24,7 +24,7 @@ class JsonSchema(msgspec.Struct, frozen=True, tag=True):
     schema: Any
     """The schema, or a text that holds it as JSON."""
     strict: bool = True
-    """Refuse keywords that cannot be enforced. Otherwise they are left out."""
+    """True: refuse keywords that cannot be enforced. False: leave them out."""
 
 
 class Regex(msgspec.Struct, frozen=True, tag=True):
@@ -34,7 +34,7 @@ class Regex(msgspec.Struct, frozen=True, tag=True):
 
 
 class Choice(msgspec.Struct, frozen=True, tag=True):
-    """One of several texts."""
+    """A format: one of several texts."""
 
     texts: list[str]
 

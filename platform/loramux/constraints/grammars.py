@@ -3,9 +3,9 @@
 A grammar is untrusted code from a caller, as text in llguidance's own format (`formats` and `tools` write it). The
 trial (`prepare`, which the sandbox finds by this module's name) writes and compiles a grammar, and follows it for some
 random tokens. Most hostile grammars exceed llguidance's own limits. Some overflow its stack, which ends the process, or
-compile for minutes: the kernel ends the process then. A grammar that passes the trial takes an engine no longer than it
-took in the trial. The trial's stack is smaller than that of any engine thread, so the grammar cannot overflow an
-engine's stack.
+compile for minutes: in these cases the kernel ends the process. An engine needs no more time for a grammar than the
+trial needed. The trial's stack is smaller than that of any engine thread, so the grammar cannot overflow an engine's
+stack.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def limits() -> LLParserLimits:
         initial_lexer_fuel=1_000_000,  # about 20 ms
         step_lexer_fuel=30_000,  # about 2 ms of one mask
         step_max_items=10_000,  # about 0.5 ms of one mask
-        max_lexer_states=20_000,  # 1 to 2 kB each
+        max_lexer_states=20_000,  # each entry takes 1 to 2 kB
         max_grammar_size=200_000,
         precompute_large_lexemes=True,
         verbose_errors=False,

@@ -1,15 +1,15 @@
-"""Notations other than JSON in which models write the arguments of a call: one description of each serves grammars and
-readers.
+"""Notations other than JSON in which models write the arguments of a call: each notation has one description, which
+both grammars and readers use.
 
     python    city="Paris", days=3, where={"lat": 1.5}, exact=True
     gemma     city:<|"|>Paris<|"|>,days:3,where:{lat:1.5},exact:true
     xml       <parameter=city>\\nParis\\n</parameter>\\n<parameter=days>\\n3\\n</parameter>
 
-A writer makes the grammar of a tool's arguments. `serving.calls` uses the same description to read what a model wrote:
+A writer makes the grammar of a tool's arguments. `serving.calls` uses the same description to read the model's output:
 
 - the signs of `LiteralNotation`;
 - the names that are no plain keys (`special_names`), which a reader can find only if it knows them;
-- the types of an XML argument (`argument_kinds`), which say whether its content is a text, JSON, or either.
+- the types of an XML argument (`argument_kinds`), which show if its content is a text, JSON, or either of the two.
 
 A value that a notation cannot write is refused: for example, a text that contains the notation's own mark.
 """
@@ -208,7 +208,7 @@ class PythonWriter(LiteralWriter):
     of_texts = OF_TEXTS
 
     def text(self, schema: dict[str, Any]) -> str:
-        """Return a text in double quotes, or in single ones if the schema says nothing more about it."""
+        """Return a text in double quotes, or in single quotes if the schema does not restrict it further."""
         if not schema:
             return "(STRING | SINGLE)"
         if schema.keys() <= {"minLength", "maxLength"}:
@@ -252,7 +252,7 @@ def without(mark: str) -> str:
 
 
 class XmlWriter(JsonWriter, ArgumentsWriter):
-    """An element for each argument: a text as it is, any other value as JSON.
+    """Writes an element for each argument. A text is written unchanged, any other value as JSON.
 
     If an argument may be a text or have another type, a text is written without quotes. If a reader would take that
     text for the other type, it is written in quotes, as JSON.
@@ -355,9 +355,7 @@ class XmlWriter(JsonWriter, ArgumentsWriter):
     def _branches(
         self, schema: Schema, path: Path, seen: frozenset[str] = frozenset()
     ) -> Iterator[tuple[Schema, Path]]:
-        """Yield the alternatives of a schema. Each has one type or an enumeration, or the schema says nothing of
-        either.
-        """
+        """Yield the alternatives of a schema. Each has one type or an enumeration, or has neither."""
         if isinstance(schema, bool):
             yield schema, path
         elif "const" in schema or "enum" in schema:

@@ -1,12 +1,11 @@
-"""Reduce JSON schemas to what grammars can hold: resolve references, and leave out what cannot be enforced, by its
-path.
+"""Reduce JSON schemas to the parts that grammars can enforce: resolve references, and leave out other parts, which are
+named by their path.
 
-Every part of a schema is tried separately, so that one part that fails removes only itself: a pattern with a
-look-ahead, a bound that a double cannot hold, a reference to nothing. A strict schema is refused instead, with the path
-of the part.
+Every part of a schema is tried separately, so that a failing part removes only itself: a pattern with a look-ahead, a
+bound that a double cannot hold, a reference to nothing. A strict schema is refused instead, with the path of the part.
 
 `References` and `kinds` only look at the schema and compile nothing. The writer of a grammar and the reader of an
-answer both ask them how a value is written, and therefore agree.
+answer both use them to decide the form of a value, and therefore agree.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def has_shape(keyword: str, value: Any) -> bool:
 
 
 def fault(grammar: str) -> str | None:
-    """Return the reason why llguidance cannot compile a grammar; None if it can."""
+    """Return the reason why llguidance cannot compile a grammar; None if it can compile it."""
     error = LLMatcher.validate_grammar(grammar)
     return None if not error or error.startswith("WARNING") else gist(error)
 
@@ -188,8 +187,8 @@ def is_of(value: Any, types: Any) -> bool:
 
 
 def kinds(schema: Any, references: References, seen: frozenset[int] = frozenset()) -> frozenset[str]:
-    """Return the types that values of a schema may have. It may contain types that the schema forbids, but never lacks
-    one.
+    """Return the types that values of a schema may have. The result may contain types that the schema forbids, but it
+    contains all types that the schema allows.
     """
     if not isinstance(schema, dict) or id(schema) in seen or len(seen) > MAX_DEPTH:
         return KINDS
@@ -333,7 +332,7 @@ class Sieve:
                 self._leave_out((*path, pattern), reason)
         found |= {"patternProperties": kept} if kept else {}
         if len(kept) < len(value):
-            found["additionalProperties"] = True  # the pattern that is left out may allow any of them
+            found["additionalProperties"] = True  # the omitted pattern may allow any of these types
 
     def _name(self, target: Any, path: Path) -> str:
         if isinstance(target, bool):

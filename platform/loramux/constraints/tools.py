@@ -1,4 +1,4 @@
-"""Calls of tools: how models of each family write them, and the grammar of an answer that may hold some.
+"""Calls of tools: the notation of each family of models, and the grammar of an answer that may contain calls.
 
 Most families write a call as a JSON object with the tool's name and its arguments, and differ in the text around it:
 
@@ -16,9 +16,9 @@ Other families have their own notation, which `notations` describes:
     functiongemma    text <start_function_call>call:name{key:<escape>value<escape>, ...}<end_function_call>
     gemma4           text <|tool_call>call:name{city:<|"|>Paris<|"|>,days:3,exact:true}<tool_call|>
 
-The grammar puts the name before the arguments, so that a reader knows the tool before its arguments come. The arguments
-come in the order of the schema. A part of a schema that a notation cannot enforce is left out, or refused if the tool
-is `strict`.
+The grammar puts the name before the arguments, so that a reader knows the tool before its arguments arrive. The
+arguments come in the order of the schema. A part of a schema that a notation cannot enforce is left out, or refused if
+the tool is `strict`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,8 @@ _SIGNS: tuple[tuple[str, str], ...] = (
 
 
 def choose_style(template: str, chosen: str | None = None) -> ToolStyle | None:
-    """Return how a model writes calls: as `chosen` (by a revision, or by the settings), or else as its template does.
+    """Return a model's notation of calls: `chosen` (by a revision or by the settings), otherwise the notation of its
+    template.
 
     Return None if the template does not support tools.
     """
@@ -144,9 +145,9 @@ class Tool(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     parameters: dict[str, Any] | bool | None = None
-    """JSON schema of the arguments; None if the tool has none."""
+    """JSON schema of the arguments; None if the tool has no arguments."""
     strict: bool = False
-    """Refuse a schema with a keyword that cannot be enforced. Otherwise the keyword is left out."""
+    """True: refuse a schema with a keyword that cannot be enforced. False: leave such a keyword out."""
     grammar: str | None = None
     """Lark grammar of the tool's only argument, which is a text."""
 
@@ -209,7 +210,7 @@ def write_tools(
 def _beside_text(style: ToolStyle, special: dict[str, int], rules: list[str]) -> str:
     """Return the start of an answer that is a text, calls, or a text and then calls.
 
-    No text may contain the mark of a call in any spelling, because a reader would take what follows for a call.
+    No text may contain the mark of a call in any spelling, because a reader would read the following text as a call.
     """
     if not style.begin:
         return f"start: WS? calls | /([{_SPACES}]*[^{_SPACES}\\{style.first}](.|\\n)*)?/ | /[{_SPACES}]+/"

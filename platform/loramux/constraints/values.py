@@ -1,7 +1,7 @@
 """Grammars of values: the JSON of a schema, and the base class of the notations that write values in another way.
 
 A `ValueWriter` writes objects, lists and choices by its own rules, in Lark's notation. It writes literals as texts, so
-that numbers keep their digits and texts may use any escape that JSON allows. `JsonWriter` leaves the rest to
+that numbers keep their digits and texts may use any escape that JSON allows. `JsonWriter` passes all other parts to
 llguidance's `%json`: patterns, formats, ranges of numbers, intersections.
 """
 
@@ -117,7 +117,7 @@ def as_regex(text: str) -> str:
 
 
 def quoted(text: str, spelling: Spelling, mark: str = '"') -> str:
-    """Return the terminal of a text in quotes. A character beyond ASCII may be written as it is or escaped.
+    """Return the terminal of a text in quotes. A character outside of ASCII may be written directly or escaped.
 
     If a token of the vocabulary begins at a character, that character gets two spellings, so that the grammar does not
     force it.
@@ -209,7 +209,7 @@ class ValueWriter:
         raise NotImplementedError
 
     def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:  # noqa: ARG002
-        """Return the expression of a schema with keywords that have no rules; None if they are left out."""
+        """Return the expression of a schema with keywords that have no rules; None if these keywords are left out."""
         self.leave_all_out(others, path)
         return None
 
@@ -323,7 +323,7 @@ class ValueWriter:
                 return '"{" B? ' + ' B? "," B? '.join(members) + ' B? "}"'
 
     def _are_of(self, schema: dict[str, Any], keyword: str, types: Any) -> bool:
-        """Return whether a combination only restricts values to `types`, and therefore says the same as they do."""
+        """Return whether a combination only restricts values to `types`, and thus has the same meaning as `types`."""
         names = {"number" if kind == "integer" else kind for kind in (types if isinstance(types, list) else [types])}
         return "integer" not in types and kinds({keyword: schema[keyword]}, self._references) <= names
 
@@ -449,7 +449,7 @@ class JsonWriter(ValueWriter):
         return True
 
     def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:  # noqa: ARG002
-        """Return the schema as llguidance reads it, without the parts that it cannot hold. Raises SchemaFault."""
+        """Return the schema in llguidance's form, without parts that llguidance cannot enforce. Raises SchemaFault."""
         kept: dict[str, Any] = {}
         for keyword, value in sorted(schema.items(), key=lambda item: item[0] != "type"):
             exact = self._held(value, (*path, keyword), is_value=keyword in ("const", "enum"))

@@ -74,9 +74,9 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
     project_id: ProjectId
     owner: str
     previous_id: str | None
-    """The response that it continues, which may be gone."""
+    """Id of the response that this response continues, which may be deleted."""
     items: bytes
-    """The items of its input and its output."""
+    """The items of the response's input and output."""
     items_size: int
     """Bytes of `items`."""
     content: bytes
@@ -172,7 +172,7 @@ class IdempotencyClaim(msgspec.Struct, frozen=True):
     name: str
     fingerprint: str
     holder: str = ""
-    """The owner of the key if it is not the caller, such as a batch that makes keys for its lines."""
+    """The owner of the idempotency key if it is not the caller, such as a batch that makes keys for its lines."""
     expires_at: int | None = None
     """The expiry in microseconds since the epoch; None: after the time for which answers are kept."""
 
@@ -181,7 +181,7 @@ ServiceTier = Literal["default", "flex", "priority", "batch", "shadow"]
 CHOSEN: tuple[ServiceTier, ...] = ("flex", "priority", "batch")
 """Service tiers that a tenant's tier may allow; `default` needs no permission."""
 ALLOWED_AT_FIRST = ("batch", "flex")
-"""Service tiers that a new tier allows: they never take precedence over other requests."""
+"""Service tiers that a new tier allows. Requests in them never have precedence over other requests."""
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of the counters of first tokens, in seconds. The last counter is for times above all bounds."""
 
@@ -214,7 +214,7 @@ class Submitter(msgspec.Struct, frozen=True):
 
 
 class UploadOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of an upload: a revision or a refusal."""
+    """The result of an upload: a revision or a refusal."""
 
     revision: int | None = None
     digest: str | None = None
@@ -251,7 +251,7 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class CanaryNumbers(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of a removed canary: good outcomes and all outcomes, of the canary and of the revisions before."""
+    """Numbers of a removed canary: good outcomes and all outcomes, of the canary and of the earlier revisions."""
 
     measure: str
     candidate: tuple[float, int]
@@ -263,15 +263,17 @@ class ShadowNumbers(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     id: str
     ended_because: str | None = None
-    """The reason of the end: `stopped`, `promoted`, `revision_deleted` or `adapter_deleted`; None: it has begun."""
+    """The reason of the end: `stopped`, `promoted`, `revision_deleted` or `adapter_deleted`; None: the shadow has
+    begun.
+    """
     compared: int = 0
-    """Requests whose two answers were compared."""
+    """Number of requests whose two answers were compared."""
     exact: tuple[float, float, float] | None = None
     """The share of equal answers, with its 95% confidence interval."""
 
 
 class AliasMove(msgspec.Struct, frozen=True, kw_only=True):
-    """A change of an alias's targets: revision numbers and their weights, before and after it."""
+    """A change of an alias's targets: revision numbers and their weights, before and after the change."""
 
     name: str
     before: dict[int, int]

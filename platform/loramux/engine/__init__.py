@@ -6,10 +6,10 @@
         scheduler.commit()     tokens are appended, ended sequences free their pages
         -> StepReport          one message a step: every request's event, once a second the statistics
 
-A step is one forward pass. It computes one token of every sequence that decodes, and as many tokens of prompts as its
-budget has left. So a request joins between any two steps and leaves with its last token, whatever else runs. Rows of
-the base and of many adapters share one pass over the base's weights. KV and adapters are in one pool of equal pages.
-When a page is needed, the page that is needed least is evicted.
+A step is one forward pass. A step computes one token of every sequence that decodes, and as many tokens of prompts as
+the step's budget has left. So a request joins between any two steps and leaves with its last token, independently of
+other requests. Rows of the base and of many adapters share one pass over the base's weights. KV and adapters are in one
+pool of equal pages. When a new page is needed, the page with the lowest value is evicted.
 
     client                  the serving layer's end: requests in, events out, wherever the engine runs
     worker                  the loop around the engine, on a thread or in a separate process

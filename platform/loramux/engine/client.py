@@ -1,15 +1,15 @@
-"""The engine as the serving layer sees it: requests in, events out, wherever the engine runs.
+"""The serving layer's side of an engine: it sends requests and receives events, to and from an engine in any place.
 
     EngineClient.submit(request, on_event) ── Command ──> Channel ──> worker loop ──> Engine.step()
     on_event(event) <── event loop <── StepReport <──────── Channel <────────────────────┘
 
 The serving layer holds an `EngineClient`, which reaches its engine over a `Channel`. A channel is a thread of this
 process (tests, small tools), a child process (servers: HTTP and tokenizing never wait for a step), or a connection to
-another machine (`fleet.remote`). A step sends one report, however many requests it held, and wakes the event loop once.
+another machine (`fleet.remote`). A step sends one report for all its requests, and wakes the event loop once.
 
 Every submitted request gets a last event in bounded time. If the worker raises, dies or hangs, that event is an error
-with the fault code `ENGINE_DIED`. A worker hangs if it has requests and reports neither a step nor a heartbeat for
-`engine.step_timeout_s`; its process is then killed.
+with the fault code `ENGINE_DIED`. A worker counts as hung if it has requests and reports neither a step nor a heartbeat
+for `engine.step_timeout_s`; its process is then killed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ STOP_TIMEOUT_S = 30.0
 """Seconds without a report after which a stopping worker that runs no request is given up."""
 
 ENGINE_DIED = "engine_died"
-"""Fault code of a request that ended because its engine did."""
+"""Fault code of a request that ended because its engine ended."""
 
 OnEvent = Callable[[TokenEvent], None]
 OnService = Callable[[list[TenantService]], None]
@@ -78,8 +78,9 @@ class Channel(Protocol):
         ...
 
     def send(self, command: Command) -> None:
-        """Send `command` without blocking; a dead worker's commands are dropped. Raises ValueError if it cannot be
-        encoded."""
+        """Send `command` without blocking; a dead worker's commands are dropped. Raises ValueError if the command
+        cannot be encoded.
+        """
         ...
 
     def kill(self) -> None:
@@ -130,7 +131,8 @@ class ProcessChannel:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        # If two threads wait for one child, the second may be told that there is no child, and take it for alive.
+        # If two threads wait for one child, the second thread may learn that there is no child, and treat the child as
+        # alive.
         self._reaping = threading.Lock()
 
     def open(self, on_report: Callable[[Report], None]) -> None:
@@ -216,7 +218,7 @@ class EngineClient:
 
     def __init__(self, channel: Channel, step_timeout_s: float = 600.0) -> None:
         self.on_service: OnService = lambda _: None
-        """Called with what the engine has served since its report before."""
+        """Callback that gets the service of the engine since its previous report."""
         self.stats_at = 0.0
         """The event loop's time at which `stats` arrived."""
         self.unclaimed_tokens = 0
@@ -231,7 +233,7 @@ class EngineClient:
         self._stopped = asyncio.Event()
         self._is_stopping = False
         self._is_leaving = False
-        """True once the engine gives its requests back: it should get no more."""
+        """True if the engine gives its requests back and accepts no more."""
         self._last_report_at = 0.0
         """Time of the worker's last report, or of the moment at which the client began to watch."""
         self._watchdog: asyncio.TimerHandle | None = None
@@ -258,12 +260,12 @@ class EngineClient:
         self._watch()
 
     def cancel(self, request_id: str) -> None:
-        """End a request; its last event follows and says what it used. Has no effect on a request that has ended."""
+        """End a request. The request's last event follows, with its usage. A request that has ended is ignored."""
         if request_id in self._listeners:
             self._channel.send(Cancel(request_id))
 
     def forget(self, request_id: str) -> None:
-        """Cancel a request and stop calling its `on_event`; what the request used is added to `unclaimed_tokens`."""
+        """Cancel a request and stop calling its `on_event`; its tokens are added to `unclaimed_tokens`."""
         if self._listeners.pop(request_id, None) is not None:
             self._channel.send(Cancel(request_id))
 
@@ -274,7 +276,8 @@ class EngineClient:
     async def pin(self, ref: AdapterRef, owner: str = "") -> EngineFault | None:
         """Keep a revision in the pool for `owner`, a tenant or (empty) the operator; wait until it is in the pool.
 
-        The returned fault says why it cannot be. Raises EngineDied if the engine ends during the wait.
+        The returned fault gives the reason if the revision cannot be in the pool. Raises EngineDied if the engine ends
+        during the wait.
         """
         self._ensure_alive()
         outcome = self._pins.setdefault((ref.digest, owner), asyncio.get_running_loop().create_future())
@@ -286,7 +289,7 @@ class EngineClient:
         self._channel.send(Unpin(digest, owner))
 
     def lift(self, services: list[TenantService]) -> None:
-        """Report to this engine what other engines served: a tenant's share is over all engines."""
+        """Report the service of other engines to this engine, because a tenant's share counts across all engines."""
         self._channel.send(Lift(services))
 
     def stats(self) -> EngineStats:
@@ -317,7 +320,7 @@ class EngineClient:
         await asyncio.to_thread(self._channel.join, 10.0)
 
     def _watch(self) -> None:
-        """Begin to watch for a silent worker; the watch ends once there is no request."""
+        """Begin to watch for a silent worker; the watch ends when no request is left."""
         if self._watchdog is None or self._is_stopping:
             if self._watchdog is not None:
                 self._watchdog.cancel()
@@ -384,7 +387,7 @@ class EngineClient:
 
     def _end(self, reason: str | None) -> None:
         if self._stopped.is_set():
-            return  # it was given up before, and only now reports its end
+            return  # this request was given up earlier, and only now reports its end
         self._ended = reason or "the engine was stopped"
         self._stopped.set()
         if self._watchdog is not None:

@@ -4,17 +4,17 @@
                       |                     |
                scheduling/, memory/    execution/: the runner launches the model's kernels
 
-`SyncPipeline` ends a step before the next one is planned. A device that works by itself should never wait for the host.
-So `AsyncPipeline` commits a step when it is launched, with PENDING for the tokens that only the device knows. The next
-step is planned and launched on that state, and the device fills in its own tokens. Then the host reads the tokens of
-the first step and replaces PENDING by them:
+`SyncPipeline` ends a step before the next one is planned. A GPU works independently of the host and should never wait
+for it. So `AsyncPipeline` commits a step when it is launched, with PENDING for the tokens that only the device knows.
+The next step is planned and launched on that state, and the device fills in its own tokens. Then the host reads the
+tokens of the first step and replaces PENDING by them:
 
     advance(k):   launch k  ->  complete k-1 (wait, fill its PENDING tokens)  ->  sample k  ->  commit k with PENDING
 
-The tokens of k are chosen with its launch, unless a constraint needs the tokens of k-1 first. k-1 is completed before k
-is committed: KV that a commit publishes for reuse must never belong to an unknown token. A sequence that ended with a
-token of k-1 has run one row too many in k; that row's result is dropped and not billed. vLLM (async scheduling) and
-SGLang (overlap schedule) hide the host's time in the same way.
+The tokens of step k are chosen when it is launched, unless a constraint needs the tokens of step k-1 first. Step k-1 is
+completed before step k is committed, because KV that a commit publishes for reuse must never belong to an unknown
+token. A sequence that ended with a token of step k-1 has run one row too many in step k. The result of this row is
+dropped and not billed. vLLM (async scheduling) and SGLang (overlap schedule) hide the host's time in the same way.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EngineStore(AdapterStore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of an engine that touch a device, files or the time; a simulation brings its own."""
+    """The parts of an engine that access a device, files or the clock. A simulation replaces these parts."""
 
     facts: ModelFacts
     runner: Runner
@@ -124,7 +124,7 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
 
 
 def drafts_refused(runs_ahead: bool, has_states: bool) -> str | None:
-    """Return why nothing is drafted on this device or for this model; None if drafts are possible."""
+    """Return the reason why this device or model does not allow drafts; None if drafts are possible."""
     if has_states:
         return "the model has linear attention, whose states cannot go back over a draft that was refused"
     if runs_ahead:
@@ -189,7 +189,7 @@ class Engine:
         self._stats_sent_at = float("-inf")
         self._service_sent_at = float("-inf")
         self._stats_version: tuple[int, ...] | None = None
-        """Numbers that change with the statistics, as they were when statistics were last sent."""
+        """Numbers that change with the statistics, at the time when statistics were last sent."""
 
     # the loop
 
@@ -204,7 +204,7 @@ class Engine:
         self._add_compiled()
         step = self.scheduler.plan()
         events = self.scheduler.drain_events()
-        # Only requests that an earlier engine may have died of are reported: see fleet.group.
+        # Only requests that may have caused the death of an earlier engine are reported: see fleet.group.
         worked_on = self._announce_work(step) if self._reported else []
         self._count_step(step)
         events += self._pipeline.advance(step)
@@ -243,7 +243,7 @@ class Engine:
             compiled.add_done_callback(lambda _: self._wake())
 
     def cancel(self, request_id: str) -> None:
-        """End a request now; its pages are free for the next step."""
+        """End a request immediately; its pages are free for the next step."""
         self._was_commanded = True
         if (waiting := self._compiling.pop(request_id, None)) is not None:
             self.scheduler.refuse(waiting[0])
@@ -298,8 +298,9 @@ class Engine:
         return worked_on
 
     def _survivors(self, worked_on: list[str], events: list[TokenEvent]) -> list[TokenEvent]:
-        """Report requests whose step has ended without a token for them: if the engine dies later, they are not the
-        cause."""
+        """Report requests whose step has ended without a token for them: these requests are not the cause if the engine
+        dies later.
+        """
         answered = (event for event in events if event.token_id is not None or event.pooled is not None)
         self._reported.difference_update(event.request_id for event in answered)
         ended, self._unknown = (self._unknown, worked_on) if self._runner.runs_ahead else (worked_on, [])
@@ -327,7 +328,9 @@ class Engine:
         )
 
     def _stats_if_due(self) -> EngineStats | None:
-        """Return statistics if they changed and either a second has passed or the engine has no work now; else None."""
+        """Return statistics if they have changed, and if a second has passed or the engine has no work; otherwise
+        return None.
+        """
         counters, now = self._counters, self._clock()
         loads = counters.adapter_loads + counters.adapter_load_failures
         resident = len(self.scheduler.memory.residency.resident)
@@ -352,8 +355,9 @@ class Engine:
             self._timeline.sample(step, self._clock())
 
     def _report(self, events: list[TokenEvent], pins: list[Pinned]) -> StepReport | None:
-        """Count the step's results; return them with the statistics that are due, or None if there is nothing to
-        report."""
+        """Count the step's results. Return a report of the results and the statistics that are due, or None if there is
+        nothing to report.
+        """
         for event in events:
             self._counters.output_tokens += event.token_id is not None
             self._counters.cached_tokens += event.cached_tokens
@@ -395,7 +399,7 @@ class InFlightStep:
 
 
 class AsyncPipeline:
-    """Launches each step before it knows the tokens of the step before."""
+    """Launches each step before the tokens of the previous step are known."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler = scheduler
@@ -414,7 +418,7 @@ class AsyncPipeline:
         launched = None if step.empty else self._runner.launch(step)
         events = [] if self._in_flight is None else self._complete(self._in_flight)
         if launched is not None:
-            # After completing the step before: a constraint may need its tokens to choose the next ones.
+            # After the previous step is completed, because a constraint may need its tokens to choose the next tokens.
             launched.sample()
         self._in_flight = None if launched is None else InFlightStep(launched, sampling, self._commit(step))
         return events
@@ -434,7 +438,7 @@ class AsyncPipeline:
         for chunk, event in zip(step.sampling, sampled, strict=True):
             committed = step.committed.get(event.request_id)
             if committed is None or not (committed.finish_reason or self._scheduler.is_open(chunk.sequence)):
-                continue  # it ended, or its client left, while the step was in flight
+                continue  # the sequence ended, or its client disconnected, while the step was in flight
             self._scheduler.fill_pending(chunk, event)
             events.append(
                 msgspec.structs.replace(

@@ -3,9 +3,9 @@
     serving layer ── Submit(Request), Cancel, Retire, Pin, Unpin, Lift, Shutdown ──> engine
                          <── Ready(ModelFacts), then a StepReport a step, last Stopped ──────
 
-A request is one generation: its prompt's tokens, its sampling parameters, its tenant and the revision that it runs
-under. One `StepReport` carries a step's `TokenEvent`s of all requests and, once a second, `EngineStats`. All messages
-are frozen, plain msgspec data, the same on both sides wherever the engine runs.
+A request is one generation: its prompt's tokens, its sampling parameters, its tenant and its revision. One `StepReport`
+carries a step's `TokenEvent`s of all requests and, once a second, `EngineStats`. All messages are frozen, plain msgspec
+data, the same on both sides for every kind of channel.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class SamplingParams(TokenSelection, frozen=True, kw_only=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Log probabilities to report. None: none. 0: the chosen token's. n > 0: also those of the n most likely tokens."""
+    """Log probabilities to report. None: no log probabilities. 0: that of the chosen token. n > 0: also those of the n
+    most likely tokens.
+    """
     logprob_token_ids: tuple[int, ...] = ()
     """With `logprobs`: tokens whose log probabilities are reported instead of those of the most likely ones."""
     prompt_logprobs: int | None = None
-    """The same for the prompt's tokens after its first. The whole prompt is then computed, and none of it is taken from
-    the prefix cache."""
+    """Log probabilities to report for the prompt's tokens after the first, in the same format as `logprobs`. The whole
+    prompt is then computed, without the prefix cache.
+    """
 
     @property
     def greedy(self) -> bool:
@@ -63,18 +66,24 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     field: str
     """Field of the API request that set the constraint; errors name it."""
     after: int | None = None
-    """Token that ends a leading part which the grammar does not concern, such as a thought. The answer may end within
-    that part, because a model that does not think ends it there. None: the grammar begins with the answer."""
+    """Token that ends a leading part of the answer, such as a thought, to which the grammar does not apply. The answer
+    may end within this part, because a model that does not think ends its answer there. None: the grammar begins with
+    the answer.
+    """
     opening: int | None = None
-    """Token that begins that part, if the answer may begin with either the part or the grammar. None: the part is
-    open."""
+    """Token that begins the leading part, if the answer may begin with either this part or the grammar. None: the
+    answer begins within the leading part.
+    """
     entry: int | None = None
-    """Token of the grammar that also ends that part, such as the mark of a call; the grammar reads it."""
+    """Token of the grammar that also ends the leading part, such as the mark of a call. The grammar includes this
+    token.
+    """
 
 
 Pooling = Literal["last", "mean", "classify"]
-"""Ways to make one vector of a prompt's hidden states: the last one, the mean of all, or the last one after the
-classification head of the request's adapter."""
+"""Ways to make one vector from a prompt's hidden states: the last one, the mean of all, or the last one after the
+classification head of the request's adapter.
+"""
 
 
 class AdapterRef(msgspec.Struct, frozen=True):
@@ -89,7 +98,9 @@ class KvIdentity(NamedTuple):
 
     tenant: str
     digest: str | None
-    """The revision's content, never its name: a name that moves on leaves no stale KV. None: the base."""
+    """Digest of the revision's content, not its name, so that a name that moves to other weights leaves no stale KV.
+    None: the base model.
+    """
     scope: str
 
 
@@ -100,48 +111,58 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str
     prompt_token_ids: list[int]
     output_token_ids: list[int] = []
-    """Beginning of its answer, which another engine has generated; this engine continues after it."""
+    """Beginning of the request's answer, which another engine has generated. This engine continues after these tokens.
+    """
     sampling: SamplingParams
     adapter: AdapterRef | None = None
-    """Revision to run under; None: the base model."""
+    """Revision that answers the request; None: the base model."""
     service_class: ServiceClass = ServiceClass.STANDARD
     weight: float = 1.0
     """The tenant's share within its class."""
     deadline_ms: int | None = None
-    """Milliseconds within which its group's first token must come, or it is refused. None: the policy's deadline."""
+    """Deadline of the first token of the request's group, in milliseconds after arrival. The group is refused if it
+    misses the deadline. None: the policy's deadline.
+    """
     group_id: str = ""
-    """Id that the choices of one API request share. Their deadline is decided once, before the first of them begins.
-    Empty: the request is a separate group."""
+    """Id that the choices of one API request share. The deadline of these choices is decided once, before the first
+    choice begins. Empty: the request is a separate group.
+    """
     constraint: Constraint | None = None
     """Grammar of the answer; None: any text."""
     pooling: Pooling | None = None
     """Kind of pooling: the result is the prompt's pooled hidden states, and no token is generated. None: an answer."""
     group_started: bool = False
-    """True if a choice of its group has begun on another engine: the group's deadline is decided."""
+    """True if a choice of the request's group has begun on another engine, so that the group's deadline is already
+    decided.
+    """
     report_start: bool = False
-    """Report before each step or load for it, until its first token, and after the step: events with `is_worked_on`."""
+    """Report events with `is_worked_on` for the request: before each step or load until its first token, and after the
+    step.
+    """
     num_tokens: int = 0
-    """Size of its revision's vocabulary if it exceeds the model's, because the revision's embedding has more rows. Else
-    0."""
+    """Size of the revision's vocabulary if it is larger than the model's, because the revision's embedding has more
+    rows. Otherwise 0.
+    """
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end the answer instead of the model's; empty: the model's."""
+    """Tokens that end the answer instead of the model's end tokens; empty: the model's end tokens."""
     cache_scope: str = ""
     """Scope within which requests of one tenant share the base's KV (a project's id, or empty). All requests of a
-    tenant share an adapter's KV. The server sets it."""
+    tenant share an adapter's KV. The server sets this scope.
+    """
 
     @property
     def max_output(self) -> int:
-        """Most tokens that it generates."""
+        """Maximum number of tokens that the request generates."""
         return self.sampling.max_tokens if self.pooling is None else 0
 
     @property
     def kv_identity(self) -> KvIdentity:
-        """Identity under which KV that its model computed may be reused."""
+        """Identity under which KV of the request's own model may be reused."""
         return KvIdentity(self.tenant, self.adapter.digest, "") if self.adapter else self.base_kv_identity
 
     @property
     def base_kv_identity(self) -> KvIdentity:
-        """Identity under which KV that the base computed for it may be reused."""
+        """Identity under which KV that the base computed for the request may be reused."""
         return KvIdentity(self.tenant, None, self.cache_scope)
 
 
@@ -149,13 +170,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Queue a request; its TokenEvents follow."""
+    """Queue a request. Its TokenEvents follow."""
 
     request: Request
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """End a request (its client left, a stop string was found); its pages are free at the next step."""
+    """End a request, for example after a disconnect or a stop string. The request's pages are free at the next step."""
 
     request_id: str
 
@@ -171,7 +192,7 @@ class Pin(msgspec.Struct, frozen=True, tag=True):
 
     ref: AdapterRef
     owner: str = ""
-    """A tenant; empty: the operator."""
+    """Owner of the pin: a tenant; empty: the operator."""
 
 
 class Unpin(msgspec.Struct, frozen=True, tag=True):
@@ -182,7 +203,7 @@ class Unpin(msgspec.Struct, frozen=True, tag=True):
 
 
 class TenantService(msgspec.Struct, frozen=True, array_like=True):
-    """Service, in units, that one tenant (by its opaque id), or all others together, received in a class."""
+    """Service, in units, that one tenant (by its opaque id) or the sum of all other tenants received in a class."""
 
     tenant: str
     service_class: str
@@ -190,7 +211,7 @@ class TenantService(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lift(msgspec.Struct, frozen=True, tag=True):
-    """Count what other engines of the fleet served: a tenant's share is over all engines."""
+    """Count the service of other engines of the fleet, because a tenant's share counts across all engines."""
 
     services: list[TenantService]
 
@@ -216,7 +237,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     logprob: float
     rank: int
-    """Rank by probability; 1 is the most likely of all."""
+    """Rank of the token by probability; 1 is the most likely token."""
     top: list[TopLogprob]
 
 
@@ -232,10 +253,11 @@ class EngineFault(msgspec.Struct, frozen=True):
     """The reason why a request could not be served: a stable code and a sentence for its caller."""
 
     code: str
-    """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused when it came: it would miss its
+    """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused on arrival because it would miss its
     deadline), `deadline_exceeded` (its deadline passed while it waited), `adapter_not_finite` (its adapter's logits are
     not finite), `invalid_constraint` (its grammar cannot be compiled), `constraint_too_complex` (its grammar exceeds a
-    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`) or `internal_error`."""
+    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`) or `internal_error`.
+    """
     message: str
     retry_after: int | None = None
     """Seconds after which the same request may succeed."""
@@ -256,7 +278,8 @@ class EngineCount(msgspec.Struct, frozen=True, kw_only=True):
 class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     """One step's result for one request: a token, an end, or both.
 
-    An event may instead hold log probabilities of a part of its prompt, or tell whether the engine works on it.
+    Instead, an event may contain log probabilities of a part of the request's prompt, or report that the engine works
+    on the request.
 
     `finish_reason` is None while the request runs; then `stop` (end of sequence or a stop token), `length`,
     `cancelled` or `error` (with `fault`).
@@ -267,26 +290,29 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     logprob: float | None = None
     top_logprobs: list[TopLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """Log probabilities of a part of the prompt; such events come alone, before the first token."""
+    """Log probabilities of a part of the prompt; such events contain nothing else, and come before the first token."""
     cached_tokens: int = 0
     """Prompt tokens whose KV was reused; set on the first event."""
     waited_s: float = 0.0
     """Seconds from arrival to the first step; set on the first event."""
     is_worked_on: bool | None = None
-    """True: a step with the request, or the load of its adapter, begins; False: that step has ended. Such events come
-    alone, and only if `Request.report_start` is set."""
+    """True: a step with the request, or the load of its adapter, begins; False: that step has ended. Such events
+    contain nothing else, and are sent only if `Request.report_start` is set.
+    """
     load: tuple[float, float] | None = None
-    """Begin and end of its adapter's load, in seconds after arrival, if it waited for one; set on the first event."""
+    """Begin and end of the adapter's load, in seconds after arrival, if the request waited for a load; set on the first
+    event.
+    """
     finish_reason: str | None = None
     fault: EngineFault | None = None
     count: EngineCount | None = None
     """The engine's own count, set on the last event."""
     pooled: bytes | None = None
-    """Result of a request with `pooling`, as float32s; it comes with the request's only event."""
+    """Result of a request with `pooling`, as float32s, in the request's only event."""
 
 
 class Pinned(msgspec.Struct, frozen=True):
-    """The outcome of a Pin: the revision is in the pool, or a fault (`pin_limit` or `adapter_failed`) says why not."""
+    """The outcome of a Pin: the revision is in the pool, or the fault is `pin_limit` or `adapter_failed`."""
 
     digest: str
     owner: str
@@ -294,7 +320,7 @@ class Pinned(msgspec.Struct, frozen=True):
 
 
 class RevisionDrafts(msgspec.Struct, frozen=True, array_like=True):
-    """Drafted tokens of one tenant's revision (empty: the base model), or of all others together."""
+    """Drafted tokens of one tenant's revision (empty: the base model), or of all other revisions together."""
 
     tenant: str
     revision: str
@@ -311,11 +337,13 @@ class BatchRows(msgspec.Struct, frozen=True, array_like=True):
     prefill: int
     """Rows of prompts."""
     decode: int
-    """Rows of answers, drafts among them."""
+    """Rows of answers, including drafts."""
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
-    """One step of about a second, and the totals at its begin: differences between samples are rates."""
+    """A sample of about one step per second: the step, and the totals at its begin. Differences between samples are
+    rates.
+    """
 
     at: float
     """Unix seconds."""
@@ -326,20 +354,20 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Evictable(msgspec.Struct, frozen=True, array_like=True):
-    """A part of the pool that may leave when pages are needed: cached KV of one identity, or an idle adapter."""
+    """A part of the pool that may be evicted when pages are needed: cached KV of one identity, or an idle adapter."""
 
     tenant: str | None
-    """Tenant whose KV it is; None for adapters."""
+    """Tenant that owns the cached KV; None for adapters."""
     digest: str | None
     """The revision; None: the base model."""
     is_adapter: bool
     pages: int
     uses: float
-    """Recent uses; one counts half after five minutes."""
+    """Number of recent uses; a use counts half after five minutes."""
     score: float
-    """log2 of uses x cost of a miss / pages: the lowest goes first."""
+    """log2 of (uses x cost of a miss / pages). The part with the lowest score is evicted first."""
     is_wanted: bool
-    """True if a request waits for it."""
+    """True if a request waits for this part."""
 
 
 class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
@@ -357,7 +385,7 @@ class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
     running_adapters: list[str] = []
     """Revisions of the running batch."""
     waiting_adapters: list[str] = []
-    """Revisions of sequences that wait, a bounded number of them."""
+    """Revisions of waiting sequences, up to a maximum number."""
     timeline: list[StepSample] = []
     """Steps of the last minute in which any ran, the oldest first."""
     evictable: list[Evictable] = []
@@ -385,7 +413,7 @@ class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     waiting_tenants: int = 0
     """Tenants with requests that wait and could run; a tenant counts once for each class."""
     max_running: int = 1
-    """Most rows of a step."""
+    """Maximum number of rows in a step."""
     prefill_tokens_per_s: float = 0.0
     """Prompt tokens computed per second while the present sequences decode; 0 before steps were measured."""
     wait_s: float = 0.0
@@ -422,7 +450,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     step_graphs: int = 0
     """Recordings of steps that are CUDA graphs; 0 on a CPU."""
     step_graphs_missing: int = 0
-    """Recordings of steps that no CUDA graph could be made of: such steps are launched one operator at a time."""
+    """Number of step recordings for which no CUDA graph could be made. Such steps are launched one operator at a time.
+    """
     adapter_loads: int = 0
     adapter_load_seconds: float = 0.0
     adapter_evictions: int = 0
@@ -453,9 +482,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     distinct_adapters: int = 0
     """Distinct adapters in the latest step that had any row."""
     max_distinct_adapters: int = 0
-    """The most in any step since the start; the base model does not count."""
+    """Maximum number of distinct adapters in one step since the start, without the base model."""
     max_distinct_adapters_beside_base: int = 0
-    """The most in a step that also held rows of the base model."""
+    """Maximum number of distinct adapters in a step that also had rows of the base model."""
     adapter_bytes_read: int = 0
     """Sum over steps of the bytes of that step's distinct adapters (for omega)."""
     weight_bytes: int = 0
@@ -490,7 +519,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def context(self) -> int:
-        """Most tokens, prompt and answer, that the model accepts and the pool can hold."""
+        """Maximum number of tokens (prompt and answer) that the model accepts and the pool can hold."""
         return min(self.max_model_len, (self.pages_total - self.state_pages) * self.block_size)
 
 
@@ -501,19 +530,20 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepReport(msgspec.Struct, frozen=True, tag=True):
-    """One step's results: one message a step, however many requests it held."""
+    """One step's results, in one message for all requests of the step."""
 
     events: list[TokenEvent]
     stats: EngineStats | None = None
-    """Statistics; None if those of an earlier report are still recent."""
+    """Statistics; None if the statistics of an earlier report are still recent."""
     pins: list[Pinned] = []
     service: list[TenantService] = []
-    """Service of each tenant since the last report that held any; sent a few times a second. In a fleet one server, any
-    one, gets it and tells the other engines (`fleet.shares`)."""
+    """Service of each tenant since the last report with service, sent a few times per second. In a fleet, one of the
+    servers gets it and sends it to the other engines (`fleet.shares`).
+    """
 
 
 class Leaving(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes no more requests and gives its requests back: they end as cancelled. Stopped follows."""
+    """The engine accepts no more requests and gives its requests back, which end as cancelled. Stopped follows."""
 
 
 class Stopped(msgspec.Struct, frozen=True, tag=True):

@@ -1,6 +1,6 @@
 """Measured values: histograms of fixed size, and every counter of the engine in one place.
 
-Each part of the engine is given the one `Counters` and counts in it; `statistics` reads it once a second.
+All parts of the engine share one `Counters` object and count in it; `statistics` reads it once per second.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ COUNTS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 class Distribution(msgspec.Struct, frozen=True, array_like=True):
-    """Numbers of values by size: counts[i] were at most bounds[i] and above the bound before; the last count exceeds
-    all."""
+    """Numbers of values by size: counts[i] is the number of values above bounds[i - 1] and at most bounds[i]. The last
+    count is the number of values above all bounds.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -55,7 +56,7 @@ class Histogram:
 class Counters:
     """Totals since the start, with which bills are reconciled and which benchmarks read.
 
-    `EngineStats` has most of them under the same names, and explains them.
+    `EngineStats` has most of these totals under the same names, and explains them.
     """
 
     # steps

@@ -1,7 +1,7 @@
 """Statistics of an engine: the usage of each request, the service of each tenant, and one snapshot of all counters.
 
 `RequestAccounting` counts tokens from the steps that ran, independently of the scheduler's bookkeeping; bills are
-reconciled with its counts. `ServiceMeter` shows a bounded number of tenants, those that received most. `snapshot`
+reconciled with its counts. `ServiceMeter` shows the tenants with the most service, up to a maximum number. `snapshot`
 builds the `EngineStats` message. The engine sends it at most once a second while it is busy, and when it becomes idle.
 """
 
@@ -40,15 +40,15 @@ from loramux.engine.scheduling.sequence import BASE_SLOT, Step
 
 LABELLED_TENANTS = 20
 REPORTED_PREFIXES = 256
-"""Most prefix trees in the facts for a router."""
+"""Maximum number of prefix trees in the facts for a router."""
 LABELLED_REVISIONS = 20
 TIMELINE_SECONDS = 1.0
 TIMELINE_SAMPLES = 60
 LABELLED_ROWS = 6
-"""Most pairs of a revision and a class in a sample of the timeline."""
+"""Maximum number of pairs of a revision and a class in a sample of the timeline."""
 LISTED_EVICTIONS = 8
 LISTED_ADAPTERS = 64
-"""Most waiting revisions in a report."""
+"""Maximum number of waiting revisions in a report."""
 OTHERS = "other"
 COUNTED = {one.name for one in fields(Counters)}.intersection(EngineStats.__struct_fields__) - {"adapter_load_seconds"}
 """Counters that the statistics have under the same name and as the same number."""
@@ -60,7 +60,8 @@ class _OpenRequest:
 
     num_prompt_tokens: int
     num_reached: int = 0
-    """Leading tokens that it has gone over; going over them again after a preemption is not counted."""
+    """Number of leading tokens that the request has computed. Computing them again after a preemption is not counted.
+    """
     num_computed: int = 0
     """Prompt tokens that went through the model."""
     num_output_tokens: int = 0
@@ -116,17 +117,17 @@ class RequestAccounting:
 
 
 class StepTimeline:
-    """Steps that operators watch: one a second, with its rows by revision and class."""
+    """Samples of steps for operators: one step per second, with its rows by revision and class."""
 
     def __init__(self, counters: Counters, unix_offset: float) -> None:
-        """`unix_offset`: Unix time less the engine's clock."""
+        """`unix_offset`: Unix time minus the engine's clock."""
         self._counters = counters
         self._unix_offset = unix_offset
         self._next_at = float("-inf")
         self.samples: deque[StepSample] = deque(maxlen=TIMELINE_SAMPLES)
 
     def sample(self, step: Step, now: float) -> None:
-        """Keep a step that is about to run, unless one was kept less than a second ago."""
+        """Keep a step that is about to run, unless a step was kept less than a second ago."""
         if now < self._next_at:
             return
         self._next_at = now + TIMELINE_SECONDS
@@ -136,7 +137,7 @@ class StepTimeline:
 
 
 def _rows_of(step: Step) -> list[BatchRows]:
-    """Return the rows by revision and class: the largest numbers, and all others together by class."""
+    """Return the largest numbers of rows by revision and class, and the sum of all other rows by class."""
     prefill: Counter[tuple[str | None, ServiceClass]] = Counter()
     decode: Counter[tuple[str | None, ServiceClass]] = Counter()
     for chunk in step.chunks:
@@ -154,10 +155,10 @@ def _rows_of(step: Step) -> list[BatchRows]:
 
 
 class ServiceMeter:
-    """Service by tenant that operators watch: the tenants that received most, and the sum of the others, by class.
+    """Service by tenant for operators: the most-served tenants, and the sum of all other tenants by class.
 
-    The queue forgets idle flows, so the meter keeps the units of labelled tenants that were forgotten. Its work grows
-    with the flows that are remembered, not with the tenants ever seen.
+    The queue forgets idle flows, so the meter keeps the units of labelled tenants that were forgotten. The meter's work
+    grows with the number of remembered flows, not with the number of all tenants so far.
     """
 
     def __init__(self, queue: RequestQueue) -> None:
@@ -174,7 +175,9 @@ class ServiceMeter:
         return max((max(served) - min(served) for served in waiting if served), default=0.0)
 
     def label_tenants(self) -> list[TenantService]:
-        """Return the tenants that received most and the sum of the others, by class; keep the past of these tenants."""
+        """Return the most-served tenants and the sum of all other tenants, by class. Keep the past service of these
+        tenants.
+        """
         most = heapq.nlargest(LABELLED_TENANTS, self._totals(), key=lambda item: item[1])
         self._labelled = {key for key, _ in most}
         self._past = {key: units for key, units in self._past.items() if key in self._labelled}
@@ -219,7 +222,7 @@ def count_step(counters: Counters, step: Step, bytes_of: Callable[[int], int]) -
 
 
 def labelled_drafts(revisions: Mapping[tuple[str, str | None], Acceptance], counters: Counters) -> list[RevisionDrafts]:
-    """Return the drafts of the revisions that had most, and the difference to the totals as those of all others."""
+    """Return the drafts of the revisions with the most drafts, and the sum of all other revisions."""
     most = heapq.nlargest(LABELLED_REVISIONS, revisions.items(), key=lambda item: item[1].num_drafted)
     labelled = [RevisionDrafts(tenant, digest or "", a.num_drafted, a.num_accepted) for (tenant, digest), a in most]
     drafted = counters.drafted_tokens - sum(one.drafted for one in labelled)
@@ -235,7 +238,7 @@ def snapshot(
     timeline: Iterable[StepSample] = (),
     **gauges: Any,
 ) -> EngineStats:
-    """Return the counters and gauges of this moment as a message; `gauges` are those unknown to the scheduler."""
+    """Return the counters and gauges of this moment as a message; `gauges` are unknown to the scheduler."""
     counters, memory = scheduler.state.counters, scheduler.memory
     pages = memory.counts
     return EngineStats(
@@ -270,7 +273,7 @@ def snapshot(
 
 
 def routing_facts(scheduler: Scheduler) -> RoutingFacts:
-    """Collect what a router needs: residency, prefix trees and the queue."""
+    """Collect the facts that a router needs: residency, prefix trees and the queue."""
     memory, size = scheduler.memory, scheduler.state.budget.block_size
     trees = memory.cache.largest_trees(REPORTED_PREFIXES)
     return RoutingFacts(

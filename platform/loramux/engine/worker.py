@@ -1,8 +1,8 @@
 """The loop around the engine: commands in, steps, reports out. Runs on a thread or in a separate process.
 
-The last report is always Stopped; if the engine was not told to stop, its reason says why it ended. A request that the
-model cannot take is refused alone. An exception in a step ends the engine, because pages and caches are then in an
-unknown state.
+The last report is always Stopped; if the engine was not told to stop, the report gives the reason of its end. If the
+model cannot process a request, only this request is refused. An exception in a step ends the engine, because pages and
+caches are then in an unknown state.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of an engine that has requests and waits, for example for an adapter."""
 
 MAX_WAIT_S = 3600.0
-"""Longest wait for a command, in seconds: a lock does not accept a time-out as long as the longest deadline."""
+"""Longest wait for a command, in seconds: because a lock does not accept a time-out as long as the longest deadline."""
 
 PARENT_CHECK_S = 2.0
 """Seconds between two checks that the parent process is still there."""
 
 Inbox = queue.SimpleQueue[Command | None]
-"""Commands for the loop. None wakes the loop without a command: an adapter has arrived."""
+"""Commands for the loop. The entry None wakes the loop without a command, because an adapter has arrived."""
 
 
 def serve(
@@ -137,7 +137,8 @@ def _execute(engine: Engine, command: Command | None, send: Callable[[Report], N
 
 
 def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
-    """Return why the model cannot take `request`: one id outside its tables would raise in the step of all requests.
+    """Return the reason why the model cannot process `request`. One id outside its tables would raise an error in the
+    step of all requests.
 
     The serving layer refuses such requests with the field's name. This check protects the engine from every caller.
     """
@@ -162,7 +163,7 @@ def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
 
 
 def _length_fault(request: Request) -> str | None:
-    """Return the fault in the numbers of tokens that the request has and wants; None if there is none."""
+    """Return the fault in the request's numbers of prompt and output tokens; None if they are valid."""
     if not request.prompt_token_ids or request.sampling.max_tokens < 1:
         return "A request needs at least one prompt token and max_tokens of at least 1."
     if request.pooling is not None and (request.output_token_ids or request.sampling.prompt_logprobs is not None):

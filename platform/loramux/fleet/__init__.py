@@ -1,4 +1,5 @@
-"""Engines of a base model, as one: where a request goes, what happens if an engine dies, and how the next one starts.
+"""The engines of a base model, used as one engine: the choice of an engine for a request, the continuation of requests
+after an engine's death, and restarts.
 
     group                           the engines of a base: requests go on when one of them dies
     member                          one engine over its lives
@@ -9,6 +10,6 @@
     router   shares   autoscaling   which engine, in whose turn, how many
     view                            an engine by its statistics
 
-`router`, `shares` and `autoscaling` decide on views alone and get the time as an argument, so the simulator runs the
+`router`, `shares` and `autoscaling` decide only from views and get the time as an argument, so the simulator runs the
 same code. The modules above them hold everything with processes and messages.
 """

@@ -1,10 +1,10 @@
-"""The number of engines of a base, by the wait that a new request meets and by the memory that requests hold.
+"""The number of engines of a base, computed from the wait of a new request and from the memory that requests hold.
 
 Out: the predicted wait for a first token, over all ready engines, is above the target, or the pools are nearly full.
-Engines are added at once, and in proportion to the excess. In: with one engine less, wait and memory would both stay
-well below their targets. One engine at a time is drained, after a cool-down: the engine with the least to lose gets no
-more requests and ends when it has none. A base with `min` = 0 goes to zero after `idle_s` without a request, and back
-when one comes.
+Engines are added immediately, in proportion to the excess. In: with one engine less, wait and memory would both stay
+well below their targets. After a cool-down, one engine at a time is drained: the engine whose end costs least gets no
+more requests and ends after its last request. A base with `min` = 0 has no engine after `idle_s` without a request, and
+gets one with the next request.
 
 `decide` changes nothing: the caller starts and drains engines, and reports by `requested` and `changed`.
 """
@@ -31,7 +31,7 @@ class ScalingPolicy:
     target_memory: float = 0.9
     """Share of the pools that requests hold, above which more engines are started."""
     spare: float = 0.6
-    """Share of both targets, and of the rows, below which the other engines must stay if one is drained."""
+    """Share of both targets, and of the rows, below which the remaining engines must be after an engine is drained."""
     cooldown_s: float = 120.0
     """Seconds after any change before an engine is drained."""
     idle_s: float = 600.0
@@ -46,11 +46,11 @@ class ScalingDecision(msgspec.Struct, frozen=True, kw_only=True):
     drain: tuple[str, ...] = ()
     """Engines to drain."""
     reason: str = ""
-    """Reason of the changes; it is logged."""
+    """Reason of the changes, which is logged."""
 
 
 class Autoscaler:
-    """The scaling of one base. It decides on views, and remembers when engines changed and when requests came."""
+    """The scaling of one base. The scaler decides from views, and remembers the times of changes and of requests."""
 
     def __init__(self, policy: ScalingPolicy, now: float) -> None:
         self.policy = policy
@@ -84,7 +84,7 @@ class Autoscaler:
     # estimates
 
     def _least(self, now: float) -> int:
-        """Return the least number of engines: at least one if the base had a request within `idle_s`."""
+        """Return the minimum number of engines: at least one if the base had a request within `idle_s`."""
         asked = now - self._requested_at < self.policy.idle_s
         return max(self.policy.min_engines, int(asked and self.policy.max_engines > 0))
 
@@ -101,7 +101,9 @@ class Autoscaler:
         return min(max(by_wait, by_memory), 2 * count)  # the queue says little about the effect of more engines
 
     def _leaving(self, ready: Sequence[EngineView], coming: int, now: float) -> Sequence[EngineView]:
-        """Return the engines to drain: those above the most, all of an unused base, or one if the others are enough."""
+        """Return the engines to drain: engines above the maximum, all engines of an unused base, or one engine if the
+        others are enough.
+        """
         policy, by_loss = self.policy, sorted(ready, key=_loss)
         if coming > policy.max_engines:
             return by_loss[: coming - policy.max_engines]
@@ -129,7 +131,7 @@ class Autoscaler:
 
 
 def _loss(view: EngineView) -> tuple[int, int, int, str]:
-    """Rank an engine by what draining it costs: pins to move, then requests, then adapters."""
+    """Rank an engine by the cost of draining it: pins to move, then requests, then adapters."""
     return len(view.pinned), view.requests, len(view.resident), view.engine
 
 

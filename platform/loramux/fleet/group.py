@@ -1,20 +1,21 @@
-"""The engines of one base, as one engine: requests survive the death of any of them.
+"""The engines of one base, used as one engine. Requests survive the death of an engine.
 
     EngineGroup.submit ──> an engine ──> Run.note ──> the request's own on_event
          the engine dies: the Run keeps the tokens sent so far ──> another engine continues after them
 
-A `Run` is a request on its way through the group. Its engine may change without its caller noticing. The next engine
-gets the tokens that were sent as the beginning of the answer, and computes their KV again without charge. It samples
-the next token as the first engine would have, because a draw depends only on the seed and the token's number. An engine
-that is drained gives its requests back: they are cancelled in it, and end with its count. An engine of another machine
-does the same when it stops, or when this server reads too slowly. If an engine dies, its count is made up from its
-events.
+A `Run` is a submitted request of the group. Its engine may change, which its caller does not notice. The next engine
+gets the tokens that were sent as the beginning of the answer, and computes their KV again without charge. The next
+engine samples the same next token as the first engine, because a draw depends only on the seed and the token's number.
+An engine that is drained gives its requests back: they are cancelled in this engine, and end with its count of tokens.
+An engine on another machine does the same when it stops, or when this server reads too slowly. If an engine dies, its
+count is computed from its events.
 
-An engine may die of a request. A request is a suspect if MAX_DEATHS engines in a row died under it without having sent
-it a token. The first death always counts. A later one counts only if the engine was working on the request, in a step
-or with the load of its adapter: in a crowd most requests only wait. `Request.report_start` makes engines report this.
-Suspects are tried one at a time, so an innocent one is cleared by its next token. A suspect under which MAX_TRIALS more
-engines die ends with an error. So does a request that MAX_LOST engines in a row lost without a token.
+A request may cause the death of an engine. A request is a suspect if MAX_DEATHS consecutive engines died while they had
+it and before they sent it a token. The first death always counts. A later death counts only if the engine was working
+on the request, in a step or with the load of its adapter, because most requests of a busy engine only wait.
+`Request.report_start` makes engines report this. Suspects are tried one at a time, so a suspect that gets a token is
+cleared. If MAX_TRIALS more engines die during a suspect's trials, the suspect ends with an error. A request that
+MAX_LOST consecutive engines lost without a token also ends with an error.
 
 If no engine serves, a request waits at most `engines.max_wait_s`, and no longer than its deadline. A
 suspect waits for its trial as long as engines serve.
@@ -54,12 +55,18 @@ from loramux.fleet.view import EngineState
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS = 2
-"""Engines in a row that die while they work on a request, before they sent it a token, which make it a suspect."""
+"""Number of consecutive engines that die while they work on a request, before its first token from them, after which
+the request is a suspect.
+"""
 MAX_TRIALS = 2
-"""Engines that die under a suspect during its trials, after which it is taken as the cause. One death is not enough:
-the engine may be killed by something else, and while there are suspects one of them is always on trial."""
+"""Number of engines that die during a suspect's trials, after which the suspect counts as the cause. One death is not
+enough, because the engine may be killed for another reason, and while there are suspects one of them is always on
+trial.
+"""
 MAX_LOST = 8
-"""Engines in a row that may lose a request before they have sent it a token, whether they had begun with it or not."""
+"""Maximum number of consecutive engines that may lose a request before they send it a token, even if they had not begun
+with it.
+"""
 SCALE_SECONDS = 5.0
 """Seconds between two decisions on the number of engines."""
 DRAIN_SECONDS = 60.0
@@ -69,7 +76,7 @@ EXCHANGE_SECONDS = 0.25
 
 
 class Run:
-    """One request, and what the engines have sent of it."""
+    """One request, and the tokens that engines have sent for it."""
 
     __slots__ = (
         "_submitted_at",
@@ -92,21 +99,21 @@ class Run:
         self.request = request
         self.on_event = on_event
         self.engine: FleetEngine | None = None
-        """Engine that has the request; None while it waits for one."""
+        """Engine that has the request; None while the request waits for an engine."""
         self.token_ids: list[int] = []
         """Tokens of the answer so far."""
         self.num_deaths = 0
-        """Engines in a row that died while they worked on it, before they had sent it a token."""
+        """Number of consecutive engines that died while they worked on the request, before they sent it a token."""
         self.num_lost = 0
         """Engines in a row that died before they had sent it a token."""
         self.has_begun = False
-        """True if its engine is known to work on it now."""
+        """True if the engine is known to work on the request now."""
         self.is_moving = False
-        """True if its engine was told to give it back."""
+        """True if the engine was told to give the request back."""
         self.is_cancelled = False
-        """True if its caller has cancelled it."""
+        """True if the caller has cancelled the request."""
         self.timeout: asyncio.TimerHandle | None = None
-        """Timer that ends it, while it waits for an engine."""
+        """Timer that ends the request while it waits for an engine."""
         self._submitted_at = now
         self.num_before = 0
         """Tokens of the answer that earlier engines have sent."""
@@ -116,8 +123,9 @@ class Run:
         """Usage on earlier engines."""
 
     def rest(self, now: float, *, has_started: bool) -> Request:
-        """Return the part of the request that is left; `has_started`: it, or another choice of its group, has a
-        token."""
+        """Return the remaining part of the request. `has_started` is true if the request, or another choice of its
+        group, has a token.
+        """
         if not (has_started or self.num_lost or round(1000 * (now - self._submitted_at))):
             return self.request
         return msgspec.structs.replace(
@@ -129,7 +137,7 @@ class Run:
         )
 
     def deadline_ms(self, now: float) -> int | None:
-        """Return the milliseconds that are left to its first token; None without a deadline."""
+        """Return the remaining milliseconds to the deadline of the first token; None without a deadline."""
         if self.request.deadline_ms is None:
             return None
         return max(1, self.request.deadline_ms - round(1000 * (now - self._submitted_at)))
@@ -148,7 +156,9 @@ class Run:
         return max(count, self.count, key=lambda one: (one.tokens.output, one.tokens.prompt))
 
     def leave_engine(self, count: EngineCount | None) -> None:
-        """Note that its engine has sent its last event. Without a count the engine died, and its events are counted."""
+        """Note that the engine has sent the last event. Without a count the engine has died, and its events are counted
+        instead.
+        """
         num_sent = len(self.token_ids) - self.num_before
         if num_sent:
             self.num_deaths = self.num_lost = 0
@@ -165,7 +175,7 @@ class Run:
 
     @property
     def is_suspect(self) -> bool:
-        """True if engines may be dying of it."""
+        """True if the request may be the cause of engines' deaths."""
         return self.num_deaths >= MAX_DEATHS
 
     @property
@@ -175,7 +185,7 @@ class Run:
 
 
 class EngineGroup:
-    """The engines of one base, with the methods of an `EngineClient`; `stats` returns those of each engine."""
+    """The engines of one base, with the methods of an `EngineClient`; `stats` returns the statistics of each engine."""
 
     def __init__(self, base: BaseSettings, settings: Settings, launch: LaunchEngine) -> None:
         """`settings` are those of an engine of `base`."""
@@ -219,9 +229,10 @@ class EngineGroup:
     # the life of the group
 
     async def start(self) -> ModelFacts:
-        """Start `min` engines; return when each serves or has failed to, and at least one serves. Raises EngineDied.
+        """Start `min` engines. Return when each engine serves or has failed to start, and at least one serves. Raises
+        EngineDied.
 
-        With `min` = 0 one is started too, because only an engine knows the model's facts.
+        With `min` = 0 one engine is started too, because only an engine knows the model's facts.
         """
         wanted = [member for member in self._members.values() if member.state is not EngineState.RESTING]
         outcomes = await asyncio.gather(*(member.start() for member in wanted), return_exceptions=True)
@@ -261,7 +272,7 @@ class EngineGroup:
         self._ended.set()
 
     async def wait_end(self) -> str:
-        """Wait until no engine serves and none will be started again automatically; return why."""
+        """Wait until no engine serves and no engine will be restarted automatically; return the reason."""
         await self._ended.wait()
         return next((member.problem for member in self._members.values() if member.problem), "the engines were stopped")
 
@@ -294,7 +305,7 @@ class EngineGroup:
         return sum(member.unclaimed_tokens for member in self._members.values())
 
     async def _serve_with(self, member: FleetEngine) -> None:
-        """Give an engine that serves again the requests that wait, and the pins that it should hold."""
+        """Give an engine that serves again the waiting requests, and the pins that it should hold."""
         self._router.forget(member.name)
         if self._scaler is not None:
             self._scaler.changed(self._now())
@@ -314,7 +325,7 @@ class EngineGroup:
 
     def _note_failing(self) -> None:
         if self._range.addresses:
-            return  # they are started elsewhere: a new server would find the same engines
+            return  # these engines are started by other machines, so a new server would find the same engines
         if self._is_lost:
             self._ended.set()
             for run in list(self._waiting.values()):
@@ -323,7 +334,7 @@ class EngineGroup:
     # requests
 
     def submit(self, request: Request, on_event: OnEvent) -> None:
-        """Give the request to an engine, or let it wait for one; raises EngineDied if there will be none."""
+        """Give the request to an engine, or let it wait for an engine. Raises EngineDied if none will be started."""
         assert request.id not in self._runs, f"request {request.id} was submitted before"
         if self.has_ended or self._is_lost:
             raise EngineDied("no engine serves, and none could be started for longer than a request waits")
@@ -338,7 +349,7 @@ class EngineGroup:
             self._groups.setdefault(request.group_id, {})[request.id] = run
 
     def cancel(self, request_id: str) -> None:
-        """End a request, wherever it is."""
+        """End a request, on an engine or waiting."""
         run = self._runs.get(request_id)
         if run is None:
             return
@@ -358,7 +369,7 @@ class EngineGroup:
                 engine.client.forget(request_id)
 
     def _place(self, run: Run) -> None:
-        """Give the request to an engine, or let it wait for one."""
+        """Give the request to an engine, or let it wait for an engine."""
         if self._send(run):
             if run.timeout is not None:
                 run.timeout.cancel()
@@ -381,13 +392,13 @@ class EngineGroup:
 
     def _end_wait(self, run: Run) -> None:
         if run.is_suspect and (self._ready or self._silence < self._range.max_wait_s):
-            self._limit_wait(run)  # it waits for its trial
+            self._limit_wait(run)  # the request waits for its trial
         else:
             message = f"no engine has served for {self._range.max_wait_s:g} seconds"
             self._end(run, EngineFault(ENGINE_DIED, message))
 
     def _send(self, run: Run) -> bool:
-        """Give what is left of the request to an engine; return False if none serves."""
+        """Give the remaining part of the request to an engine; return False if no engine serves."""
         if run.is_suspect and self._trial not in (None, run):
             return False
         engine = self._choose(run.request)
@@ -409,7 +420,7 @@ class EngineGroup:
         return RoutingRequest.of(request, prefix_hashes(request.kv_identity, request.prompt_token_ids))
 
     def _choose(self, request: Request) -> FleetEngine | None:
-        """Return the engine for a request: that of its group's other choices, or the router's choice."""
+        """Return the engine for a request: the engine of its group's other choices, or the router's choice."""
         for choice in self._groups.get(request.group_id, {}).values():
             if choice.engine is not None and choice.engine.is_ready:
                 return choice.engine
@@ -450,7 +461,7 @@ class EngineGroup:
             raise
 
     def _continue(self, run: Run, fault: EngineFault | None) -> None:
-        """Continue a request that its engine no longer has on another engine."""
+        """Continue a request on another engine after its engine gave it back or died."""
         if run.is_cancelled:
             self._end(run, None)
         elif run.is_cause:
@@ -464,11 +475,11 @@ class EngineGroup:
             self._end(run, fault or EngineFault(ENGINE_DIED, "the engines are stopped"))
         else:
             if self._trial is run:
-                self._try_next()  # the other suspects first: perhaps the engine did not die of this one
+                self._try_next()  # the other suspects first, because this suspect may not have caused the death
             self._place(run)
 
     def _end_trial(self, run: Run) -> None:
-        """Note that a request has got a token, or has ended: it is no suspect any more, and the next one is tried."""
+        """Note that a request has got a token, or has ended: it is no longer a suspect. The next suspect is tried."""
         run.num_deaths = run.num_lost = 0
         if self._trial is run:
             self._try_next()
@@ -535,7 +546,7 @@ class EngineGroup:
     # shares
 
     def _note_service(self, engine: str, services: list[TenantService]) -> None:
-        """Count what an engine has served, and pass it on to the other engines within EXCHANGE_SECONDS."""
+        """Count an engine's service, and send it to the other engines within EXCHANGE_SECONDS."""
         if len(self._members) == 1:
             return
         self._exchange.report(engine, services)
@@ -610,9 +621,8 @@ class EngineGroup:
     async def drain(self, name: str, seconds: float, *, rest: bool = False) -> EngineStatus:
         """Take an engine out of service: it gets no more requests, and is stopped once it has none.
 
-        Requests that still run after `seconds` continue on other engines. `rest`: it may be started again
-        automatically.
-        Raises UnknownEngine.
+        Requests that still run after `seconds` continue on other engines. With `rest`, the engine may be restarted
+        automatically. Raises UnknownEngine.
         """
         member = self._member(name)
         member.withdraw(rest=rest)
@@ -627,7 +637,7 @@ class EngineGroup:
         return member.status()
 
     async def restart(self, name: str, seconds: float) -> EngineStatus:
-        """Drain an engine and start it again; return once it serves or has failed to. Raises UnknownEngine."""
+        """Drain an engine and start it again; return when it serves or has failed to start. Raises UnknownEngine."""
         member = self._member(name)
         await self.drain(name, seconds)
         await member.revive()
@@ -655,7 +665,7 @@ def common_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
 
 
 def settings_of_engines(base: BaseSettings, settings: Settings) -> dict[str, Settings]:
-    """Return the settings of each engine of a base, by its name; if devices are listed, each engine gets one."""
+    """Return the settings of each engine of a base, by its name; if devices are listed, each engine gets a device."""
     engines = {}
     for number in range(base.engines.most):
         engine = settings.engine

@@ -1,13 +1,13 @@
-"""How the engines of a server are started: processes of this machine, engines that listen elsewhere, or actors of Ray.
+"""The start of a server's engines: as processes of this machine, engines on other machines, or actors of Ray.
 
 On a Ray cluster (extra `ray`) Ray places the engines, gives them GPUs and restarts them:
 
     RemoteChannel ──> RayDriver.place_of ──pipe──> fleet.ray_driver ──> Ray: where is the engine?
           └───────── commands and tokens, over the channel ─────────> the engine (an actor)
 
-Ray only says where an engine is. It ends the process of a driver that has lost the cluster's head for a minute, so the
-driver is a separate process. Then a server keeps the engines that it is connected to, and starts another driver to find
-the next one. Keys are made for each server, and only public keys go through Ray.
+Ray only gives the address of an engine. Ray ends the process of a driver that has lost the cluster's head for a minute,
+so the driver is a separate process. When it ends, the server keeps its connected engines, and starts another driver to
+find further engines. Keys are made for each server, and only public keys go through Ray.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RayDriver:
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
         self._asked: set[tuple[str, int]] = set()
-        """Engines whose place was requested and not answered yet, each with its life."""
+        """Engines whose address was requested and not answered yet, each with the number of its life."""
         self._placements: dict[tuple[str, int], Placement] = {}
 
     def start(self) -> None:
@@ -114,9 +114,10 @@ class RayDriver:
         self._process = process
 
     def place_of(self, engine: str, life: int, settings: Settings, front_key: bytes) -> EnginePlace | None:
-        """Return where an engine listens, or None while that is unknown; Ray starts the engine if it does not run.
+        """Return the address on which an engine listens, or None while it is unknown. Ray starts the engine if it does
+        not run.
 
-        `life` distinguishes a new search from one that continues. Raises EngineDied.
+        `life` distinguishes a new search from a continued search. Raises EngineDied.
         """
         key = engine, life
         with self._lock:

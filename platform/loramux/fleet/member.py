@@ -1,11 +1,11 @@
-"""One engine of a group over its lives: started, watched, started again after a pause, drained.
+"""One engine of a group over its lives. An engine is started, watched, restarted after a pause, and drained.
 
     STARTING ──> READY ──> LOST ──pause──> STARTING          the engine died, or did not load its model
                    ├─> DRAINING ──> LOST ──restart──> ...    an operator took it out of service
                    └─> DRAINING ──> RESTING ──> STARTING     it was not needed, and is again
 
-A pause grows with each failure in a row. An engine that fails to start MAX_FAILED_STARTS times in a row is still tried
-while others serve. The group has ended if all engines of a base fail in this way and none has served for
+A pause grows with each consecutive failure. An engine that fails to start MAX_FAILED_STARTS times is still tried while
+other engines serve. The group has ended if all engines of a base fail in this way and no engine has served for
 `engines.max_wait_s`.
 
 Refusals of an operator's orders to engines:
@@ -39,7 +39,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
 """Seconds between an engine's end and its next start."""
 MAX_FAILED_STARTS = 3
 SOUND_SECONDS = 60.0
-"""Seconds of service after which an engine has recovered: its next pause is the first one again."""
+"""Seconds of service after which an engine has recovered: its next pause is FIRST_PAUSE again."""
 DRAINED = "drained"
 
 LaunchEngine = Callable[[str, Settings], EngineClient]
@@ -58,45 +58,45 @@ class UnknownEngine(FleetError):
 
 
 class EngineBusy(FleetError):
-    """The engine is being drained or restarted already; the message says which."""
+    """The engine is already being drained or restarted; the message names the action."""
 
     code = "engine_busy"
     status = HTTPStatus.CONFLICT
 
 
 class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one engine as operators see it."""
+    """State of one engine, which operators see."""
 
     engine: str
     base_model: str
     state: EngineState
     requests: int
-    """Requests that wait or run in it."""
+    """Number of requests that wait or run in the engine."""
     starts: int
-    """Number of times that it was started."""
+    """Number of times that the engine was started."""
     problem: str | None
-    """Reason why it does not serve, or did not before its last start."""
+    """Reason why the engine does not serve, or did not serve before its last start."""
     step_graphs_missing: int = 0
     """Recordings of steps that run without a CUDA graph; 0 on a CPU."""
 
 
 class FleetEngine:
-    """One engine of a group; each of its lives has a new client."""
+    """One engine of a group; each life of the engine has a new client."""
 
     def __init__(
         self, name: str, base: str, settings: Settings, launch: LaunchEngine, *, is_wanted: bool = True
     ) -> None:
-        """`is_wanted`: it should serve from the group's start on; else it rests until `revive`."""
+        """If `is_wanted`, the engine should serve from the group's start on; otherwise it rests until `revive`."""
         self.name = name
         self.state = EngineState.LOST if is_wanted else EngineState.RESTING
         self.served_until = -math.inf
-        """Event loop's time at which its last life that served ended."""
+        """Time, by the event loop, at which the engine last stopped serving."""
         self.requests: set[str] = set()
-        """Ids of the requests that it was given and has not ended."""
+        """Ids of the engine's requests that have not ended."""
         self.idle = asyncio.Event()
-        """Set whenever it has no request left."""
+        """Set whenever the engine has no request."""
         self.problem: str | None = None
-        """Reason of its last end."""
+        """Reason of the engine's last end."""
         self.client = launch(name, settings)
         self._view: EngineView | None = None
         self._viewed: EngineStats | None = None
@@ -106,27 +106,27 @@ class FleetEngine:
         self._launch = launch
         self._num_starts = 0
         self._num_failures = 0
-        """Number of its ends since it last served for SOUND_SECONDS."""
+        """Number of times that the engine ended since it last served for SOUND_SECONDS."""
         self._num_failed_starts = 0
         """Number of failed starts in a row."""
         self._unclaimed = 0
         self._is_wanted = asyncio.Event()
-        """Set while it should serve."""
+        """Set while the engine should serve."""
         if is_wanted:
             self._is_wanted.set()
         self._withdrawn_to = EngineState.LOST
-        """Its state once it is stopped."""
+        """State of the engine after it is stopped."""
         self._started = asyncio.Event()
-        """Set after each start, whether it succeeded or not."""
+        """Set after each start, both successful and failed."""
 
     @property
     def is_ready(self) -> bool:
-        """True if it may be given requests."""
+        """True if the engine may get requests."""
         return self.state is EngineState.READY and self.client.alive
 
     @property
     def stats(self) -> EngineStats:
-        """The latest statistics of its present life."""
+        """The latest statistics of the engine's current life."""
         return self.client.stats()
 
     @property
@@ -136,8 +136,9 @@ class FleetEngine:
 
     @property
     def view(self) -> EngineView:
-        """Facts that routing knows of it. Kept until statistics arrive or its state changes, because making it takes
-        time: it names every resident adapter."""
+        """Facts about the engine for routing. The view is kept until statistics arrive or the state changes, because
+        making it takes time: it names every resident adapter.
+        """
         stats = self.stats
         if self._view is None or self._viewed is not stats or self._view.state is not self.state:
             self._view = view_of(self.name, self._base, self.state, stats, self.client.stats_at)
@@ -145,7 +146,7 @@ class FleetEngine:
         return self._view
 
     def status(self) -> EngineStatus:
-        """Describe it for operators."""
+        """Describe the engine for operators."""
         return EngineStatus(
             engine=self.name,
             base_model=self._base,
@@ -157,9 +158,9 @@ class FleetEngine:
         )
 
     async def start(self, others: ModelFacts | None = None) -> ModelFacts:
-        """Start its present life, and wait until it serves.
+        """Start the engine's current life, and wait until it serves.
 
-        Raises EngineDied, also if its facts are in conflict with those of the `others` of its base.
+        Raises EngineDied, also if the engine's facts conflict with the facts of `others` of its base.
         """
         self.state, self._num_starts = EngineState.STARTING, self._num_starts + 1
         try:
@@ -171,22 +172,22 @@ class FleetEngine:
             await self.refuse(conflict)
             raise EngineDied(conflict)
         self._num_failed_starts = 0
-        # It may have been withdrawn during the start. Its end, which comes soon, is then no failure.
+        # The engine may have been withdrawn during the start. Its end, which comes soon, is then no failure.
         self.state = EngineState.READY if self._is_wanted.is_set() else EngineState.DRAINING
         return facts
 
     async def refuse(self, conflict: str) -> None:
-        """Stop an engine that cannot serve together with the others; it is retried like one that failed to start."""
+        """Stop an engine that cannot serve together with the others. Its start is repeated as after a failed start."""
         await self.client.stop()
         self._note_failed_start(conflict)
 
     async def supervise(
         self, others: ModelFacts, on_ready: Callable[[FleetEngine], Awaitable[None]], on_failing: Callable[[], None]
     ) -> None:
-        """Watch the life that `start` began, and begin another one whenever it ends; run until cancelled.
+        """Watch the life that `start` began, and begin another life whenever it ends; run until cancelled.
 
-        `others`: the facts that each life must agree with. `on_failing` is called before each start that follows too
-        many failed ones.
+        `others` are the facts with which each life must agree. `on_failing` is called before each start after too many
+        failed starts.
         """
         while True:
             if self.state not in (EngineState.LOST, EngineState.RESTING):
@@ -207,9 +208,9 @@ class FleetEngine:
             self._started.set()
 
     def withdraw(self, *, rest: bool = False) -> None:
-        """Take it out of service: it is given no more requests, and is not started again until `revive`.
+        """Take the engine out of service: it gets no more requests, and is not restarted until `revive`.
 
-        `rest`: it is not needed now, and may be started again automatically.
+        With `rest`, the engine is not needed now, and may be restarted automatically.
         """
         self._is_wanted.clear()
         self.problem, self._withdrawn_to = (None, EngineState.RESTING) if rest else (DRAINED, EngineState.LOST)
@@ -222,7 +223,7 @@ class FleetEngine:
         self.state = self._withdrawn_to
 
     async def revive(self) -> None:
-        """Start again an engine that was drained or has given up; return once it serves or has failed to."""
+        """Restart an engine that was drained or has failed; return when it serves or has failed to start."""
         self._num_failures = self._num_failed_starts = 0
         self._started.clear()
         self._is_wanted.set()
@@ -230,8 +231,9 @@ class FleetEngine:
 
     @property
     def is_failing(self) -> bool:
-        """True if it failed to start too often in a row. A thread that ended may have harmed its process, so one end
-        counts."""
+        """True if too many consecutive starts failed. A thread that ended may have harmed its process, so for a thread
+        one end is enough.
+        """
         most = 0 if self._settings.engine.in_process else MAX_FAILED_STARTS
         return self.state is EngineState.LOST and self.problem != DRAINED and self._num_failed_starts >= most
 
@@ -260,10 +262,10 @@ class FleetEngine:
 
 
 def conflict_of(facts: ModelFacts, others: ModelFacts) -> str | None:
-    """Return why an engine cannot continue answers that others of its base began, as a sentence for an operator; else
-    None.
+    """Return the reason why an engine cannot continue answers of other engines of its base, as a sentence for an
+    operator; otherwise None.
 
-    It has to compute the same tokens, and to hold every request that the serving layer accepts.
+    The engine must compute the same tokens, and hold every request that the serving layer accepts.
     """
     alike = ("dtype", "weights", "vocab_size", "eos_token_ids", "sampling_defaults", "block_size", "kv_cache_dtype")
     for name in alike:

@@ -1,9 +1,9 @@
 """The process that speaks to Ray for a server, and the engines as Ray's actors (extra `ray`).
 
 An actor is one engine that listens (`fleet.serving`). Actors are named and detached: all servers of a namespace share
-them, and a server's end costs no reload. An actor that no server has used for `unused_s` ends. Its name holds a digest
-of the messages and of the engine's settings, so a server of another release, or with other settings, has separate
-engines.
+them, and a server's end costs no reload. An actor that no server has used for `unused_s` ends. The actor's name holds a
+digest of the messages and of the engine's settings, so a server of another release, or with other settings, has
+separate engines.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ from loramux.fleet.wire import message_version, new_pair
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-"""Longest wait for one answer of Ray, in seconds: so every engine gets its turn."""
+"""Maximum wait for one answer of Ray in seconds, so that every engine is asked regularly."""
 MAX_DEATHS = 3
-"""Number of actors that end before they tell their place, after which the engine counts as one that cannot be
-started."""
+"""Number of actors that end before they report their address, after which the engine counts as failed to start."""
 
 
 class EngineActor:
@@ -64,7 +63,7 @@ class EngineActor:
     def _run(self) -> None:
         try:
             self._engine.run(self._end_if_unused)
-        finally:  # its servers start it again, after a pause
+        finally:  # the engine's servers restart it after a pause
             ray.kill(self._me, no_restart=True)
 
     def _end_if_unused(self, seconds: float) -> None:
@@ -74,7 +73,7 @@ class EngineActor:
 
 
 class _Search:
-    """One life of an engine: has Ray start it if needed, and asks it where it listens."""
+    """One life of an engine: makes Ray start the engine if needed, and gets its address."""
 
     def __init__(self, engine: str, settings: Settings, front_key: bytes) -> None:
         self._engine = engine
@@ -92,16 +91,16 @@ class _Search:
             return Placement()
         except (RayError, ValueError) as error:
             self._deaths += 1
-            if isinstance(error, ActorDiedError) and self._deaths < MAX_DEATHS:  # unused, it ended at this moment
+            if isinstance(error, ActorDiedError) and self._deaths < MAX_DEATHS:  # the unused actor ended at this moment
                 self._answer = None
                 return Placement()
             return Placement(failure=_first_line(error))
 
 
 def drive(connection: Connection, cluster: RaySettings) -> None:
-    """Join the cluster, then say where engines are until the server's end of `connection` is closed.
+    """Join the cluster, then report the addresses of engines until the server's end of `connection` is closed.
 
-    The first message is None, or why there is no cluster.
+    The first message is None, or the reason why there is no cluster.
     """
     _ignore_signals()
     try:
@@ -109,7 +108,7 @@ def drive(connection: Connection, cluster: RaySettings) -> None:
     except (ConnectionError, RayError, ValueError, RuntimeError) as error:
         connection.send(_first_line(error))
         return
-    _ignore_signals()  # Ray has set its own
+    _ignore_signals()  # because Ray has set its own handlers
     connection.send(None)
     searches: dict[str, tuple[int, _Search]] = {}
     with suppress(EOFError, OSError):
@@ -147,7 +146,7 @@ def _actor(engine: str, settings: Settings) -> Any:
 
 
 def _ignore_signals() -> None:
-    """Leave signals to the server: it drains, and its end closes the connection."""
+    """Ignore signals, because the server drains and its end closes the connection."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,8 +1,9 @@
-"""The server's end of the channel: a `Channel` to an engine that listens elsewhere.
+"""The server's end of the channel: a `Channel` to an engine in another process or on another machine.
 
-One thread holds the socket. A connection that is lost, refused or given up is not opened again here. Its last report is
-Stopped, as for a process that died, and the `FleetEngine` starts another life with another channel. The thread confirms
-what the event loop has processed; if that is slow, the engine waits for it (`fleet.sessions`).
+One thread holds the socket. A connection that is lost, refused or given up is not opened again by this channel. Its
+last report is Stopped, as for a dead process, and the `FleetEngine` starts another life with another channel. The
+thread confirms reports that the event loop has processed; if the event loop is slow, the engine waits for it
+(`fleet.sessions`).
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from loramux.fleet.wire import (
 )
 
 CONNECT_S = 30.0
-"""Seconds for an engine to answer; loading its model may take longer."""
+"""Maximum seconds until an engine answers. Loading its model may take longer."""
 LOCATE_S = 0.25
-"""Seconds before an engine that has no place yet is looked for again."""
+"""Seconds between two requests for the address of an engine that has no address yet."""
 CONFIRMED_BYTES = WINDOW_BYTES // 16
 """Bytes of processed reports that are confirmed at once, and not with the next beat."""
 
@@ -59,21 +60,23 @@ _FAILURES = {
 
 
 class EnginePlace(NamedTuple):
-    """The address of an engine, and the one key that it must have."""
+    """The address of an engine, and the only key that it may have."""
 
     address: str
     key: bytes
 
 
 class Placement(NamedTuple):
-    """The driver's answer; if it has neither, the engine has no place yet."""
+    """The driver's answer. If it has neither an address nor an error, the engine has no address yet."""
 
     place: EnginePlace | None = None
     failure: str | None = None
 
 
 Locate = Callable[[], EnginePlace | None]
-"""Returns where the engine is, or None while that is unknown: it is then called again. May block for a second."""
+"""Function that returns the engine's address, or None while the address is unknown; it is then called again. It may
+block for a second.
+"""
 
 
 class RemoteChannel:
@@ -105,7 +108,7 @@ class RemoteChannel:
         self._thread.start()
 
     def send(self, command: Command) -> None:
-        """Pass `command` to the thread. An engine that leaves too much unread counts as lost."""
+        """Pass `command` to the thread. An engine that leaves too many bytes unread counts as lost."""
         try:
             data = self._encoder.encode(command)
         except OverflowError as error:
@@ -118,7 +121,7 @@ class RemoteChannel:
         self._waker.wake()
 
     def kill(self) -> None:
-        """Leave the engine: it cancels what it still has of this server. Other servers may use it."""
+        """Leave the engine, which cancels all remaining requests of this server. Other servers may use it."""
         self._give_up("was given up")
 
     def join(self, timeout: float) -> None:
@@ -166,7 +169,7 @@ class RemoteChannel:
         on_report: Callable[[Report], None],
         loop: asyncio.AbstractEventLoop,
     ) -> str | None:
-        """Carry frames until the end; return the reason of the end, or None if the engine has reported it itself."""
+        """Carry frames until the end; return the reason of the end, or None if the engine has reported it."""
         poller = zmq.Poller()
         poller.register(monitor, zmq.POLLIN)
         poller.register(self._waker, zmq.POLLIN)
@@ -210,7 +213,7 @@ class RemoteChannel:
         return socket, monitor
 
     def _note_event(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> str | None:
-        """Greet the engine once the connection is open; return why if it cannot be opened."""
+        """Greet the engine once the connection is open; return the reason if the connection cannot be opened."""
         event = zmq.Event(recv_monitor_message(monitor)["event"])
         if event == zmq.Event.HANDSHAKE_SUCCEEDED:
             front = f"{sockets.gethostname()}:{os.getpid()}"
@@ -239,7 +242,7 @@ class RemoteChannel:
     def _receive(
         self, socket: zmq.Socket[bytes], on_report: Callable[[Report], None], loop: asyncio.AbstractEventLoop
     ) -> tuple[bool, str | None]:
-        """Process what has come; return whether that was the end, and why."""
+        """Process arrived frames; return whether the channel has ended, and the reason."""
         while True:
             try:
                 kind, body = socket.recv_multipart(zmq.NOBLOCK)

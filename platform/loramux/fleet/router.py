@@ -1,22 +1,23 @@
-"""The engine for a request: close to its adapter and its cached prefix, away from queues.
+"""The choice of an engine for a request: an engine that has its adapter and its cached prefix, and a short queue.
 
 1. **Order.** Rendezvous hashing (Thaler and Ravishankar, 1998): an adapter has a fixed random order of the engines, the
    same in every server. An engine that comes or goes moves only its own share of the adapters.
 2. **Copies.** The first k engines of the order are the adapter's homes. k follows the adapter's load: its requests in
-   flight, over half of what an engine should hold. The load rises at once and falls with a half-life, so k does not
-   oscillate.
+   flight, divided by half of the number that an engine should hold. The load rises at once and falls with a half-life,
+   so k does not oscillate.
 3. **Bounded load** (Mirrokni, Thorup, Zadimoghaddam, SODA 2018): an engine with more than `balance` times the mean of
-   requests takes none. So an adapter whose homes are busy with others' traffic moves on along its order.
-4. **Choice.** The request's id draws two homes. This is Mitzenmacher's two choices, and keeps servers with old views
-   from all choosing the same engine. The request goes to the home with the earlier predicted first token: queue, load
-   of the adapter if it is not in the pool, prefill of what is not cached. If another engine would be `patience` times
+   requests gets no request. So an adapter whose homes are busy with other traffic uses the next engines of its order.
+4. **Choice.** The request's id draws two homes. This is Mitzenmacher's two choices, and prevents that all servers with
+   old views choose the same engine. The request goes to the home with the earlier predicted first token: queue, load of
+   the adapter if it is not in the pool, prefill of the uncached tokens. If another engine would be `patience` times
    earlier, the request goes there.
 
-Requests for the base need no adapter's weights, but cached prefixes. Their order is by tenant and beginning of the
-prompt, and engines that were sent a longer equal beginning are candidates too.
+Requests for the base need no adapter, but profit from cached prefixes. The order of engines for such requests depends
+on the tenant and the beginning of the prompt. Engines that got a request with a longer equal beginning are candidates
+too.
 
-A view is up to a second old. The server corrects it: it replaces its requests at the time of the view by its requests
-now.
+A view is up to a second old. The server corrects the view: it replaces its own requests at the time of the view by its
+current requests.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from loramux.fleet.view import EngineState, EngineView
 MAX_REVISIONS = 16_384
 """Revisions, and beginnings of prompts of the base, whose load is remembered."""
 MAX_PREFIXES = 65_536
-"""Beginnings of prompts for which the router remembers the engines that they were sent to."""
+"""Maximum number of beginnings of prompts for which the router remembers their engines."""
 HISTORY = 4096
-"""Events of an engine's traffic that are remembered: more than come between two of its statistics."""
+"""Number of remembered events of an engine's traffic, which is more than arrive between two statistics."""
 PARALLEL_LOADS = 4
 """Loads that an engine runs at a time (`adapters.max_loading`)."""
 PREFIX_LENGTHS = tuple(sorted(step << shift for step in (32, 48) for shift in range(13)))
@@ -56,15 +57,15 @@ class RoutingPolicy:
     """Limits and times of the router."""
 
     balance: float = 1.5
-    """Most requests of an engine, in multiples of the mean."""
+    """Maximum number of requests of an engine, in multiples of the mean."""
     light_load: int = 8
-    """Requests that an engine may always hold: below this number another copy of an adapter gains nothing."""
+    """Number of requests that an engine may always hold. Below this number another copy of an adapter saves no time."""
     home_share: float = 0.5
     """Part of an engine's bound that one adapter may fill before it gets another engine."""
     half_life_s: float = 10.0
     """Seconds after which the load of an adapter without requests counts half."""
     patience: float = 2.0
-    """A request leaves its adapter's homes if its first token comes this many times earlier on another engine."""
+    """Factor by which the first token must be earlier on another engine for a request to leave its adapter's homes."""
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +73,10 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     identity: KvIdentity
-    """Identity under which its prompt's KV is shared; its digest is the adapter's, or None."""
+    """Identity under which the prompt's KV is shared. Its digest is that of the adapter, or None."""
     prompt_tokens: int
     prefix: tuple[int, ...] = ()
-    """`prefix_hashes` of its prompt."""
+    """`prefix_hashes` of the request's prompt."""
 
     @classmethod
     def of(cls, request: Request, prefix: tuple[int, ...] = ()) -> RoutingRequest:
@@ -85,7 +86,9 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def key(self) -> str:
-        """Key of the requests that belong together: those of a revision, or those for the base that begin alike."""
+        """Key of the requests that belong together: requests of a revision, or requests for the base with the same
+        beginning.
+        """
         tenant, digest, scope = self.identity
         return digest or f"{tenant}/{scope}/{self.prefix[0] if self.prefix else 0:x}"
 
@@ -116,7 +119,7 @@ class Router:
     # questions
 
     def choose(self, request: RoutingRequest, engines: Sequence[EngineView], now: float) -> str | None:
-        """Return the engine that `request` should go to; None if none is ready."""
+        """Return the engine for `request`; None if no engine is ready."""
         ready = [view for view in engines if view.state is EngineState.READY]
         if len(ready) < 2:
             return ready[0].engine if ready else None
@@ -208,7 +211,7 @@ class Router:
         demand = self._demand.get(key)
         if demand is None:
             return 1
-        # Other servers are assumed to send alike. One request alone says nothing about them.
+        # Other servers are assumed to send similar traffic. A single request gives no information about other servers.
         level = demand.level(now, self.policy.half_life_s)
         level += max(0.0, level - 1.0) * fleet.others
         return max(1, min(len(fleet.loads), math.ceil(level / fleet.home_load)))
@@ -227,7 +230,7 @@ class Router:
         return dict.fromkeys([*near, *(homes if len(homes) < 3 else _shuffled(request.id, homes)[:2])])
 
     def _soonest(self, request: RoutingRequest, candidates: Iterable[str], fleet: _Fleet) -> str | None:
-        """Return the candidate with the earliest first token; of equals the one with fewer requests."""
+        """Return the candidate with the earliest first token; among equal candidates the one with fewer requests."""
         predicted = {engine: self._predict(request, fleet.loads[engine], fleet) for engine in candidates}
         if len(predicted) < 2:
             return next(iter(predicted), None)
@@ -263,7 +266,9 @@ class Router:
 
     @staticmethod
     def _held(request: RoutingRequest, view: EngineView) -> int:
-        """Return the tokens that the engine reports under the request's identity: 0 if they were evicted since."""
+        """Return the number of cached tokens that the engine reports for the request's identity; 0 if they were
+        evicted.
+        """
         return view.prefixes.get(request.identity, 0)
 
     def _forget_demand(self) -> None:
@@ -275,7 +280,9 @@ class Router:
 
 
 def place_pins(digests: Iterable[str], engines: Sequence[str], balance: float = 1.25) -> dict[str, list[str]]:
-    """Return the digests that each engine should keep: one engine each, near its order, none with many more."""
+    """Return the digests that each engine should keep. Each digest is kept by one engine that is early in its order,
+    and no engine gets far more than others.
+    """
     wanted = sorted(digests)
     placed: dict[str, list[str]] = {engine: [] for engine in engines}
     most = math.ceil(balance * len(wanted) / max(1, len(engines)))
@@ -310,7 +317,7 @@ class _Sent:
     key: str
     identity: KvIdentity
     tokens: int
-    """Tokens of its prompt that must be computed."""
+    """Number of tokens of the request's prompt that must be computed."""
     is_started: bool = False
 
 
@@ -334,7 +341,7 @@ class _Demand:
 
 @dataclass(eq=False, slots=True)
 class _Traffic:
-    """This server's requests on one engine: now, and at any time of the last seconds."""
+    """This server's requests on one engine, now and during the last seconds."""
 
     requests: int = 0
     tokens: int = 0
@@ -347,7 +354,7 @@ class _Traffic:
     _past: list[tuple[int, int]] = field(default_factory=list)
 
     def at(self, when: float) -> tuple[int, int]:
-        """Return (requests, tokens) as they were at `when`."""
+        """Return (requests, tokens) at the time `when`."""
         index = bisect_right(self._times, when)
         return self._past[index - 1] if index else (0, 0)
 
@@ -399,7 +406,7 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class _Fleet:
-    """All ready engines, and the figures that follow from them together."""
+    """All ready engines, and figures over all of them."""
 
     loads: dict[str, _Load]
     bound: float

@@ -1,15 +1,15 @@
 """One engine as a process that listens for servers: `loramux engine serve`, and each actor of the Ray launcher.
 
 The worker is the same as in a child process with a pipe; it does not know the channel. The process ends with its
-worker, and its supervisor starts it again. It also ends if the worker hangs, so servers that gave it up find another
-one.
+worker, and its supervisor starts it again. The process also ends if the worker hangs, so that servers find a new
+engine.
 
-`EngineListener` is the engine's end of the channel: one socket for all servers, on a separate thread. It authorizes
-connections by their key, greets servers of the same base and message version, and carries frames between their
-connections and `FrontSessions`.
+`EngineListener` is the engine's end of the channel: one socket for all servers, on a separate thread. The listener
+authorizes connections by their key, greets servers of the same base and message version, and carries frames between
+their connections and `FrontSessions`.
 
 `FetchedAdapters` finds an adapter's files on this machine. A server names the folder in its own cache. The last three
-parts of that path are the content's place in any cache and in the store. So an engine on another machine finds the
+parts of this path are the content's path in every cache and in the store. So an engine on another machine finds the
 content in its own cache, or fetches it, verified, from the same store.
 """
 
@@ -60,11 +60,11 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5.0
 """Seconds for sending the last reports."""
 LEAVE_SECONDS = 20.0
-"""Seconds for a worker that was told to stop; it gives its requests back at its next step."""
+"""Maximum seconds for a worker that was told to stop. The worker gives its requests back at its next step."""
 
 
 class ListeningEngine:
-    """One engine with its listener, in this process; `settings` name its one base."""
+    """One engine with its listener, in this process; `settings` name its only base."""
 
     def __init__(self, settings: Settings, pair: KeyPair, is_authorized: Callable[[bytes], bool]) -> None:
         """`is_authorized` is called with the key of each new connection."""
@@ -87,9 +87,9 @@ class ListeningEngine:
             raise SettingsError(f"the engine cannot listen: {error.strerror}") from None
 
     def run(self, on_unused: Callable[[float], None] = lambda _: None) -> str | None:
-        """Load the model and serve until `stop` or the worker's end; return why the worker ended by itself.
+        """Load the model and serve until `stop` or the worker's end; return the reason if the worker ended by itself.
 
-        `on_unused` is called several times a lease with the seconds since any server was attached.
+        `on_unused` is called several times per lease with the seconds since a server was last attached.
         """
 
         def tend(now: float) -> None:
@@ -108,8 +108,9 @@ class ListeningEngine:
         return self._reason
 
     def stop(self) -> None:
-        """Give every request back to its server, and end. Any thread may call it. While the model is loaded, end at
-        once."""
+        """Give every request back to its server, and end. While the model is being loaded, end immediately. Any thread
+        may call this method.
+        """
         threading.Thread(target=self._leave, daemon=True, name="leaving").start()
 
     def _leave(self) -> None:
@@ -138,7 +139,7 @@ class ListeningEngine:
 
 
 def serve_engine(settings: Settings, address: str, on_listening: Callable[[str, ListeningEngine], None]) -> str | None:
-    """Serve an engine with the keys of `fleet.keys` until it ends; return why, or None if it was told to end.
+    """Serve an engine with the keys of `fleet.keys` until it ends; return the reason, or None if it was told to end.
 
     `on_listening` gets the address and the engine before the model is loaded. Raises SettingsError.
     """
@@ -147,7 +148,7 @@ def serve_engine(settings: Settings, address: str, on_listening: Callable[[str, 
     read_authorized(authorized)
 
     def is_authorized(key: bytes) -> bool:
-        try:  # read for each connection: a server can be added or removed while the engine runs
+        try:  # read for each connection, because a server can be added or removed while the engine runs
             return key in read_authorized(authorized)
         except SettingsError as error:
             logger.error("no server is let in: %s", error)
@@ -204,11 +205,11 @@ class EngineListener:
         self._thread.start()
 
     def wake(self) -> None:
-        """Have the thread look at the outboxes. Any thread may call it."""
+        """Make the thread read the outboxes. Any thread may call this method."""
         self._waker.wake()
 
     def close(self, seconds: float) -> None:
-        """Send what is in the outboxes, within at most `seconds`, and end."""
+        """Send the contents of the outboxes within `seconds`, and end."""
         self._closing_at = time.monotonic() + seconds
         self.wake()
         if self._thread is not None:
@@ -248,7 +249,7 @@ class EngineListener:
         return sessions.is_flushed or time.monotonic() > self._closing_at
 
     def _receive(self, sessions: FrontSessions) -> None:
-        """Process what has come, at most a few hundred frames: reports are sent in between."""
+        """Process arrived frames, but at most a few hundred, so that reports are sent in between."""
         for _ in range(256):
             try:
                 identity, *frame = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -331,7 +332,7 @@ class FetchedAdapters:
         self._queues = TenantQueues("adapters", FETCHES_AT_ONCE, FETCHES_OF_OWNER)
 
     def find(self, ref: AdapterRef) -> AdapterRef | None:
-        """Return the adapter with its folder on this machine; None if it has to be fetched first."""
+        """Return the adapter with its folder on this machine; None if it must be fetched first."""
         digest = _content_of(ref)
         known = self._blobs.known_directory(digest) if digest is not None else None
         if known is not None:

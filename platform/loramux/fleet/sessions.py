@@ -1,14 +1,16 @@
-"""The servers of one engine: which request belongs to which server, which reports each gets, and what a slow one costs.
+"""The servers of one engine: the owner of each request, the reports for each server, and the limits for slow servers.
 
     server's command ──> FrontSessions.command ──> the engine's inbox
     engine's report  ──> FrontSessions.report  ──> each server's outbox: its own events, and statistics for all
 
 The engine does not know that it has several servers. When a server dies, only its own requests and pins end. A server
 that does not read gets its running requests back: if its outbox exceeds HIGH_WATER unsent bytes, they are cancelled.
-Once the server has read everything, it has them continued after the tokens that it got (`fleet.group`). So its requests
-wait for it, hold no page while they wait, and are not lost, and the engine's memory does not grow.
+After the server has read all reports, it submits these requests again, and they continue after the tokens that it got
+(`fleet.group`). So the requests of a slow server wait without holding pages and are not lost, and the engine's memory
+does not grow.
 
-Thread-safe: it is called by the engine's thread (reports), the socket's (commands), and those that fetch adapters.
+Thread-safe, because the engine's thread (reports), the socket's thread (commands) and the threads that fetch adapters
+call it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from loramux.fleet.wire import WINDOW_BYTES
 logger = logging.getLogger(__name__)
 
 HIGH_WATER, LOW_WATER = 8 << 20, 1 << 20
-"""Unsent bytes above which a server's requests are given back, and below which it may send new ones."""
+"""Unsent bytes above which a server's requests are given back, and below which it may send new requests."""
 
 Then = Callable[[AdapterRef | EngineFault], None]
 
@@ -55,7 +57,7 @@ class AdapterFiles(Protocol):
     """Finds an adapter's files on the engine's machine."""
 
     def find(self, ref: AdapterRef) -> AdapterRef | None:
-        """Return the adapter with its folder on this machine; None if it has to be fetched first. Never blocks."""
+        """Return the adapter with its folder on this machine; None if it must be fetched first. Never blocks."""
         ...
 
     def fetch(self, ref: AdapterRef, then: Then) -> None:
@@ -80,9 +82,9 @@ class FrontSession:
     """The engine's id of each of its requests, by the server's id."""
     pins: set[tuple[str, str]] = field(default_factory=set)
     held: deque[Command] | None = None
-    """Its commands since it became too slow; None: it is not too slow."""
+    """Commands of the server since it became too slow; None: it is not too slow."""
     is_leaving: bool = False
-    """True if it sends no more requests, and waits for the end of those that it has."""
+    """True if the server sends no more requests, and waits for the end of its current requests."""
 
 
 @dataclass(eq=False)
@@ -90,11 +92,11 @@ class _Owner:
     """The owner of a request in the engine."""
 
     session: FrontSession | None
-    """The server's session; None: it has gone, and the engine's last event is still to come."""
+    """The server's session; None: the session has ended, and the engine's last event has not arrived yet."""
     id: str
     """Id of the request at its server."""
     held: list[Command] | None = None
-    """Commands that wait until the adapter is fetched; None: none has to wait."""
+    """Commands that wait until the adapter is fetched; None: no command has to wait."""
 
 
 class FrontSessions:
@@ -121,7 +123,7 @@ class FrontSessions:
     # fronts
 
     def join(self, identity: bytes, front: str, now: float) -> None:
-        """Begin a session; what the engine has reported of itself so far is repeated."""
+        """Begin a session. The reports of the engine about itself are repeated for it."""
         with self._lock:
             session = self._sessions[identity] = FrontSession(front, now)
             logger.info("the server %s is attached; servers: %d", front, len(self._sessions))
@@ -135,7 +137,7 @@ class FrontSessions:
                 self._post(session, self._stopped)
 
     def leave(self, identity: bytes, reason: str) -> None:
-        """End a session with its requests and pins; an unknown session has ended already."""
+        """End a session with its requests and pins; an unknown session has already ended."""
         with self._lock:
             if (session := self._sessions.pop(identity, None)) is None:
                 return
@@ -149,7 +151,7 @@ class FrontSessions:
                 self._unpin(session, key)
 
     def hear(self, identity: bytes, now: float) -> bool:
-        """Note that a server is alive; return False if there is no such session."""
+        """Note that a server is alive; return False if it has no session."""
         with self._lock:
             session = self._sessions.get(identity)
             if session is not None:
@@ -188,7 +190,7 @@ class FrontSessions:
     # outboxes
 
     def take(self) -> list[tuple[bytes, bytes]]:
-        """Take what may be sent now: reports, each with its session's identity."""
+        """Take the reports that may be sent now, each with its session's identity."""
         with self._lock:
             return [
                 (identity, report) for identity, session in self._sessions.items() for report in self._take_of(session)
@@ -260,7 +262,9 @@ class FrontSessions:
             self._post(session, StepReport([_given_back(request.id)]))
             return
         engine_id = request.id
-        if engine_id in self._owners:  # a lost connection's: it is being cancelled, and its events are not this one's
+        if (
+            engine_id in self._owners
+        ):  # a request of a lost connection: it is being cancelled, and its events do not belong to this session
             self._num_renamed += 1
             engine_id = f"{engine_id}~{self._num_renamed}"
             command = Submit(msgspec.structs.replace(request, id=engine_id))
@@ -273,8 +277,9 @@ class FrontSessions:
         self._with_files(request.adapter, lambda found: self._begin(owner, command, found))
 
     def _begin(self, owner: _Owner, command: Submit, found: AdapterRef | EngineFault) -> None:
-        """Give a request to the engine, now that its adapter is there; it ends at once if a command for it came
-        before."""
+        """Give a request to the engine after its adapter has been fetched. The request ends immediately if it was
+        cancelled before.
+        """
         request, held, owner.held = command.request, owner.held, None
         if isinstance(found, EngineFault) or held:
             fault = found if isinstance(found, EngineFault) else None
@@ -292,7 +297,7 @@ class FrontSessions:
     def _pin(self, session: FrontSession, command: Pin, found: AdapterRef | EngineFault) -> None:
         key = (command.ref.digest, command.owner)
         if key not in session.pins:
-            return  # it was released while the files were fetched
+            return  # the pin was released while the files were fetched
         if isinstance(found, EngineFault):
             session.pins.discard(key)
             self._post(session, StepReport([], pins=[Pinned(*key, found)]))
@@ -331,7 +336,7 @@ class FrontSessions:
             self._post_to_all(report)
 
     def withdraw(self) -> None:
-        """Give every request back, and take no more; the engine stops once it has none."""
+        """Give every request back, and accept no more; the engine stops after its last request."""
         with self._lock:
             if self._is_leaving:
                 return

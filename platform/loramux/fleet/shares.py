@@ -1,15 +1,16 @@
-"""Fair shares over a fleet: engines learn what others served, and admit tenants in the order of all service.
+"""Fair shares over a fleet: engines learn the service of other engines, and admit tenants in the order of the total
+service.
 
-A few times a second each engine reports to one server what it served to each tenant since its last report
+A few times per second each engine reports to one server its service to each tenant since its last report
 (`StepReport.service`). The server sends every other engine the sum (`Lift`), and that engine lifts the tenants by it
 (`engine.scheduling.fairness`). No service is sent twice, so any number of servers may do this at the same time, each
-with the reports that it got. If a server is lost, the service of one interval is lost with it.
+with the reports that it received. If a server is lost, the service of one interval is lost with it.
 
-**The bound.** All service is over weight. R is the number of engines. B is one engine's bound, 2 * (max_service_lead +
-delta). P is the most that a tenant's admitted requests on one engine are still expected to take, or have taken beyond
-their expectation. Q is the affinity window; delta is the most that a step serves one tenant. sigma is the most that one
-engine serves one tenant within the delay between a service and its lift elsewhere, at most twice the interval and a
-step.
+**The bound.** All service is divided by the tenant's weight. R is the number of engines. B is one engine's bound, 2 *
+(max_service_lead + delta). P is the maximum service that a tenant's admitted requests on one engine are still expected
+to take, or have taken above their expectation. Q is the affinity window; delta is the maximum service of one step to
+one tenant. sigma is the maximum service of one engine to one tenant within the delay between a service and its lift on
+other engines, which is at most twice the interval and a step.
 
 1. *On every engine* the counters of the tenants that wait differ by at most B / 2, as on an engine alone: a lift raises
    a counter no higher than that of the first in order.
@@ -37,8 +38,8 @@ served before. So the difference of the service is at most c_F - c_T + A + 2 * (
 Without the pending lift, 2 would not hold: T, which comes before F in the order, would soon be `max_service_lead` ahead
 of F's counter and sit out, and F would be admitted however much service it had elsewhere.
 
-So a tenant that floods R engines does not get R shares. If others wait, it comes after them until they have had as
-much. An engine on which only this tenant waits serves it alone; no engine idles for fairness.
+So a tenant that floods R engines does not get R shares. If other tenants wait, it comes after them until they have had
+the same service. An engine on which only this tenant waits serves only this tenant; no engine idles for fairness.
 """
 
 from __future__ import annotations
@@ -50,21 +51,24 @@ from loramux.engine.messages import TenantService
 
 
 class ShareExchange:
-    """One server's part of the exchange: `report` what engines served, then `collect` what others served."""
+    """One server's part of the exchange: `report` takes the service of engines, and `collect` returns the service of
+    the other engines.
+    """
 
     def __init__(self) -> None:
         self._served: defaultdict[tuple[str, str], dict[str, float]] = defaultdict(dict)
         """Units by (tenant, class), then by engine."""
 
     def report(self, engine: str, services: Iterable[TenantService]) -> None:
-        """Count what `engine` has served since its last report."""
+        """Count the service of `engine` since its last report."""
         for service in services:
             by_engine = self._served[service.tenant, service.service_class]
             by_engine[engine] = by_engine.get(engine, 0.0) + service.units
 
     def collect(self, engines: Iterable[str]) -> dict[str, list[TenantService]]:
-        """Return, for each of `engines`, what the others served since the last call; engines without any are left
-        out."""
+        """Return, for each of `engines`, the service of the other engines since the last call. Engines without such
+        service are left out.
+        """
         served, self._served = self._served, defaultdict(dict)
         totals = {key: sum(by_engine.values()) for key, by_engine in served.items()}
         lifts = {

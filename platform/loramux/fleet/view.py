@@ -1,7 +1,7 @@
-"""An engine as a server sees it: its latest statistics, a second old or older, with the time of their arrival.
+"""A server's view of an engine: the latest statistics, which are a second old or older, with the time of their arrival.
 
-Routing, shares and autoscaling decide on views alone. Times are by the server's clock, not the engine's: clocks of two
-machines are not compared.
+Routing, shares and autoscaling decide only from views. Times are by the server's clock, not the engine's, because
+clocks of two machines are not compared.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ class EngineState(enum.StrEnum):
     """The stages of an engine's life. Only READY engines get requests."""
 
     STARTING = "starting"
-    """Its model is being loaded."""
+    """The engine's model is being loaded."""
     READY = "ready"
     DRAINING = "draining"
-    """It finishes the requests that it has, and gets no more."""
+    """The engine finishes its current requests, and gets no more."""
     RESTING = "resting"
-    """It is not needed now, and not started."""
+    """The engine is not needed now, and not started."""
     LOST = "lost"
-    """It died, or was silent for too long."""
+    """The engine died, or was silent for too long."""
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens still to compute."""
     waiting: int = 0
     waiting_tenants: int = 0
-    """Tenants with waiting requests, which share what comes free."""
+    """Number of tenants with waiting requests, which share free rows."""
     running: int = 0
     max_running: int = 1
     prefill_tokens_per_s: float = 0.0
@@ -55,10 +55,10 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float = 0.0
     """Seconds until every request that waits has begun, by the engine's own estimates."""
     load_s: float = 0.0
-    """Mean seconds of a load of an adapter; 0: none was loaded yet."""
+    """Mean seconds of a load of an adapter; 0: no adapter was loaded yet."""
     pages: int = 0
     free_pages: int = 0
-    """Pages that hold nothing, or that can be evicted at once."""
+    """Number of pages that are free or can be evicted immediately."""
 
     @property
     def requests(self) -> int:

@@ -1,8 +1,9 @@
-"""The channel's frames and keys: how a server and an engine on another machine communicate, and know each other.
+"""The channel's frames and keys: the communication between a server and an engine on another machine, and their
+authentication.
 
-A server connects a DEALER socket to the engine's ROUTER socket; CURVE encrypts, and proves both keys. One connection is
-one session. The engine itself makes the id of a connection: so a server cannot pass for another connection, and a lost
-connection is never continued. Requests on a lost connection continue as after an engine's death.
+A server connects a DEALER socket to the engine's ROUTER socket; CURVE encrypts the connection and proves both keys. One
+connection is one session. The engine itself makes the id of a connection, so a server cannot pretend to be another
+connection, and a lost connection is never continued. Requests on a lost connection continue as after an engine's death.
 
     server ── HELLO ──> engine          a frame has two parts: its kind, and its body
            <── WELCOME or REFUSAL ──
@@ -45,13 +46,13 @@ from loramux.engine.messages import Command, Report
 HELLO, WELCOME, REFUSAL, COMMAND, REPORT, BEAT, BYE = (bytes([kind]) for kind in range(1, 8))
 
 MEANING = 1
-"""Version of the messages' meaning: raise it if a message keeps its form and changes its meaning."""
+"""Version of the messages' meaning: increase it if a message keeps its form but changes its meaning."""
 MAX_FRAME_BYTES = 256 << 20
 """Longest frame, in bytes; a prompt of a million tokens has 5 MB."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Bytes of commands that may wait for an engine that does not read; beyond this the engine counts as lost."""
+"""Bytes of commands that may wait for an engine that does not read; if there are more, the engine counts as lost."""
 WINDOW_BYTES = 4 << 20
-"""Bytes of reports on their way to a server, in libzmq's queues and before its event loop."""
+"""Maximum bytes of unconfirmed reports to a server, in libzmq's queues and before the server's event loop."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +68,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's answer to a Hello that it accepts; REFUSAL has a sentence instead."""
+    """The engine's answer to an accepted Hello. A REFUSAL has a sentence instead."""
 
     version: str
     release: str
@@ -87,7 +88,7 @@ def release() -> str:
 
 
 def version_conflict(front: Hello | Welcome, engine: Hello | Welcome) -> str | None:
-    """Return why the two cannot communicate, as a sentence for an operator; None if they can."""
+    """Return the reason why server and engine cannot communicate, as a sentence for an operator; None if they can."""
     if front.version == engine.version:
         return None
     return (
@@ -133,7 +134,7 @@ class Waker:
         return self._fd
 
     def wake(self) -> None:
-        """End the present poll, or the next one. Any thread may call it."""
+        """End the current poll, or the next one. Any thread may call this function."""
         os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
@@ -167,7 +168,7 @@ def new_pair() -> KeyPair:
 
 
 def write_keys(folder: Path) -> list[Path]:
-    """Write the four files of a new fleet; return them. Raises SettingsError if one exists already."""
+    """Write the four files of a new fleet; return them. Raises SettingsError if one of them already exists."""
     if taken := [
         name for name in (ENGINE_SECRET, ENGINE_PUBLIC, FRONT_SECRET, FRONTS_PUBLIC) if (folder / name).exists()
     ]:

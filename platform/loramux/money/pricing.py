@@ -2,10 +2,10 @@
 
 Prices are in nano-units of a currency, invoices in its minor units (ISO 4217).
 
-A line is one price's usage in one period, rounded once. Its amount is then divided exactly, first over the days and
-then within a day. A day takes the amount that it added to the running total, so volume steps and free quotas fall on
-the days that reached them. Within a day the amount is divided in proportion to the quantity. So dividing one day
-further changes no other day.
+A line is the usage at one price in one period, rounded once. The line's amount is then divided exactly, first over the
+days and then within a day. A day gets the amount that it added to the running total, so volume steps and free quotas
+apply to the days that reached them. Within a day the amount is divided in proportion to the quantity. So a further
+division of one day changes no other day.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Currency(msgspec.Struct, frozen=True):
 
 
 def minor_units(numerator: int, denominator: int, currency: Currency) -> int:
-    """Round `numerator / denominator` nano-units to minor units, once: to the nearest, halves away from zero."""
+    """Round `numerator / denominator` nano-units once, to the nearest minor unit, halves away from zero."""
     divisor = denominator * currency.nanos
     magnitude = (2 * abs(numerator) + divisor) // (2 * divisor)
     return magnitude if numerator >= 0 else -magnitude
@@ -93,7 +93,7 @@ def to_decimal(units: int, digits: int) -> Decimal:
 
 
 def plain_text(amount: Decimal) -> str:
-    """Format without an exponent: `str` writes a zero of nine decimal places as 0E-9."""
+    """Format without an exponent, because `str` writes a zero with nine decimal places as 0E-9."""
     return format(amount, "f")
 
 
@@ -121,8 +121,8 @@ def _plain(value: Any, as_numbers: bool) -> Any:
 def allocate(total: int, weights: Sequence[int]) -> list[int]:
     """Divide `total` into whole parts in proportion to `weights`; the parts add up to it exactly.
 
-    Every part is rounded down. The rest is given one by one to the parts with the largest remainders, earlier parts
-    first. Weights that sum to zero get equal parts.
+    Every part is rounded down. The remaining units go one by one to the parts with the largest remainders, earlier
+    parts first. If all weights are zero, the parts are equal.
     """
     whole = sum(weights)
     if not weights:
@@ -139,17 +139,20 @@ def allocate(total: int, weights: Sequence[int]) -> list[int]:
 
 
 class PriceStep(msgspec.Struct, frozen=True):
-    """One step of a price: from `above` units in a period on, `Price.per` units cost `nanos` nano-units of currency."""
+    """One step of a price: after the first `above` units of a period, `Price.per` units cost `nanos` nano-units of the
+    currency.
+    """
 
     above: int
     nanos: int
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """A price. It never changes: a price with a later `valid_from` replaces it. Times in microseconds, at UTC midnight.
+    """A price. A price never changes: another price with a later `valid_from` replaces it. Times are in microseconds,
+    at midnight UTC.
 
-    Steps are graduated: each prices the units between its `above` and the next step's. The first step begins above 0. A
-    free quota is a first step that costs nothing.
+    Steps are graduated: each step applies to the units between its `above` and the next step's `above`. The first step
+    begins at 0. A free quota is a first step with the price 0.
     """
 
     id: str
@@ -180,9 +183,9 @@ def price_for(prices: Iterable[Price], meter: str, base_model: str, tier: str, a
 
 
 def cost(price: Price, quantity: int) -> int:
-    """Return the cost of `quantity` units in one period, in nano-units times `price.per`: exact, before the division.
+    """Return the exact cost of `quantity` units in one period, in nano-units times `price.per`, before the division.
 
-    A negative quantity (a credit larger than the usage) costs the negative of its mirror image.
+    A negative quantity (a credit larger than the usage) has the negative cost of the same positive quantity.
     """
     if quantity < 0:
         return -cost(price, -quantity)
@@ -193,7 +196,9 @@ def cost(price: Price, quantity: int) -> int:
 
 
 class Charge(msgspec.Struct, frozen=True):
-    """One group's part of a line on one day; the `nanos` (nano-units of the currency) add up to the line exactly."""
+    """One group's part of a line on one day. The `nanos` (nano-units of the currency) of all parts add up exactly to
+    the line.
+    """
 
     day: int
     group: Group
@@ -216,7 +221,7 @@ class PricedLine(msgspec.Struct, frozen=True, kw_only=True):
 def charge(
     usages: Iterable[DailyQuantities], prices_at: Callable[[int], Sequence[Price]], currency: Currency
 ) -> list[PricedLine]:
-    """Return the lines of one period: one for each price that applies, and one for each usage without a price.
+    """Return the lines of one period: one line per applicable price, and one line per usage without a price.
 
     `prices_at` returns the price list of a moment, in microseconds. Volume steps count all usage of a price together.
     """

@@ -1,1 +1,1 @@
-"""Measured releases: how each revision of an adapter serves, and which of two revisions is better."""
+"""Measured releases: the metrics of each revision, and comparisons of two revisions."""

@@ -7,8 +7,9 @@
     decide    fits, needs retraining, or refused, each with the reason
     shift     an operator moves aliases to revisions that fit, by weight, and back (`BaseUpgrades.shift`)
 
-If a server dies, another server adopts its upgrade and goes on after the last decided item. No served revision changes
-before `shift`. It moves aliases as their owners do, so release policies and canary guards apply.
+If a server dies, another server adopts its upgrade and continues after the last decided item. No served revision
+changes before `shift`. `shift` moves aliases in the same way as their owners, so release policies and canary guards
+apply.
 """
 
 from __future__ import annotations
@@ -67,9 +68,9 @@ from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.lifecycle import BaseLifecycle
 
 MAX_ATTEMPTS = 5
-"""Servers that may die while they run an upgrade."""
+"""Maximum number of servers that die while they run the same upgrade."""
 PAGE = 500
-"""The most adapters that one call shifts."""
+"""Maximum number of adapters that one call shifts."""
 MAY_BE_RETRAINED = frozenset(
     {
         *("shape_mismatch", "tensors_missing", "tensors_unexpected", "target_unsupported", "no_module_matched"),
@@ -82,7 +83,7 @@ logger = logging.getLogger(__name__)
 
 
 class UpgradeNotFound(LoramuxError):
-    """No such base upgrade."""
+    """The base upgrade does not exist."""
 
     code = "base_migration_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -137,10 +138,11 @@ class BaseUpgrades:
         adapter: str | None = None,
         evaluates: bool = True,
     ) -> Upgrade:
-        """Check revisions for `source` on `target` in the background: of a tenant, a `tenant/adapter`, or all.
+        """Check revisions for `source` on `target` in the background: of one tenant, of one `tenant/adapter`, or of all
+        tenants.
 
-        A repeated call while such an upgrade runs returns that one. Raises UnknownBase, InvalidBase, BaseConflict,
-        TenantNotFound.
+        A repeated call while such an upgrade runs returns the running upgrade. Raises UnknownBase, InvalidBase,
+        BaseConflict, TenantNotFound.
         """
         names = self._names(source, target)
         tenant, own = await self._scope(tenant, adapter)
@@ -194,7 +196,7 @@ class BaseUpgrades:
             return await BaseUpgradeRepository(session).items(id, outcomes=outcomes, after=after, limit=limit)
 
     async def cancel(self, changes: Changes, id: str) -> Upgrade:
-        """End an upgrade under way. Revisions that it has registered stay. Raises UpgradeNotFound."""
+        """End a running upgrade. Revisions that it has registered remain. Raises UpgradeNotFound."""
         await self.get(id)
         async with changes.begin() as change:
             if await BaseUpgradeRepository(change.session).end(id, CANCELLED, change.now):
@@ -212,10 +214,11 @@ class BaseUpgrades:
         adapter: str | None = None,
         after: int = -1,
     ) -> list[Shifted]:
-        """Give new revisions that fit `weight` percent of their old ones' share of every alias; 0 rolls back.
+        """Move `weight` percent of the share of every alias to new revisions that fit, and the remaining share to the
+        old ones; 0 rolls back.
 
-        One call moves at most PAGE revisions, those after `after`. A revision that cannot be moved does not stop the
-        others. Raises UpgradeNotFound, InvalidChange, TenantNotFound.
+        One call moves at most PAGE revisions, beginning after `after`. If a revision cannot be moved, the other
+        revisions are still moved. Raises UpgradeNotFound, InvalidChange, TenantNotFound.
         """
         await self.get(id)
         if not 0 <= weight <= 100:
@@ -228,7 +231,7 @@ class BaseUpgrades:
         return [await self._move_aliases(operator, item, weight) for item in items]
 
     async def _move_aliases(self, operator: Principal, item: UpgradeItem, weight: int) -> Shifted:
-        """Give the new revision of an item `weight` percent of the old one's share of every alias; 0 rolls back."""
+        """Give an item's new revision `weight` percent of the old revision's share of every alias; 0 rolls back."""
         system = await self._tenants.system_principal(item.tenant_name)
         principal = msgspec.structs.replace(system, key_id=operator.key_id, origin=operator.origin)
         moved: tuple[str, ...] = ()
@@ -266,7 +269,7 @@ class BaseUpgrades:
         self._jobs.look()
 
     async def stop(self) -> None:
-        """Stop. This server goes on after a restart, or another server does."""
+        """Stop. After a restart this server continues the upgrades, or another server does."""
         await self._jobs.stop()
 
     async def _held(self) -> Sequence[BaseUpgrade]:
@@ -274,7 +277,7 @@ class BaseUpgrades:
             return await BaseUpgradeRepository(session).held(self._server_id)
 
     async def _run(self, upgrade: BaseUpgrade) -> None:
-        """Decide the undecided items. A temporary error leaves the rest as it is: a later run continues."""
+        """Decide the undecided items. After a temporary error, a later run continues."""
         try:
             problem = self._problem(upgrade)
             if problem is None and self._lifecycle.models.named(upgrade.target) is None:
@@ -313,7 +316,7 @@ class BaseUpgrades:
             return await repository.items(upgrade.id, outcomes=(outcome,), after=after)
 
     async def _check(self, upgrade: BaseUpgrade, item: UpgradeItem) -> None:
-        """Check one revision on the target and register it there, or write the reason why not."""
+        """Check one revision on the target and register it there, or write the reason of the refusal."""
         try:
             decided = await self._registered(upgrade, item)
         except (BlobMissing, BlobCorrupt) as error:
@@ -348,7 +351,9 @@ class BaseUpgrades:
         return None
 
     async def _accept(self, item: UpgradeItem, session: AsyncSession, revision: RevisionRow) -> None:
-        """Write the item in the transaction that registers its revision; roll both back if they come too late."""
+        """Write the item in the transaction that registers its revision; roll both back if this server has lost the
+        upgrade.
+        """
         repository = BaseUpgradeRepository(session)
         if not await repository.is_callable(item.revision_id):
             raise UploadSuperseded(f"{item.name}@{item.number} was deleted while it was migrated")
@@ -365,7 +370,9 @@ class BaseUpgrades:
     # evaluations
 
     async def _template(self, item: UpgradeItem) -> Evaluation | None:
-        """Return the evaluation of the tenant whose questions are used: the release policy's set, or the newest one."""
+        """Return the evaluation of the tenant whose questions are used: with the release policy's set, or the newest
+        evaluation.
+        """
         policy = await self._policy(item)
         rule = None if policy is None else policy.evaluation
         async with self._database.read() as session:
@@ -433,7 +440,7 @@ class BaseUpgrades:
     # scopes
 
     def _names(self, source: str, target: str) -> tuple[str, ...]:
-        """Return the present and the former names of the source. Raises UnknownBase, InvalidBase, BaseConflict."""
+        """Return the current and the earlier names of the source. Raises UnknownBase, InvalidBase, BaseConflict."""
         lifecycle = self._lifecycle
         status = lifecycle.status(target)
         known = lifecycle.models.named(target)
@@ -480,7 +487,9 @@ def _unevaluated(item: UpgradeItem, reason: str) -> UpgradeItem:
 
 
 def _judged(item: UpgradeItem, result: EvaluationResult, rule: EvaluationRule | None) -> UpgradeItem:
-    """Decide by the owner's rule. Without a rule, a revision needs retraining if it is certainly worse."""
+    """Decide by the owner's rule. Without a rule, a revision needs retraining if the evaluation proves that it is
+    worse.
+    """
     assert item.new_number is not None, "it was evaluated"
     if rule is not None:
         check = evaluated(rule, result, item.new_number, item.number)
@@ -540,9 +549,10 @@ async def _roll_back(
 
 
 def _shares(alias: AliasInfo, item: UpgradeItem, weight: int) -> tuple[WeightedRevision, ...]:
-    """Return an alias's targets after the new revision has got `weight` percent of the share of the two.
+    """Return an alias's targets after the new revision got `weight` percent of the share of the old and the new
+    revision.
 
-    All other targets keep their shares. Raises InvalidChange if whole numbers up to MAX_WEIGHT cannot express them.
+    All other targets keep their shares. Raises InvalidChange if integers up to MAX_WEIGHT cannot express these shares.
     """
     assert item.new_number is not None, "it fits"
     pair = (item.number, item.new_number)

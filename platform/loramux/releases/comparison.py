@@ -1,7 +1,7 @@
 """The data of an evaluation: its questions, both revisions' answers, and the result.
 
 A set of questions is read from a file and written as a batch's input, two lines for each question. The answers are read
-from the batch's output. `compare` computes the result: scores in pairs, and the tokens, time and money of the answers.
+from the batch's output. `compare` computes the result: paired scores, and the tokens, times and costs of the answers.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Line(msgspec.Struct):
 
 
 def read_answers(output: Path, questions: int) -> list[list[Answered | None]]:
-    """Read a batch's output: the answers of each side in the order of the questions; None if there is no answer."""
+    """Read a batch's output: the answers of each side in the order of the questions; None for a missing answer."""
     decoder = msgspec.json.Decoder(_Line)
     sides: list[list[Answered | None]] = [[None] * questions, [None] * questions]
     with output.open("rb") as file:
@@ -130,7 +130,7 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
     """The speed of the answers, without the time in the queue."""
 
     answers: int
-    """Answers whose time is known."""
+    """Number of answers whose times are known."""
     first_token_seconds: dict[str, float]
     """Seconds until the first token: p50, p90, p99."""
     tokens_per_second: float | None
@@ -151,7 +151,7 @@ class Side(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     score: Interval
     errors: int
-    """Questions that the revision did not answer; their score is 0."""
+    """Number of questions that the revision did not answer; their score is 0."""
     prompt_tokens: int
     output_tokens: int
     f1: dict[str, float] | None = None

@@ -1,7 +1,8 @@
 """Evaluations: two revisions answer the same questions, as one batch, and a grader scores the answers in pairs.
 
 The set of questions is a file. An evaluation writes a batch's input from it, two lines for each question, and grades
-the batch's output when the batch has ended. So it has the price, the waiting time and the fault tolerance of a batch.
+the batch's output when the batch has ended. So an evaluation has the price, the waiting time and the fault tolerance of
+a batch.
 """
 
 from __future__ import annotations
@@ -47,14 +48,14 @@ from loramux.serving.errors import NotAllowed
 from loramux.serving.service import CompletionService
 
 GRADED_BYTES, GRADED_BYTES_OF_TENANT = 1 << 30, 256 << 20
-"""Bytes of sets and answers that are graded at a time: they are in memory until the last score."""
+"""Maximum bytes of sets and answers that are graded at a time, because they are in memory until the last score."""
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
 
 class EvaluationNotFound(LoramuxError):
-    """No such evaluation, or another project's or tenant's."""
+    """The evaluation does not exist, or belongs to another project or tenant."""
 
     code = "evaluation_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -64,7 +65,7 @@ class EvaluationNotFound(LoramuxError):
 
 
 class Evaluations:
-    """Evaluations of every tenant; each caller sees those of its project."""
+    """Evaluations of every tenant; each caller sees the evaluations of its project."""
 
     def __init__(  # noqa: PLR0913  each is a part that it uses
         self,
@@ -157,7 +158,9 @@ class Evaluations:
     async def before(
         self, principal: Principal, adapter: str | None, id: str | None, limit: int, revision: int | None = None
     ) -> list[Evaluation]:
-        """List at most `limit` evaluations older than `id`, newest first; of one adapter or candidate, or of all."""
+        """List at most `limit` evaluations older than `id`, newest first; of one adapter, of one candidate, or all
+        evaluations.
+        """
         if adapter is None and revision is not None:
             raise InvalidGrader("'revision' is one of an 'adapter'; name it.", "adapter")
         if adapter is not None and "/" not in adapter:
@@ -169,13 +172,13 @@ class Evaluations:
         return [one for one in found if principal.may_use(one.adapter)]
 
     async def tend(self) -> None:
-        """Adopt evaluations of dead servers, and begin to grade those whose batch has ended."""
+        """Adopt evaluations of dead servers, and begin to grade evaluations whose batch has ended."""
         async with self._database.begin() as session:
             await EvaluationJobs(session).adopt_abandoned(self._server_id)
         self._jobs.look()
 
     async def stop(self) -> None:
-        """Stop grading. This server begins again after a restart, or another server does."""
+        """Stop grading. After a restart this server grades again, or another server does."""
         await self._jobs.stop()
 
     async def _check_grader(self, principal: Principal, grader: Grader, key: str | None) -> None:
@@ -202,7 +205,9 @@ class Evaluations:
             return await EvaluationJobs(session).ready(self._server_id, UNFINISHED)
 
     async def _finish(self, evaluation: Evaluation) -> None:
-        """Grade an evaluation and write its end. A temporary error leaves it as it is: it is found again later."""
+        """Grade an evaluation and write its end. After a temporary error, the evaluation is not changed and is found
+        again later.
+        """
         result, reason = None, None
         try:
             result = _encode(await self._graded(evaluation)).decode()
@@ -222,7 +227,7 @@ class Evaluations:
             logger.warning("the end of the evaluation %s is written later: %s", evaluation.id, failure)
 
     async def _graded(self, evaluation: Evaluation) -> EvaluationResult:
-        """Grade an evaluation when its tenant's share of GRADED_BYTES has room: a judge may take hours over it."""
+        """Grade an evaluation when its tenant's share of GRADED_BYTES has room. With a judge, this may take hours."""
         asked, output = await self._inputs(evaluation)
         async with self._memory.slot(evaluation.tenant_id, asked.size + output.size):
             questions, sides = await self._answers(evaluation, asked, output)
@@ -284,7 +289,7 @@ class Evaluations:
 
 
 def _grade(grader: LocalGrader, questions: Sequence[Question], sides: Sequence[Answers]) -> list[list[float]]:
-    """Score each side's answers, on a thread that gives way to requests."""
+    """Score each side's answers, on a thread that pauses for requests."""
     grade, pauses = grade_with(grader), Pauses()
 
     def score(question: Question, text: str) -> float:

@@ -1,11 +1,12 @@
-"""Graders compare an answer with the expected one and score it from 0 to 1: pure functions over untrusted text.
+"""Graders, which compare an answer with the expected answer and score it from 0 to 1. Graders are pure functions over
+untrusted text.
 
-They run on a thread, and none runs for long. A pattern has a time limit for each answer, and validation by a JSON
+Graders run on a thread, and each has a limit. A pattern has a time limit for each answer, and validation by a JSON
 Schema has a work limit. Without the limit, references to references take exponential time and `uniqueItems` takes
-quadratic time. Every error of a branch that does not apply quotes its value. So `BoundedSchema` charges each
-application of a keyword by the number of values that it may read. It raises `TooMuchWork` when the share of an answer,
-or that of all answers, is used up. Schemas may not fetch anything, and may not have patterns, because pattern matching
-has no bound.
+quadratic time. An error of a branch that does not apply quotes its value. So `BoundedSchema` charges each application
+of a keyword by the number of values that it may read. `BoundedSchema` raises `TooMuchWork` when the share of an answer
+or the share of all answers is used up. Schemas may not refer to other documents, and may not have patterns, because
+pattern matching has no bound.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ Expected = str | float | int | None
 Grade = Callable[[str, Expected], float]
 MAX_SCHEMA_BYTES = 65_536
 MAX_SCHEMA_PARTS = 2000
-"""The most objects and lists of a schema. Checking the schema takes a quarter of a millisecond for each."""
+"""Maximum number of objects and lists of a schema. Checking the schema takes a quarter of a millisecond for each."""
 MAX_WORK_PER_ANSWER = 200_000
-"""The most units of work for one answer; a unit takes one to seven microseconds."""
+"""Maximum units of work for one answer. A unit takes one to seven microseconds."""
 MAX_WORK = 20_000_000
-"""The most units of work for all answers that one schema validates."""
+"""Maximum units of work for all answers that one schema validates."""
 _NESTED = frozenset({"const", "dependentRequired", "enum"})
-"""Keywords that read everything in their value, not only its direct members."""
+"""Keywords that read all nested values of their instance, not only its direct members."""
 _QUOTED_PER_UNIT = 16
 """Values that an error quotes in the time of one unit of work."""
 
@@ -46,35 +47,35 @@ _number = regex.compile(r"[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{
 
 
 class InvalidGrader(LoramuxError):
-    """The grader or the set is not valid; the message says why."""
+    """The grader or the set is not valid; the message gives the reason."""
 
 
 class Exact(msgspec.Struct, frozen=True, tag="exact", tag_field="type", forbid_unknown_fields=True):
-    """1 if the answer is the expected text; spaces around both do not count."""
+    """The score is 1 if the answer equals the expected text, without surrounding spaces."""
 
     ignore_case: bool = False
 
 
 class Contains(msgspec.Struct, frozen=True, tag="contains", tag_field="type", forbid_unknown_fields=True):
-    """1 if the answer contains the expected text."""
+    """The score is 1 if the answer contains the expected text."""
 
     ignore_case: bool = False
 
 
 class Pattern(msgspec.Struct, frozen=True, tag="regex", tag_field="type", forbid_unknown_fields=True):
-    """1 if the pattern is found in the answer. Without a pattern, the expected text is the pattern."""
+    """The score is 1 if the pattern is found in the answer. Without a pattern, the expected text is the pattern."""
 
     pattern: Annotated[str, Meta(max_length=MAX_PATTERN)] | None = None
 
 
 class Schema(msgspec.Struct, frozen=True, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
-    """1 if the answer is JSON that the schema allows."""
+    """The score is 1 if the answer is JSON that the schema allows."""
 
     schema: Annotated[dict[Annotated[str, Meta(max_length=MAX_NAME)], Any], Meta(max_length=MAX_SCHEMA_PARTS)]
 
 
 class Number(msgspec.Struct, frozen=True, tag="number", tag_field="type", forbid_unknown_fields=True):
-    """1 if the last number in the answer is the expected one, within a tolerance."""
+    """The score is 1 if the last number in the answer equals the expected number within a tolerance."""
 
     tolerance: Annotated[float, Meta(ge=0)] = 0.0
     relative: bool = False
@@ -82,7 +83,7 @@ class Number(msgspec.Struct, frozen=True, tag="number", tag_field="type", forbid
 
 
 class Label(msgspec.Struct, frozen=True, tag="label", tag_field="type", forbid_unknown_fields=True):
-    """1 if the answer is the expected label, whatever its case. The result has F1 too."""
+    """The score is 1 if the answer is the expected label, ignoring case. The result also has F1."""
 
 
 class Judge(msgspec.Struct, frozen=True, tag="judge", tag_field="type", forbid_unknown_fields=True, kw_only=True):
@@ -100,7 +101,7 @@ Grader = LocalGrader | Judge
 
 
 def grade_with(grader: LocalGrader) -> Grade:
-    """Return the grader's function. Raises InvalidGrader; the function raises it too, if a schema takes too long.
+    """Return the grader's function. Raises InvalidGrader; the function also raises it, if a schema takes too long.
 
     Takes up to half a second: do not call it on the event loop.
     """
@@ -189,7 +190,7 @@ def _number_grade(answer: str, expected: Expected, tolerance: float, relative: b
 
 
 class InvalidSchema(ValueError):
-    """The schema is not valid; the message says why."""
+    """The schema is not valid; the message gives the reason."""
 
 
 class TooMuchWork(Exception):
@@ -210,7 +211,9 @@ class BoundedSchema:
             raise InvalidSchema(f"The schema is no JSON Schema: {str(error)[:200]}.") from None
         self._left, self._left_of_all = 0, MAX_WORK
         self._sizes: dict[int, int] = {}
-        """Number of values in each container of schema and answer, by id; an answer's only while it is validated."""
+        """Number of values in each container of schema and answer, by id; an answer's values only while it is
+        validated.
+        """
         counted = {name: self._counted(name, run) for name, run in _keywords()}
         self._validator = validators.extend(jsonschema.Draft202012Validator, counted)(self._schema, registry=Registry())
 
@@ -268,7 +271,7 @@ def _canonical(value: Any) -> str:
 
 
 def _with_whole_numbers(value: Any) -> Any:
-    """Return a value with 1 in place of 1.0: in JSON Schema both are the same number."""
+    """Return a value in which 1 replaces 1.0, because JSON Schema treats both as the same number."""
     if isinstance(value, dict):
         return {name: _with_whole_numbers(one) for name, one in value.items()}
     if isinstance(value, list):

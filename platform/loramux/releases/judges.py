@@ -1,8 +1,8 @@
 """Judges: another model, at any OpenAI-compatible URL, scores answers.
 
 A judge reads prompts and answers of a tenant, so the operator must allow the tenant to use judges. The server does not
-trust a judge: it may hang, send bytes one by one, answer with errors, or with no score. Every call has a time limit and
-a size limit, and is tried again a few times. If all attempts fail, the evaluation ends with the question and the
+trust a judge: it may hang, send bytes one by one, or answer with errors or without a score. Every call has a time limit
+and a size limit, and is tried again a few times. If all attempts fail, the evaluation ends with the question and the
 reason.
 """
 
@@ -40,7 +40,9 @@ ATTEMPTS = 3
 FIRST_PAUSE = 1.0
 """Seconds before the second attempt; doubles with each."""
 CALLS, CALLS_PER_TENANT = 32, 8
-"""Calls at a time of one server, and of one tenant. So a judge that hangs delays only its own tenant's evaluations."""
+"""Maximum number of simultaneous calls of one server, and of one tenant. So a judge that hangs delays only its own
+tenant's evaluations.
+"""
 MAX_SECONDS = 4 * 3600.0
 """The longest time that an evaluation's answers are judged for."""
 INSTRUCTIONS = (
@@ -60,7 +62,7 @@ class JudgeFailed(LoramuxError):
 
 
 class _Unusable(Exception):
-    """One attempt failed; another one may succeed."""
+    """One attempt failed; another attempt may succeed."""
 
 
 class _Message(msgspec.Struct):
@@ -90,7 +92,7 @@ class KeyVault:
         return self._encryption.encrypt(key.encode(), evaluation)
 
     def decrypt(self, stored: bytes, evaluation: str) -> str:
-        """Return the key. Raises JudgeFailed where it was stored under another pepper."""
+        """Return the key. Raises JudgeFailed if the key was encrypted with another pepper."""
         key = self._encryption.decrypt(stored, evaluation)
         if key is None:
             raise JudgeFailed("The judge's API key cannot be read any more; make the evaluation again.")
@@ -187,7 +189,7 @@ class Judges:
 
 @asynccontextmanager
 async def open_judges(settings: BatchSettings) -> AsyncIterator[Judges]:
-    """Open the client for calls to judges: public addresses only, unless the operator allows others."""
+    """Open the client for calls to judges: only public addresses, unless the operator allows private addresses."""
     resolver = Resolver("judges")
     transport = PublicTransport(resolver, ANYWHERE if settings.allow_private_judges else ())
     async with outside_client(settings.judge_seconds, transport) as client:

@@ -1,4 +1,4 @@
-"""Likeness of two answers to one request: the answer that its caller got, and another revision's answer.
+"""Similarity of two answers to one request: the answer that its caller got, and another revision's answer.
 
 A request gives one observation of each measure: the mean over its choices, because choices of one request are not
 independent. Only sums of observations and of their squares are kept of the answers. Intervals are computed from these
@@ -24,7 +24,7 @@ from loramux.serving.messages import Delta, FinishReason
 
 MILLION = 1_000_000
 LARGEST_RATIO = 100.0
-"""The largest ratio of lengths: ratios above it, or below its reciprocal, are cut to it."""
+"""The largest ratio of lengths: larger ratios, and ratios below its reciprocal, are limited to it."""
 MAX_CHECKED = 10_000_000
 """The largest product of a schema's bytes and an answer's bytes. Above it an answer is only parsed as JSON."""
 LOG_RATIO = "length_ratio"
@@ -43,8 +43,9 @@ MEASURES = tuple(_BOUNDS)
 """Names of the measures, in the order of `_BOUNDS`.
 
 They are: equal answers; the common beginning divided by the longer answer; F1 of shared tokens; the candidate's tokens
-divided by the current revision's; equal finish reasons. The last three are the answers that the request's format
-allows: of the current revision, of the candidate, and the difference."""
+divided by the current revision's; equal finish reasons. The last three measures are the shares of answers that the
+request's format allows: of the current revision, of the candidate, and their difference.
+"""
 
 
 class ChoiceAnswer(msgspec.Struct, frozen=True):
@@ -99,9 +100,10 @@ def compare_answers(
     *,
     same_tokens: bool,
 ) -> dict[str, float]:
-    """Return one observation of each measure. `same_tokens`: ids mean the same in both; otherwise compare words.
+    """Return one observation of each measure. With `same_tokens`, token ids have the same meaning in both answers;
+    otherwise words are compared.
 
-    It reads untrusted text: call it on a thread.
+    The function reads untrusted text, so call it on a thread.
     """
     check = None if format is None else FormatCheck.of(format)
     of_choices = [
@@ -144,8 +146,8 @@ def _said(answer: ChoiceAnswer) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 class FormatCheck:
     """Checks whether an answer is complete JSON that the request's schema allows.
 
-    A schema whose validation may take long (patterns, references) is not validated again. The grammar has enforced it,
-    so a complete answer is valid.
+    A schema whose validation may take long (patterns, references) is not validated again. The grammar has enforced the
+    schema, so a complete answer is valid.
     """
 
     def __init__(self, schema: dict[str, object] | None, size: int) -> None:

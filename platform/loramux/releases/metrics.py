@@ -1,8 +1,9 @@
-"""Metrics of revisions: counted in memory, added every few seconds to one row for each hour, summed over windows.
+"""Metrics of revisions: requests are counted in memory, added every few seconds to a row per hour, and summed over
+windows.
 
-A tenant sees its own requests, to its own adapters and to adapters that are granted to it. A key of a project sees the
-project's requests. The number of rows is bounded: one per hour for each revision that got requests. A server that dies
-loses the counts since the last write.
+A tenant sees its own requests, both to its own adapters and to adapters that are granted to it. A key of a project sees
+the project's requests. The number of rows is bounded: one per hour for each revision that got requests. A server that
+dies loses the counts since the last write.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class InvalidFeedback(LoramuxError):
 
 
 class RequestNotFound(LoramuxError):
-    """No such request, or one that no adapter answered, or another tenant's or project's."""
+    """The request does not exist, was not answered by an adapter, or belongs to another tenant or project."""
 
     code = "request_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -86,19 +87,21 @@ class RevisionReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """The revision, as `tenant/adapter@3`."""
     requests: int
-    """All requests, including refused ones."""
+    """Number of all requests, including refused requests."""
     completed: int
     cancelled: int
-    """Requests that their callers cancelled."""
+    """Number of requests that their callers cancelled."""
     failed: int
     refused: int
-    """Requests that limits refused before they began."""
+    """Number of requests that limits refused before they began."""
     finish_reasons: dict[str, int]
     """Number of choices by finish reason."""
     prompt_tokens: int
     output_tokens: int
     first_token_seconds: dict[str, float | None]
-    """Seconds until the first token: quantiles p50, p90, p99, as exact as the counters' bounds; without batches."""
+    """Seconds until the first token: quantiles p50, p90, p99, as exact as the counters' bounds. Batches are not
+    included.
+    """
     tokens_per_second: float | None
     """Output tokens per second of one answer, measured from its first token."""
     feedback: FeedbackSummary
@@ -114,7 +117,7 @@ class ServiceLevel(msgspec.Struct, frozen=True, kw_only=True):
     availability: float | None
     """The share of these requests that the server did not fail, 0 to 1; null without requests."""
     first_tokens: int
-    """Answers that began; lines of batches are left out."""
+    """Number of answers that began, without lines of batches."""
     first_tokens_in_time: float | None
     """The share of these answers whose first token came in time, 0 to 1; null without answers."""
 
@@ -161,7 +164,7 @@ class RevisionMetrics:
         self._counts_of(opened)["refused"] += 1
 
     async def flush(self) -> None:
-        """Write the counts; keep them if the database does not accept them."""
+        """Write the counts. If the database does not accept them, keep them."""
         counts, self._counts = self._counts, defaultdict(Counter)
         if not counts:
             return
@@ -221,7 +224,7 @@ class RevisionMetrics:
         ]
 
     async def put_feedback(self, principal: Principal, request_id: str, score: float, label: str | None) -> str:
-        """Store the caller's opinion of an answer; return the model that gave it.
+        """Store the caller's rating of an answer; return the model that gave the answer.
 
         Raises InvalidFeedback, RequestNotFound.
         """

@@ -2,8 +2,8 @@
 
 *Release policies.* A revision gets most of an alias's requests only if it meets the owner's demands. A policy is
 checked in the transaction that moves the alias, so nothing changes between the check and the move. A policy applies if
-a revision gets at least as large a share of the alias as its main revision has. A smaller share is a canary, and
-canaries provide the numbers for the check. Going back to targets that an alias had before is never refused.
+a revision gets at least the same share of the alias as the main revision. A smaller share is a canary, and canaries
+provide the numbers for the check. A return to earlier targets of the alias is never refused.
 
 *Canary guards.* A guard removes a revision that is worse than the one before from the alias. The target that was added
 last is an alias's canary (`canary_of`); it is compared with the other targets. Their requests since the hour of the
@@ -56,7 +56,7 @@ Count = Annotated[int, Meta(ge=1, le=10**9)]
 ERRORS, FEEDBACK, LATENCY = "errors", "feedback", "latency"
 MEASURES = (ERRORS, FEEDBACK, LATENCY)
 ALPHA = 0.05
-"""The share of canaries as good as the revision before that one measure ever removes by mistake, at most."""
+"""Maximum probability that one measure removes a canary that is as good as the earlier revision."""
 WATCH_SECONDS = 10.0
 Rate = tuple[float, int]
 """The number of good outcomes, and of all outcomes."""
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 
 class EvaluationRule(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Demand that the newest evaluation against the present revision does not find the new one worse."""
+    """Demand that in the newest evaluation the new revision is not worse than the current revision."""
 
     margin: Share = 0.0
     """The amount by which the lower end of the difference's confidence interval may be below 0."""
@@ -79,9 +79,9 @@ class ReleasePolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     evaluation: EvaluationRule | None = None
     min_requests: Count | None = None
-    """The least number of answered requests to the revision, without lines of batches."""
+    """Minimum number of answered requests to the revision, without lines of batches."""
     max_error_rate: Share | None = None
-    """The largest share of its requests that the server failed, or in which a choice was aborted."""
+    """Maximum share of the revision's requests that the server failed, or in which a choice was aborted."""
     max_first_token_p99_seconds: Annotated[float, Meta(gt=0)] | None = None
     min_tokens_per_second: Annotated[float, Meta(gt=0)] | None = None
 
@@ -97,7 +97,7 @@ class PolicyCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The present policy, and its checks of one revision."""
+    """The current policy, and its checks of one revision."""
 
     policy: ReleasePolicy | None
     current: int | None
@@ -111,7 +111,7 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InvalidPolicy(LoramuxError):
-    """The policy is not valid; the message says why."""
+    """The policy is not valid; the message gives the reason."""
 
 
 class ReleaseRefused(LoramuxError):
@@ -157,7 +157,7 @@ class ReleasePolicies:
         return await self._changes.change(principal, adapter, preconditions, act, ReleasePolicy)
 
     async def remove(self, principal: Principal, adapter: str, alias: str, preconditions: Preconditions) -> None:
-        """Remove the policy of an alias, if it has one. Raises AdapterNotFound."""
+        """Remove the policy of an alias if it exists. Raises AdapterNotFound."""
 
         async def act(change: AdapterChange) -> bool:
             policies = ReleasePolicyRepository(change.session)
@@ -275,7 +275,7 @@ def _policy_of(row: ReleasePolicyRow | None) -> ReleasePolicy | None:
 
 
 class InvalidGuard(LoramuxError):
-    """The guard is not valid; the message says why."""
+    """The guard is not valid; the message gives the reason."""
 
 
 class Guard(msgspec.Struct, frozen=True, kw_only=True):
@@ -283,7 +283,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
 
     measures: tuple[str, ...]
     first_token_seconds: float | None = None
-    """The bound in seconds for `latency`: a first token within it is good."""
+    """The bound in seconds for `latency`: a first token within this time is good."""
 
 
 NO_GUARD = Guard(measures=())
@@ -340,7 +340,7 @@ class CanaryGuards:
         return Guard(measures=tuple(row.measures.split()), first_token_seconds=row.first_token_seconds)
 
     async def remove(self, principal: Principal, adapter: str, alias: str) -> None:
-        """Remove the guard of an alias, if it has one. Raises AdapterNotFound, PartNotFound."""
+        """Remove the guard of an alias if it exists. Raises AdapterNotFound, PartNotFound."""
         adapter_id = await self._own(principal, adapter, alias)
         async with self._database.begin() as session:
             guards = CanaryGuardRepository(session)
@@ -402,7 +402,7 @@ def compared(
     feedback: Mapping[str, FeedbackSums],
     first_token_seconds: float | None = None,
 ) -> CanaryNumbers:
-    """Return the good and all outcomes of the canary (the last of `models`), and those of the others together."""
+    """Return the good and all outcomes of the canary (the last of `models`), and of all other targets together."""
 
     def rate(of: list[str]) -> Rate:
         if measure == FEEDBACK:

@@ -1,11 +1,12 @@
-"""Shadows of one server: requests that wait in memory, and run again on a candidate revision when there is room.
+"""Shadows of one server: repeated requests, which wait in memory and run on a candidate revision when the server has
+free capacity.
 
-A shadow must cost the requests of callers nothing, so
+A shadow must not slow the requests of callers. Therefore
 
-- it begins only after the request that it repeats has ended, and only while no request waits for its first token;
-- one runs next to other requests, `IN_FLIGHT` on an engine that has been quiet, in class `batch`;
-- those that wait are bounded, in number and in tokens, for each tenant and together: what does not fit is dropped and
-  counted. Nothing of them is stored; a server that stops drops them.
+- a shadow begins only after its request has ended, and only while no other request waits for its first token;
+- one shadow runs at the same time as other requests, or `IN_FLIGHT` shadows on an idle engine, all in class `batch`;
+- the number and the tokens of waiting shadows are limited, for each tenant and in total. Shadows above the limits are
+  dropped and counted. Waiting shadows are not stored, so a server that stops drops them.
 """
 
 from __future__ import annotations
@@ -46,13 +47,14 @@ MAX_TOKENS, MAX_TOKENS_PER_TENANT = 4_000_000, 200_000
 """Tokens that the requests that wait may use, prompt and answer."""
 MAX_WAIT_SECONDS = 600.0
 LOOK_SECONDS = 0.2
-"""How soon shadows that wait notice that the other requests have ended."""
+"""Maximum seconds until waiting shadows notice that other requests have ended."""
 MAX_KEPT_BYTES, MAX_KEPT_BYTES_OF_ALL = 4 << 20, 64 << 20
-"""Bytes of outputs that wait for their file: of one file, and of all; more are dropped."""
+"""Maximum bytes of outputs that wait for their file: of one file, and of all files. Further outputs are dropped."""
 
 DROPPED: tuple[Dropped, ...] = ("queue_full", "too_old", "day_limit", "stopped")
-"""Why a shadow did not run: too many wait, it waited too long, the day's tokens are used up, the server was stopped or
-the shadow had ended."""
+"""Reasons why a shadow did not run: too many shadows wait, it waited too long, the day's tokens are used up, the server
+was stopped, or the comparison had ended.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +66,14 @@ class ShadowTask:
     shadow: RunningShadow
     principal: Principal
     request: GenerationRequest
-    """The request as it runs on the candidate."""
+    """The request in the form that runs on the candidate."""
     request_id: str
     model: str
     """The revision that answered."""
     base_model: str
     answer: Sequence[Delta]
     tokens: int
-    """The most that it may use."""
+    """Maximum number of tokens that the shadow may use."""
     queued_at: float
 
     @property
@@ -107,7 +109,9 @@ class ShadowQueue:
         return sum(map(len, self._waiting.values()))
 
     def put(self, task: ShadowTask) -> ShadowTask | None:
-        """Queue a task; return the one that is dropped for want of room, itself or the largest tenant's newest."""
+        """Queue a task. If the queue is full, return the dropped task: this task, or the newest task of the largest
+        tenant.
+        """
         tenant = task.principal.tenant
         mine = self._waiting.get(tenant, ())
         if len(mine) >= MAX_WAITING_PER_TENANT or self._tokens[tenant] + task.tokens > MAX_TOKENS_PER_TENANT:
@@ -120,7 +124,7 @@ class ShadowQueue:
         return self._removed(largest, self._waiting[largest].pop())
 
     def take(self) -> ShadowTask | None:
-        """Remove and return the next task; its tenant's next one comes after those of all others."""
+        """Remove and return the next task; the tenant's next task comes after the tasks of all other tenants."""
         if not self._waiting:
             return None
         tenant, waiting = next(iter(self._waiting.items()))
@@ -136,7 +140,7 @@ class ShadowQueue:
 
 
 class ShadowRunner:
-    """Runs the shadows of this server, and adds up what they show."""
+    """Runs the shadows of this server, and adds up their results."""
 
     def __init__(self, database: Database, blobs: BlobStore, completions: CompletionService, files: Files) -> None:
         self._database = database
@@ -179,7 +183,7 @@ class ShadowRunner:
                 await asyncio.sleep(LOOK_SECONDS)
 
     async def stop(self) -> None:
-        """End what runs, drop what waits, and write the last sums."""
+        """End running shadows, drop waiting shadows, and write the last sums."""
         for running in tuple(self._running):
             running.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -188,7 +192,7 @@ class ShadowRunner:
         await self.flush()
 
     async def flush(self) -> None:
-        """Write sums and outputs; sums are kept where the database does not take them."""
+        """Write sums and outputs; sums are kept if the database does not accept them."""
         sums, self._sums = self._sums, Counter()
         try:
             if sums:
@@ -207,7 +211,7 @@ class ShadowRunner:
         return len(self._running) < (IN_FLIGHT if is_quiet else IN_FLIGHT_BESIDE_OTHERS)
 
     async def _repeat(self, task: ShadowTask) -> None:
-        """Run one task; whatever happens to it, it is counted."""
+        """Run one task, and count its result in all cases."""
         try:
             if time.monotonic() - task.queued_at > MAX_WAIT_SECONDS:
                 self._drop(task, "too_old")
@@ -228,7 +232,7 @@ class ShadowRunner:
             self._starting.discard(task)
 
     async def _run_within_day(self, task: ShadowTask) -> None:
-        """Run a task with tokens of the day's, and give back those that it did not use."""
+        """Run a task with tokens of the day's limit, and give back unused tokens."""
         id, day = task.shadow.shadow.id, self._database.now() // DAY
         async with self._database.begin() as session:
             refusal = await ShadowRepository(session).reserve(id, task.tokens, day)
@@ -258,7 +262,7 @@ class ShadowRunner:
             self._add(task, {"outputs_dropped": 1})
 
     async def _store(self, shadow_id: str, kept: OutputsOfCaller) -> None:
-        """Write outputs into a file of the caller's, whose retention and quota it has."""
+        """Write outputs into a file of the caller, with the caller's retention and quota."""
         content = b"".join(kept.lines)
         try:
             with self._blobs.staging() as folder:
@@ -290,14 +294,14 @@ class OutputsOfCaller:
 
 
 class KeptOutputs:
-    """Outputs that wait in memory for their files: of each shadow, project and owner one."""
+    """Outputs that wait in memory for their files. There is one file per shadow, project and owner."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, str, tuple[str, ...]], OutputsOfCaller] = {}
         self._size = 0
 
     def add(self, task: ShadowTask, line: bytes) -> bool:
-        """Keep a line; False where there is no room before the next writing."""
+        """Keep a line. Return False if there is no memory for it before the next write."""
         caller = task.principal
         key = (task.shadow.shadow.id, caller.project, caller.lineage)
         kept = self._kept.setdefault(key, OutputsOfCaller(caller, []))
@@ -309,13 +313,13 @@ class KeptOutputs:
         return True
 
     def take(self) -> dict[tuple[str, str, tuple[str, ...]], OutputsOfCaller]:
-        """Remove and return all of them."""
+        """Remove and return all waiting outputs."""
         kept, self._kept, self._size = self._kept, {}, 0
         return {key: one for key, one in kept.items() if one.lines}
 
 
 def _compared(task: ShadowTask, answer: Generation, deltas: Sequence[Delta]) -> tuple[dict[str, int], bytes | None]:
-    """Return what a comparison adds to the sums, and the line of it that the tenant wants kept."""
+    """Return the additions of a comparison to the sums, and its line in the file that the tenant keeps."""
     current, candidate = join_answer(task.answer), join_answer(deltas)
     billed = num_tokens(current)
     same_tokens = task.base_model == answer.base_model
@@ -333,11 +337,11 @@ def _compared(task: ShadowTask, answer: Generation, deltas: Sequence[Delta]) -> 
 
 
 def within_tokens(deltas: Sequence[Delta], limit: int) -> tuple[list[ChoiceAnswer], frozenset[int]]:
-    """Return the answer's choices as they are after `limit` tokens, and which choices are cut.
+    """Return the answer's choices after `limit` tokens, and the numbers of the choices that are cut.
 
-    A shadow is not billed, so its tenant reads at most as many of its tokens as were billed for the request that it
-    repeats. A delta's text belongs to its own tokens or to those of earlier deltas, so what is left has no
-    text of others.
+    A shadow is not billed, so its tenant may read only as many tokens as were billed for the original request. A
+    delta's text belongs to its own tokens or to tokens of earlier deltas, so the remaining deltas contain no text of
+    removed tokens.
     """
     kept, left = [], limit
     cut: set[int] = set()
@@ -364,9 +368,10 @@ def _output_line(
     cut: Set[int],
     observations: Mapping[str, float],
 ) -> bytes:
-    """Return a line of a file of outputs: both answers, the candidate's as far as it may be read, and their likeness.
+    """Return a line of a file of outputs: both answers, the readable part of the candidate's answer, and the
+    similarity.
 
-    `cut` are the numbers of the candidate's choices that go on.
+    `cut` has the numbers of the candidate's choices that were cut.
     """
     shown = [_choice_object(one) for one in candidate]
     for number in cut:

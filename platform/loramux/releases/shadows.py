@@ -3,8 +3,8 @@
     request to the main alias ── answered, settled ──> ShadowQueue ── when there is room ──> the candidate, class batch
                                                                            both answers ──> sums of comparisons
 
-The caller sees nothing of it. The tokens are on the ledger in the service tier `shadow`, waived. A shadow ends when its
-caller stops it, and by itself when the candidate is deleted or becomes what it was compared with.
+The caller of the request does not see the shadow. The ledger has the tokens as waived, in the service tier `shadow`. A
+shadow ends when the tenant stops it, when the candidate is deleted, or when the candidate becomes the main revision.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class ShadowRequests(msgspec.Struct, frozen=True, kw_only=True):
     failed: int
     """The candidate gave no answer."""
     dropped: dict[str, int]
-    """Not run, by reason."""
+    """Number of shadows that did not run, by reason."""
     outputs_dropped: int
 
 
 class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A shadow, and what it has shown. Times in Unix seconds."""
+    """A shadow and its results. Times are in Unix seconds."""
 
     object: str = "adapter.shadow"
     id: str
@@ -75,13 +75,13 @@ class ShadowReport(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: int | None
     ended_because: str | None
     tokens_today: int
-    """Waived tokens of this day, UTC, and what running ones may still use."""
+    """Waived tokens of this day (UTC), plus the tokens that running shadows may still use."""
     requests: ShadowRequests
     current_tokens: int
     """Sums over the answers that were compared."""
     candidate_tokens: int
     measures: dict[str, Measure]
-    """Means over requests with 95% confidence intervals; those that were observed."""
+    """Means over requests with 95% confidence intervals; only measures that were observed."""
 
 
 class Shadows:
@@ -111,8 +111,8 @@ class Shadows:
     ) -> ShadowReport:
         """Repeat a share of the requests to the main alias on a revision, from now on.
 
-        Raises InvalidChange, NotAllowed for outputs of a tenant with zero retention, ChangeConflict where a shadow runs
-        already or the revision has all requests, AdapterNotFound, PartNotFound.
+        Raises InvalidChange, NotAllowed for outputs of a tenant with zero retention, ChangeConflict if a shadow already
+        runs or the revision has all requests, AdapterNotFound, PartNotFound.
         """
         millionths = round(share * MILLION)
         if not 1 <= millionths <= MILLION:
@@ -190,7 +190,7 @@ class Shadows:
         return await self._reports(found)
 
     async def tend(self) -> None:
-        """Write what was compared, end shadows that have nothing to compare any more, and learn of new ones."""
+        """Write the comparisons, end shadows whose comparison has become pointless, and read new shadows."""
         await self._runner.flush()
         async with self._database.read() as session:
             obsolete = await ShadowRepository(session).obsolete()
@@ -199,9 +199,9 @@ class Shadows:
         await self._learn()
 
     def choose(self, principal: Principal, asked: GenerationRequest, opened: OpenedRequest) -> Recorder | None:
-        """Return what queues the request's shadow once it is answered; None where it has none.
+        """Return the function that queues the request's shadow after the answer; None if the request has no shadow.
 
-        The choice follows `user`, or the request's id: all requests of one user are repeated, or none.
+        The choice follows `user`, or the request's id: either all requests of a user are repeated, or none.
         """
         name, _, number = opened.model.rpartition("@")
         running = self._running.get(name)
@@ -297,7 +297,9 @@ class Shadows:
 
 
 def _is_chosen(shadow: Shadow, caller: str) -> bool:
-    """Return whether the caller's hash is within the shadow's share: always the same for one shadow and caller."""
+    """Return whether the caller's hash is within the shadow's share: the result is always the same for one shadow and
+    caller.
+    """
     point = hashlib.blake2b(caller.encode(), key=shadow.id.encode(), digest_size=8)
     return int.from_bytes(point.digest(), "big") * MILLION < shadow.share << 64
 
@@ -316,7 +318,7 @@ def _numbers(id: str, because: ShadowEnd, sums: Mapping[str, int]) -> ShadowNumb
 async def open_shadows(
     database: Database, blobs: BlobStore, completions: CompletionService, queries: AdapterQueries, files: Files
 ) -> AsyncIterator[Shadows]:
-    """Run shadows while the block runs; at its end, what waits is dropped."""
+    """Run shadows while the block runs; at its end, waiting shadows are dropped."""
     runner = ShadowRunner(database, blobs, completions, files)
     shadows = Shadows(database, queries, completions, runner)
     running = asyncio.create_task(runner.run(), name="shadows")

@@ -26,7 +26,9 @@ MAX_FREEDOM = 1000
 MIXTURE = 0.1
 """tau: the size of difference that the sequential test finds fastest; a tenth, as in "ten points worse"."""
 MIN_LOOK = 20
-"""Outcomes of each side before the first comparison: with fewer, the normal approximation does not hold."""
+"""Minimum number of outcomes of each side before the first comparison. With fewer outcomes, the normal approximation
+does not hold.
+"""
 
 
 class Interval(msgspec.Struct, frozen=True):
@@ -40,7 +42,7 @@ class Interval(msgspec.Struct, frozen=True):
 def mean_interval(values: Sequence[float], lowest: float = 0.0, highest: float = 1.0) -> Interval:
     """Return the mean of independent values with its interval, cut to `lowest` and `highest`.
 
-    One value does not show the spread, so its interval has all possible values.
+    One value does not show the spread, so its interval contains all possible values.
     """
     n = len(values)
     mean = math.fsum(values) / n

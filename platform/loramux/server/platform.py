@@ -1,7 +1,7 @@
 """Build the parts of the request path from the settings: records, tenants, registry, usage, engines, chores.
 
 `open_platform` is the composition root: it makes each part from the parts that it needs, and closes them in reverse
-order. No part sees the container. `programs` adds the programs that use the request path: batches and releases.
+order. No part knows the container. `programs` adds the programs that use the request path: batches and releases.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """All parts that a server serves from."""
+    """All parts of a running server."""
 
     settings: Settings
     started_at: int
@@ -92,7 +92,9 @@ class Platform:
     sinks: SinkDelivery
     ledger_proof: LedgerProof
     memory: TenantSlots
-    """Bytes that wait for tenants: bodies, lines of batches that are read, downloads that are not taken."""
+    """Waiting bytes of tenants: bodies, lines of batches that are being read, and downloads that the client has not
+    read.
+    """
 
     @property
     def bases(self) -> ServedBases:
@@ -112,7 +114,7 @@ class BillingServices:
     stack: AsyncExitStack
 
     async def open_checkpoints(self) -> Checkpoints:
-        """Open the object storage with the ledger's checkpoints. This needs the pepper, which other commands do not."""
+        """Open the object storage with the ledger's checkpoints. Unlike other commands, this needs the pepper."""
         pepper = await open_pepper(self.database, Path(self.settings.records.pepper_file))
         objects = _open_objects(self.settings.records)
         self.stack.callback(objects.close)

@@ -1,6 +1,7 @@
 """Programs that use the request path: batches, evaluations, shadows, guards, release policies, moves between bases.
 
-Batches know no wire format: `endpoints` maps the names that a line may use to the body and the answer's writer of each.
+Batches know no wire format: `endpoints` maps the endpoint names that a line may use to the parsers of bodies and the
+writers of answers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Programs:
 
 @asynccontextmanager
 async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncIterator[Programs]:
-    """Run the programs of `platform` while the block runs. Another server continues what is unfinished at its end."""
+    """Run the programs of `platform` while the block runs. Another server continues unfinished work after its end."""
     database, blobs, completions, adapters = platform.database, platform.blobs, platform.completions, platform.adapters
     server_id = platform.usage.server_id
     async with AsyncExitStack() as stack:

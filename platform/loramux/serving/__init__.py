@@ -1,1 +1,1 @@
-"""Requests for completions on their way to the engine and back: no HTTP, no SQL."""
+"""The path of requests for completions to the engine and back, without HTTP and SQL."""

@@ -3,7 +3,7 @@
 `AdapterService` deletes, preloads and pins: it changes the records through the registry, and then tells every engine.
 `PinnedRevisions` applies the recorded pins to this server's engines. `LocalFolders` offers operators vLLM's way to load
 and unload an adapter at run time, from a folder of the server's own machine. That folder must be below a root that the
-settings name. The adapter is uploaded like any other.
+settings name. The adapter is uploaded in the same way as other adapters.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENDING = ("pin_limit", BaseRetired.code)
 
 
 class PinKey(NamedTuple):
-    """A pin, as engines identify it."""
+    """A pin in the form by which engines identify it."""
 
     digest: str
     """The engine's key of the revision."""
@@ -132,10 +132,10 @@ class PinnedRevisions:
     async def pin(
         self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
     ) -> RevisionInfo:
-        """Keep a revision in the pool. Returns when it is loaded.
+        """Keep a revision in the pool. The call returns when the revision is loaded.
 
-        Raises ChangeConflict if the engine has no room for it, RevisionUnavailable, EngineDied, and the errors of
-        `PinService.pin`.
+        Raises ChangeConflict if the engine has no space for the revision, RevisionUnavailable, EngineDied, and the
+        errors of `PinService.pin`.
         """
         info = await self._registry.queries.revision(principal, name, number)
         key = PinKey(engine_key(principal.tenant, info.digest), principal.tenant, info.base_model)
@@ -157,7 +157,7 @@ class PinnedRevisions:
     async def unpin(
         self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
     ) -> RevisionInfo:
-        """End a pin; the revision leaves the pool when the room is needed. Raises the errors of `PinService.unpin`."""
+        """End a pin; the revision is evicted when its pages are needed. Raises the errors of `PinService.unpin`."""
         info = await self._registry.pins.unpin(principal, name, number, preconditions)
         self._release(PinKey(engine_key(principal.tenant, info.digest), principal.tenant, info.base_model))
         return info
@@ -261,9 +261,7 @@ class LocalFolders:
         return folder
 
     def _inside(self, path: Path) -> Path:
-        """Return the real path below the root. A path outside of the root gets the same answer as one that does not
-        exist.
-        """
+        """Return the real path below the root. A path outside of the root gets the same answer as an absent path."""
         real, root = path.resolve(), self._check_allowed()
         if not real.is_relative_to(root) or not real.exists():
             raise FolderNotFound(

@@ -1,8 +1,9 @@
 """Read calls of tools from an answer's text as it arrives: a name first, then the arguments as JSON, in any notation.
 
-A scanner never takes back what it has given out, and does the same work for every character, however an answer is cut
-into pieces. It reads a notation by the description that its grammar is made of (`constraints.notations`). A model may
-write malformed calls if it follows no grammar: a scanner then gives out what it can read.
+A scanner never takes back parts that it has given out, and does the same work for every character, independently of the
+division of the answer into pieces. It reads a notation by the description from which its grammar is made
+(`constraints.notations`). A model that follows no grammar may write malformed calls. A scanner then gives out the parts
+that it can read.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class CallScanner(Protocol):
 
 
 def scanner_of(style: ToolStyle, use: ToolUse | None) -> CallScanner:
-    """Return a scanner of calls in `style`. `use` has the tools; their schemas say which values are texts."""
+    """Return a scanner of calls in `style`. `use` has the tools; their schemas show which values are texts."""
     match style.notation:
         case "json":
             return JsonCalls(style)
@@ -111,7 +112,7 @@ class JsonCalls:
         """Characters of the unfinished string, as JSON; None outside of a string."""
         self._is_escaped = False
         self._last = ""
-        """Last string outside of the arguments: it is a key until its value has come."""
+        """Last string outside of the arguments: it is a key until its value has arrived."""
         self._key = ""
 
     def push(self, text: str) -> tuple[CallDelta, ...]:
@@ -324,7 +325,7 @@ class LiteralCalls(ConvertingScanner):
         """The text that will end the current text."""
         self._is_escaped = False
         self._open_signs: list[str] = []
-        """Signs that end the call and the values that are open within it."""
+        """Signs that end the call and its open values."""
         self._is_key = False
         """True if a name, or the end of an object, comes next."""
         self._is_named = False
@@ -351,7 +352,7 @@ class LiteralCalls(ConvertingScanner):
         return self._held[begin : self._place]
 
     def _read_mark(self) -> bool | None:
-        """Read the mark that begins a text. Return False if more text is needed, None if something else comes."""
+        """Read the mark that begins a text. Return False if more text is needed, None if other text comes."""
         mark = self._style.mark
         following = self._held[self._place : self._place + max(len(mark), 1)]
         if following and not (mark and mark.startswith(following)):
@@ -376,7 +377,7 @@ class LiteralCalls(ConvertingScanner):
         return True
 
     def _read_key(self) -> bool | None:
-        """Read a name and its sign. Return False if more text is needed, None if something else comes."""
+        """Read a name and its sign. Return False if more text is needed, None if other text comes."""
         is_name = len(self._open_signs) == 1 or self._notation.nested_names
         length = len(self._held) - self._place
         for name in self._known if is_name else ():

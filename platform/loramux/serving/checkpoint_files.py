@@ -42,7 +42,9 @@ def ensure_checkpoints(settings: Settings, origin: str) -> None:
 
 
 def problem_of(folder: Path) -> str | None:
-    """Return the problem of a checkpoint's files, as the end of a sentence about its folder; None if there is none."""
+    """Return the problem of a checkpoint's files, as the end of a sentence about its folder; None if the files are
+    valid.
+    """
     if not folder.exists():
         return "does not exist"
     if not (folder / CONFIG).is_file():

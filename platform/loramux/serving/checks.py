@@ -7,8 +7,8 @@ A revision answers the requests that it was trained for (PEFT's task types):
     vectors (FEATURE_EXTRACTION)   -                   yes          -          cosine of two vectors
     classes (SEQ_CLS)              -                   -            yes        with one label: of both texts together
 
-Any other request is refused, and the error names the endpoint that would answer it: a head that was not trained gives
-meaningless numbers.
+Any other request is refused, because a head that was not trained gives meaningless numbers. The error names the
+endpoint that would answer the request.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_depth(asked: GenerationRequest) -> None:
 
 
 def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> GenerationRequest:
-    """Return the request as a model with this bundle answers it. `width` is the size of its vectors. Raises
+    """Return the request in the form that a model with this bundle answers. `width` is the size of its vectors. Raises
     InvalidRequest.
     """
     if asked.pairs and bundle.task == "SEQ_CLS":
@@ -187,7 +187,9 @@ def _field(prompt: Prompt) -> str:
 
 
 def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None) -> None:
-    """Refuse `allowed_token_ids` together with a format: the two may leave no token. Raises InvalidRequest."""
+    """Refuse `allowed_token_ids` together with a format: because together they may exclude every token. Raises
+    InvalidRequest.
+    """
     if constraint is not None and asked.sampling.allowed_token_ids:
         raise InvalidRequest(
             f"'allowed_token_ids' is not available together with '{constraint.field}', whose format decides which "
@@ -211,7 +213,7 @@ def check_vectors(asked: GenerationRequest, size: int) -> None:
 
 
 def check_logprobs(asked: GenerationRequest, max_tokens: int) -> None:
-    """Raise InvalidRequest if an answer of `max_tokens` has more log probabilities than a server can hold for it."""
+    """Raise InvalidRequest if an answer of `max_tokens` has more log probabilities than the server can hold."""
     if asked.sampling.logprobs is None:
         return
     alternatives = max(asked.sampling.logprobs, len(asked.sampling.logprob_token_ids))
@@ -242,7 +244,7 @@ def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
 
 
 def ensure_storage_allowed(principal: Principal, field: str) -> None:
-    """Raise NotAllowed if the caller's tenant has zero retention, so that none of its texts may be stored."""
+    """Raise NotAllowed if the caller's tenant has zero retention, so that its texts may not be stored."""
     if principal.zero_retention:
         raise storage_refused(field)
 
@@ -259,14 +261,14 @@ def storage_refused(field: str) -> NotAllowed:
 
 
 def recorded_user(principal: Principal, user: str | None) -> str | None:
-    """Return the end user for the bill; None if nothing of the caller may be stored. Raises InvalidRequest."""
+    """Return the end user for the bill; None if no data of the caller may be stored. Raises InvalidRequest."""
     if user is not None and not user.isprintable():
         raise InvalidRequest("Invalid value for 'user': all its characters must be printable.", field="user")
     return None if principal.zero_retention else user
 
 
 def canonical_tags(tags: Mapping[str, str] | None) -> str:
-    """Return the tags as a JSON object with sorted keys; empty if there are none. Raises InvalidRequest."""
+    """Return the tags as a JSON object with sorted keys; empty without tags. Raises InvalidRequest."""
     if not tags:
         return ""
     if len(tags) > MAX_TAGS:

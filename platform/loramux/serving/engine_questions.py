@@ -1,10 +1,11 @@
-"""Ask the serving engines for answers during an upload's checks: a few short prompts, with an adapter that is not
-served yet.
+"""Get answers of the serving engines during an upload's checks: a few short prompts, with an adapter that is not served
+yet.
 
 These questions are the platform's own work: no row is opened for them, so they are not billed and do not count towards
-limits. They are of class batch and belong to one internal tenant, so that all checks together have at most one tenant's
-share of that class. The adapter has a separate digest there, and is retired afterwards. If an engine dies, the
-questions continue on another engine like any request (`fleet.group`). Answers that are not ready in time are ignored.
+limits. The questions have class batch and belong to one internal tenant, so that all checks together have at most one
+tenant's share of that class. In the engine, the adapter has a separate digest, and is retired afterwards. If an engine
+dies, the questions continue on another engine, like all requests (`fleet.group`). Answers that are not ready in time
+are ignored.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ async def _answer(engines: EngineGroup, prompt: list[int], adapter: AdapterRef |
     try:
         await ended
     except asyncio.CancelledError:
-        engines.cancel(id)  # its last event, with the engine's count, is still received
+        engines.cancel(id)  # the request's last event, with the engine's count, is still received
         raise
     if len(answer.tokens) != OUTPUT_TOKENS:
         raise _Unserved(EngineFault("internal_error", "the engine ended an answer early"))

@@ -52,7 +52,9 @@ class PromptTooLong(InvalidRequest):
 
 
 class PreviousResponseNotFound(InvalidRequest):
-    """No such response, another tenant's or project's, expired, or deleted: one that it continues perhaps."""
+    """The response, or a response that it continues, does not exist, has expired, was deleted, or belongs to another
+    tenant or project.
+    """
 
     code = "previous_response_not_found"
 
@@ -61,7 +63,7 @@ class PreviousResponseNotFound(InvalidRequest):
 
 
 class ResponseNotFound(ServingError):
-    """No such response, another tenant's or project's, expired, or deleted."""
+    """The response does not exist, has expired, was deleted, or belongs to another tenant or project."""
 
     code = "response_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -71,7 +73,7 @@ class ResponseNotFound(ServingError):
 
 
 class ItemNotFound(ServingError):
-    """No such item: its response is gone, or was never stored."""
+    """The item does not exist, because its response was deleted or never stored."""
 
     code = "item_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -130,7 +132,7 @@ class Unavailable(ServingError):
 
 
 class Draining(Unavailable):
-    """The server is being stopped. Another server, or this one after its restart, will answer."""
+    """The server is being stopped. Another server, or this server after its restart, will answer."""
 
     code = "server_draining"
     retry_after = 5

@@ -1,11 +1,11 @@
 """The text side of a model: its tokenizer, chat template and defaults, and the grammars that its answers follow.
 
-A revision with a bundle has its own `Format`; `Formats` makes each at its first use, and renders conversations. A
-revision's template is code from a customer: it is rendered in limited processes. Each tenant may use few of them at a
-time, so that one tenant's templates do not delay another's. The base's own template is rendered here.
+A revision with a bundle has its own `Format`; `Formats` makes a format at its first use, and renders conversations. A
+revision's template is code from a customer: it is rendered in limited processes. Each tenant may use few processes at a
+time, so that one tenant's templates do not delay other tenants. The base's own template is rendered in this process.
 
-`GrammarTrials` turns the requested answer format and tools into a `Constraint` of the engine. Each new one is compiled
-in a limited process first, one at a time for a tenant; results are kept by tenant.
+`GrammarTrials` turns the requested answer format and tools into a `Constraint` of the engine. Each new constraint is
+first compiled in a limited process, one at a time for each tenant. Results are kept by tenant.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ RENDERINGS, RENDERINGS_PER_TENANT = 16, 2
 CHEAP_SECONDS = 0.005
 """Processor time of one rendering that is not counted: templates of published models take one to three ms."""
 MAX_SECONDS, SECONDS_PER_SECOND = 1.0, 0.1
-"""Processor time beyond it that a tenant's templates may take at once, and that it gets back in each second."""
+"""Additional processor time that a tenant's templates may take at once, and the time that the tenant gets back in each
+second.
+"""
 KEPT_FORMATS = 1024
 """Maximum number of formats that are kept. A format takes the size of its bundle, because its tokenizer shares the
 base's model.
@@ -65,16 +67,16 @@ INVALID_CONSTRAINT = "invalid_constraint"
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one revision, or the base, converts between texts and tokens."""
+    """Conversion between texts and tokens for one revision or the base."""
 
     tokenizer: Tokenizer
     bundle: Bundle = NO_BUNDLE
     tool_parser: str | None = None
-    """How the base writes calls of tools; None: as its template does. The bundle's choice has priority."""
+    """Notation of the base's calls of tools; None: the template's notation. The bundle's choice has priority."""
 
     @property
     def dialect(self) -> Dialect:
-        """How the model writes thoughts and calls."""
+        """Notation of the model's thoughts and calls."""
         template = self.bundle.chat_template or self.tokenizer.chat_template
         return dialect_of(template, self.bundle.tool_parser or self.tool_parser)
 
@@ -111,11 +113,11 @@ class Format:
                 raise InvalidRequest(message, field=field, code="unsupported_parameter")
             return msgspec.structs.replace(constraint, after=after, entry=self._entry(may_call=may_call))
         if opening is None or after is None:
-            return constraint  # it answers without a thought
+            return constraint  # the model answers without a thought
         return msgspec.structs.replace(constraint, opening=opening, after=after, entry=self._entry(may_call=may_call))
 
     def _entry(self, *, may_call: bool) -> int | None:
-        """Return the token that begins a call; None if calls are not wanted, or if they begin with no single token."""
+        """Return the token that begins a call; None if calls are not allowed, or do not begin with a single token."""
         style = self.dialect.tools
         return self.tokenizer.token_id(style.begin) if may_call and style is not None else None
 
@@ -141,7 +143,7 @@ class Format:
 
     @property
     def num_tokens(self) -> int:
-        """The largest token id that the revision has added, plus one; 0 if it has added none."""
+        """The largest token id that the revision has added, plus one; 0 without added tokens."""
         return max((token.id + 1 for token in self.bundle.added_tokens), default=0)
 
     def apply_defaults(self, asked: GenerationRequest, of_base: SamplingDefaults) -> GenerationRequest:
@@ -206,7 +208,7 @@ class TemplateTooExpensive(Unavailable):
 
 
 class Formats:
-    """Makes formats at their first use, and renders conversations in them."""
+    """Makes formats at their first use, and renders conversations with them."""
 
     def __init__(self, renderer: TemplateRenderer) -> None:
         self._renderer = renderer
@@ -216,7 +218,9 @@ class Formats:
         self._budget = ProcessorBudget()
 
     async def of(self, base: str, of_base: Format, revision: Revision | None, tenant: str) -> Format:
-        """Return the format of a revision, or of the base, whose own is given; `tenant` asks for it."""
+        """Return the format of a revision, or of the base, whose own format is a parameter. `tenant` is the caller's
+        tenant.
+        """
         if revision is None:
             return of_base
         key = base, revision.digest
@@ -229,7 +233,7 @@ class Formats:
         return found
 
     def forget_base(self, base: str) -> None:
-        """Drop all formats of a base that is unloaded: another base may be added under its name."""
+        """Drop all formats of a base that is unloaded: because another base may be added under the same name."""
         for key in [key for key in self._kept if key[0] == base]:
             del self._kept[key]
 
@@ -265,9 +269,9 @@ class Formats:
     def _render(
         self, bundle: Bundle, conversation: Conversation, options: ChatOptions, characters: int, meters: list[JobMeter]
     ) -> str:
-        """Render a revision's own template, and add what it takes to `meters`. Runs on a thread.
+        """Render a revision's own template, and add the used time to `meters`. Runs on a thread.
 
-        Raises InvalidRequest, or SandboxDied while no process can be started.
+        Raises InvalidRequest, or SandboxDied if no process can be started now.
         """
         assert bundle.chat_template is not None, "the revision has a template"
         more = {**options.template, "add_generation_prompt": options.ending == "generation_prompt"}
@@ -301,7 +305,7 @@ class _Key(NamedTuple):
 
 
 class GrammarTrials:
-    """Turns requested formats into constraints. Each new one is tried first, one at a time for a tenant."""
+    """Turns requested formats into constraints. Each new constraint is tried first, one at a time for each tenant."""
 
     def __init__(self, tokenizer: Tokenizer, facts: ModelFacts, white_space: WhiteSpace = "bounded") -> None:
         self._setup = _setup(tokenizer, facts, white_space)
@@ -312,7 +316,7 @@ class GrammarTrials:
         """Results of trials, the latest used last."""
 
     async def constraint(self, tenant: str, asked: TrialJob, field: str) -> Constraint:
-        """Return the constraint that `field` asks for. Raises InvalidRequest if the limits do not allow it."""
+        """Return the constraint that `field` requests. Raises InvalidRequest if the limits do not allow it."""
         if self._setup is None:
             raise InvalidRequest(
                 f"'{field}' is not supported with this model's tokenizer; leave it out.",
@@ -338,7 +342,7 @@ class GrammarTrials:
     async def constraint_of(
         self, tenant: str, format: Format, asked: GenerationRequest, prompt_tail: str | None
     ) -> Constraint | None:
-        """Return the constraint of every answer to a request; None if there is none. Raises InvalidRequest."""
+        """Return the constraint of every answer to a request; None without a constraint. Raises InvalidRequest."""
         use = asked.chat.tools
         if use is None and asked.format is None:
             return None
@@ -360,7 +364,7 @@ class GrammarTrials:
             self._kept.move_to_end(key)
             return self._kept[key]
         async with self._slots.slot(key.tenant):
-            if key not in self._kept:  # another request may have tried the same
+            if key not in self._kept:  # another request may have tried the same format
                 self._keep(key, await self._threads.run(key.tenant, self._try, key.job))
         return self._kept[key]
 

@@ -42,10 +42,9 @@ CANCEL_TIMEOUT_S = 30.0
 TOKENS_A_TURN = 20_000
 """Number of prompt tokens that are encoded for the engine before other requests get their turn."""
 TOKENS_A_CHOICE = 200
-"""Number of prompt tokens whose encoding takes as long as the rest of a submission."""
+"""Number of prompt tokens whose encoding takes as long as all other work of a submission."""
 MAX_UNREAD = 65_536
-"""Maximum number of deltas that may wait for their reader. A reader that is slower than this is treated as one that has
-left.
+"""Maximum number of deltas that may wait for their reader. A reader that is slower is treated as disconnected.
 """
 
 
@@ -94,22 +93,23 @@ class UnreadDeltas:
 
 
 class Generation:
-    """The choices of a request, running in the engine. Iterate over it to get their deltas.
+    """The choices of a request, running in the engine. Iterate over a generation to get the deltas of its choices.
 
-    A generation outlives its reader, so that the usage is always recorded. The usage row is opened before the engine
-    sees the request. It is settled before the reader gets the deltas with the finish reasons. The last token comes with
-    one of these deltas: clients that measure would count an empty event as a token. A reader that leaves calls
-    abandon(). Only a request with an idempotency key continues then, because its reader may come again.
+    A generation continues without its reader, so that the usage is always recorded. The usage row is opened before the
+    engine sees the request. The row is settled before the reader gets the deltas with the finish reasons. The last
+    token comes with one of these deltas: clients that measure would count an empty event as a token. A reader that
+    leaves calls abandon(). After that, only a request with an idempotency key continues, because its reader may repeat
+    the request.
 
-    The tokens that the caller could read are billed, unless the server itself failed; the rest is waived. If an answer
-    is sent whole, a reader that leaves before its end could read nothing. Some faults concern one choice: a prompt too
-    long for the pool, an adapter that cannot be loaded or gives no finite numbers. Before the request's first token,
-    such a fault ends the whole request, and nothing is billed. After it, the fault ends only its choice. A deadline is
-    not such a fault: the engine decides it before the first choice begins (`engine.scheduling.deadlines`). As a safety
-    net, a late one would be handled like the others.
+    The tokens that the caller could read are billed, unless the server itself failed; all other tokens are waived. If
+    an answer is sent whole, a reader that leaves before its end could read no token. Some faults concern one choice: a
+    prompt too long for the pool, an adapter that cannot be loaded or gives no finite numbers. Before the request's
+    first token, such a fault ends the whole request, and nothing is billed. After the first token, the fault ends only
+    its choice. A missed deadline is not such a fault, because the engine decides it before the first choice begins
+    (`engine.scheduling.deadlines`). As a safety net, a late deadline fault would be handled in the same way.
 
-    When a choice ends early (stop string, disconnect) it is cancelled in the engine, and its final event is awaited, so
-    that billed and engine-counted tokens agree.
+    When a choice ends early (stop string, disconnect), it is cancelled in the engine, and its final event is awaited,
+    so that billed and engine-counted tokens agree.
     """
 
     replayed = False
@@ -145,9 +145,11 @@ class Generation:
         self.seconds: float | None = None
         """Seconds from the beginning to the end."""
         self.unsettled: Settlement | None = None
-        """The end that the database did not accept. The server pays for it, and it is settled later."""
+        """The end of the request if the database did not accept it. The request is then free of charge and settled
+        later.
+        """
         self.opened = opened
-        """The request as it was admitted."""
+        """The request in its admitted form."""
         self._is_streamed = is_streamed
         self._choices = choices
         self._engines = engines
@@ -185,7 +187,7 @@ class Generation:
 
     @property
     def answer(self) -> Sequence[Delta]:
-        """Deltas of an answer that was kept. Those with the finish reasons come last, after the settlement."""
+        """Deltas of an answer that was kept. The deltas with the finish reasons come last, after the settlement."""
         return self._kept
 
     @property
@@ -205,12 +207,14 @@ class Generation:
 
     @property
     def load(self) -> tuple[float, float] | None:
-        """Beginning and end of its adapter's load, in seconds after `began`; None if the adapter was in the pool."""
+        """Beginning and end of the load of the request's adapter, in seconds after `began`; None if the adapter was in
+        the pool.
+        """
         return next((choice.load for choice in self._choices if choice.load is not None), None)
 
     @property
     def timing(self) -> Timing | None:
-        """Times of the answer, after its end; None if no token came."""
+        """Times of the answer, after its end; None without a token."""
         if self.seconds is None or self.seconds_to_first_token is None:
             return None
         waited = min(self.seconds_waited, self.seconds_to_first_token)
@@ -250,19 +254,21 @@ class Generation:
                 yield delta
 
     def keep_answer(self) -> None:
-        """Keep all deltas for `answer`. Call it before the first delta."""
+        """Keep all deltas for `answer`. Call this method before the first delta."""
         self._keeps_answer = True
 
     def abandon(self) -> None:
-        """Free the engine's pages and settle the tokens so far, because the reader has left. Does nothing after the
-        end.
+        """Free the engine's pages and settle the tokens so far, because the reader has left. After the end the call has
+        no effect.
         """
         self._left = True
         if self.opened.claim is None:
             self._stop()
 
     def abort(self, reason: LoramuxError) -> None:
-        """End the request because of the server: the reader gets `reason`, and pays nothing."""
+        """End the request because of a fault of the server. The reader gets `reason`, and the request is free of
+        charge.
+        """
         self._abort_reason = reason
         self._stop()
 
@@ -371,7 +377,7 @@ class Generation:
         self._stop()
 
     def _stop(self) -> None:
-        """Tell the engine to end the choices that still run. If it does not end one, stop waiting for it."""
+        """Tell the engine to end the choices that still run. If a choice does not end, stop waiting for it."""
         if self._stopped or self._ended.is_set():
             return
         self._stopped = True

@@ -1,16 +1,17 @@
-"""Base models of a running server: those of its settings file and those that operators added, without retired ones.
+"""Base models of a running server: the bases of its settings file and the bases that operators added, without retired
+bases.
 
-The rows of `records.bases` and the settings file together say which bases are wanted (`known_bases`). `reconcile`
-compares them with the bases that this server has loaded. It runs every few seconds, and after each change on this
-server. So all servers of one database come to serve the same bases, also after a restart:
+The rows of `records.bases` and the settings file together define the wanted bases (`known_bases`). `reconcile` compares
+them with the bases that this server has loaded. `reconcile` runs every few seconds, and after each change on this
+server. So all servers of one database soon serve the same bases, even after a restart:
 
     wanted and not loaded ──> loading ──> serving          its engines are started; all other bases stay served
                                  └──────> failed           the reason is listed; it is tried again after a pause
     retired and loaded ─────> draining ──> retired         no new request; running ones end, then its engines stop
 
 If a base of the settings file does not load, the server does not start. A base that was added later does not prevent
-the start. Before a base is added, `check_base` checks what would otherwise fail only at its load: its name, its folder,
-its architecture, its tokenizer and its memory.
+the start. Before a base is added, `check_base` checks the properties that would otherwise fail only at the load: name,
+folder, architecture, tokenizer and memory.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ DEFAULT_POOL = 2 << 30
 MEMORY = Path("/proc/meminfo")
 BaseState = Literal["loading", "serving", "failed", "draining", "retired"]
 Drain = Callable[[ServedBase, float], Awaitable[None]]
-"""Waits until no request of the base runs, and ends those that still run after the given seconds."""
+"""Waits until no request of the base runs, and ends requests that still run after the given seconds."""
 
 logger = logging.getLogger(__name__)
 _name = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -79,17 +80,17 @@ class KnownBase:
 
     @property
     def name(self) -> str:
-        """Its name in requests."""
+        """Name of the base in requests."""
         return self.settings.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name and its former names."""
+        """Current and former names of the base."""
         return (self.name, *self.settings.former_names)
 
     @property
     def is_retired(self) -> bool:
-        """True if an operator has retired it."""
+        """True if an operator has retired the base."""
         return self.retired_at is not None
 
 
@@ -116,13 +117,13 @@ class Failure:
 
 
 class BaseStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """State of one base on this server, as operators see it."""
+    """State of one base on this server, which operators see."""
 
     base_model: str
     path: str
     state: BaseState
     problem: str | None
-    """Reason why it did not load."""
+    """Reason why the base did not load."""
     is_added: bool
     engines_ready: int
     engines_min: int
@@ -216,7 +217,7 @@ class BaseLifecycle:
             await asyncio.gather(*(loaded.stack.aclose() for loaded in self._loaded.values()))
 
     async def reconcile(self) -> None:
-        """Begin to load and to unload bases until this server has those that the records want."""
+        """Begin to load and unload bases until this server has exactly the wanted bases."""
         async with self._lock:
             await self._read()
             for name, loaded in list(self._loaded.items()):
@@ -234,9 +235,9 @@ class BaseLifecycle:
     # changes by operators
 
     async def add(self, changes: Changes, table: dict[str, Any]) -> BaseStatus:
-        """Add a base, or serve a retired one again. Its engines are started in the background.
+        """Add a base, or serve a retired base again. The base's engines are started in the background.
 
-        `table` has the form of one of `[[bases]]`. Raises InvalidBase, BaseConflict.
+        `table` has the form of a table of `[[bases]]`. Raises InvalidBase, BaseConflict.
         """
         try:
             base = complete(table, self._settings)
@@ -450,7 +451,7 @@ class BaseLifecycle:
             self._groups[base.name] = group
             stack.push_async_callback(self._stop, base.name, group)
             # transformers replaces its own module at the end of its import: a thread that imports it at the same time
-            # as another may get the module that is not ready.
+            # as another thread may get a module that is not ready.
             await asyncio.to_thread(importlib.import_module, "transformers")
             (description, tokenizer), facts = await asyncio.gather(self._describe(base), group.start())
             trials = GrammarTrials(tokenizer, facts, base.json_white_space)
@@ -484,7 +485,7 @@ class BaseLifecycle:
         self.serving[name] = loaded.served
 
     def _begin_unload(self, loaded: LoadedBase, seconds: float) -> None:
-        """Remove the base from new requests now; its running ones have `seconds` to end."""
+        """Send the base no new requests from now on. Running requests of the base have `seconds` to end."""
         name = loaded.settings.name
         del self._loaded[name]
         self.models.remove(name)
@@ -634,8 +635,8 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_memory(base: BaseSettings) -> None:
-    """Raise InvalidBase if the engines of a base on CPUs need more memory than is free. On GPUs the load itself
-    tells.
+    """Raise InvalidBase if the engines of a base on CPUs need more memory than is free. On GPUs the load itself shows
+    it.
     """
     import torch  # only needed if a model is served
 

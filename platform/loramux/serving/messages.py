@@ -31,13 +31,14 @@ class Message:
     role: str
     content: str
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Other variables of the turn in the chat template: the calls of tools, the call that it answers, a thought."""
+    """Other variables of the turn in the chat template: the calls of tools, the call that the turn answers, a thought.
+    """
     size: int = 0
     """Length of `fields`, in characters."""
 
 
 FinishReason = Literal["stop", "length", "abort"]
-"""Reason for the end of a choice. `abort`: after the request's first token, a fault of the choice's length or adapter
+"""Reason of the end of a choice. `abort`: after the request's first token, a fault of the choice's length or adapter
 ended it.
 """
 Conversation = tuple[Message, ...]
@@ -75,10 +76,10 @@ last message, which the answer continues.
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """How a prompt is shortened."""
+    """Shortening of a prompt."""
 
     most: int | None
-    """Number of tokens that are kept; None: as many as leave room for the answer."""
+    """Number of tokens that are kept; None: the number of tokens that leaves room for the answer."""
     keeps_end: bool = True
 
     def shorten(self, token_ids: list[int], room: int) -> list[int]:
@@ -98,16 +99,16 @@ class ChatOptions:
     size: int = 0
     """Length of `template`, in characters."""
     tools: ToolUse | None = None
-    """Tools that the answer may call; None: none, even if the template lists some."""
+    """Tools that the answer may call; None: no tools, even if the template lists some."""
     effort: str | None = None
-    """How much the model should think: none, minimal, low, medium, high, xhigh or max."""
+    """Amount of thinking of the model: none, minimal, low, medium, high, xhigh or max."""
     ending: ChatEnding = "generation_prompt"
     add_special_tokens: bool = False
     """Put the tokenizer's special tokens around the text of the template."""
 
 
 AskedPooling = Pooling | Literal["own"]
-"""Pooling of a vector. `own`: as the model was trained."""
+"""Pooling of a vector. `own`: the pooling of the model's training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +116,10 @@ class GenerationRequest:
     """One API request: every prompt is answered `n` times."""
 
     kind: str
-    """Prefix of its id, with the separator: `chatcmpl-`, `cmpl-`, `resp_` or `msg_`."""
+    """Prefix of the request's id, with the separator: `chatcmpl-`, `cmpl-`, `resp_` or `msg_`."""
     model: str
     is_streamed: bool
-    """True if the caller reads tokens as they come. Otherwise it reads the whole answer, or nothing of it."""
+    """True if the caller reads tokens when they are generated. Otherwise it gets the whole answer or no part of it."""
     prompts: tuple[Prompt, ...]
     sampling: SamplingParams
     """Sampling parameters; max_tokens is set per prompt, and the seed per choice."""
@@ -126,14 +127,14 @@ class GenerationRequest:
     """Sampling parameters that the caller left out. If the model recommends values, they apply to these."""
     max_tokens: int | None = None
     """Maximum number of tokens of an answer. None: the rest of the context after a conversation, DEFAULT_MAX_TOKENS
-    after a text. 0: none, and the answer is the repeated prompt.
+    after a text. 0: no tokens; the answer is the repeated prompt.
     """
     lowers_max_tokens: bool = False
     """Lower a `max_tokens` that exceeds the context. Otherwise such a request is refused."""
     pooling: AskedPooling | None = None
     """Pooling of the hidden states into one vector for each prompt; None: answers are generated."""
     dimensions: int | None = None
-    """Number of leading numbers of each vector that are returned; None: all."""
+    """Number of leading numbers of each vector that are returned; None: all numbers."""
     pairs: tuple[TextPair, ...] = ()
     """Prompts for a model that scores two texts together, instead of `prompts`."""
     n: int = 1
@@ -142,15 +143,15 @@ class GenerationRequest:
     """Idempotency key of the request."""
     chat: ChatOptions = field(default_factory=ChatOptions)
     format: AskedFormat | None = None
-    """Format that every answer has; None: any text."""
+    """Format of every answer; None: any text."""
     deadline_ms: int | None = None
     """Milliseconds within which the request's first token must come; otherwise the whole request is refused."""
     user: str | None = None
     """The caller's name for its end user, also on the bill. If an alias has several revisions, one user always gets the
-    same one.
+    same revision.
     """
     truncation: Truncation | None = None
-    """How a prompt is shortened; None: a prompt that is too long is refused."""
+    """Shortening of a prompt; None: a prompt that is too long is refused."""
     add_special_tokens: bool = True
     """Put the tokenizer's special tokens around a text."""
     echo: bool = False
@@ -171,13 +172,13 @@ class Token(msgspec.Struct, frozen=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One generated token with the natural logarithm of its probability, and those of the likeliest tokens."""
+    """One generated token with the natural logarithm of its probability, and with the most likely tokens."""
 
     token: Token
     logprob: float
     top: tuple[tuple[Token, float], ...]
     offset: int
-    """Beginning of the token's text, in characters of what its choice wrote."""
+    """Beginning of the token's text, in characters from the beginning of its choice."""
     is_text: bool = True
     """True if the token belongs to the answer's text, not to a thought, a call or a marker."""
 
@@ -188,7 +189,7 @@ class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=T
     token: Token
     logprob: float
     rank: int
-    """Rank of the token at its position; 1 is the likeliest."""
+    """Rank of the token at its position; 1 is the most likely token."""
     top: tuple[tuple[Token, float], ...]
 
 
@@ -208,8 +209,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     """Set on the choice's last delta, which comes after the usage has been recorded."""
     prompt_logprobs: tuple[PromptTokenLogprob, ...] = ()
-    """Log probabilities of the prompt's tokens after its first, if they are wanted; on the first delta of a prompt's
-    first choice.
+    """Log probabilities of the prompt's tokens after its first, if they were requested; on the first delta of a
+    prompt's first choice.
     """
     stop_string: str | None = None
     """Stop string that ends the choice, on the delta with its last token."""
@@ -217,11 +218,12 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Vector of a prompt, or a classifier's numbers for it, as float32s, instead of an answer."""
     unshown_logprobs: tuple[TokenLogprob, ...] = ()
     """Log probabilities of the tokens at the end that have no text in the answer, such as a stop string's; on the last
-    delta. If log probabilities are wanted, these and `logprobs` together are as many as `token_ids`.
+    delta. If log probabilities were requested, these and `logprobs` together have the same number as `token_ids`.
     """
     is_unended_thought: bool = False
-    """True if the text repeats the thoughts of earlier deltas, because they were no thoughts. This happens if the model
-    ends its answer without the end of the thought that the prompt had opened. A whole answer has no thought then.
+    """True if the text repeats the thoughts of earlier deltas, because these were not thoughts. This happens if the
+    prompt had opened a thought, and the model ends its answer without ending the thought. In this case a whole answer
+    has no thought.
     """
 
 
@@ -229,7 +231,7 @@ class Classes(msgspec.Struct, frozen=True):
     """Classes of a classifier, and how its numbers become their probabilities."""
 
     labels: tuple[str, ...] = ()
-    """Names of the classes; empty if they have none."""
+    """Names of the classes; empty if the classes have no names."""
     problem: ProblemType | None = None
     """Kind of classification. None: each input has one class; if there is a single label, its number is a probability
     by itself.
@@ -246,7 +248,7 @@ class PromptText(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """Times of an answer. The wait in the engine's queue is not included, because it says nothing about the model."""
+    """Times of an answer. The wait in the engine's queue is not included, because it does not depend on the model."""
 
     queue_seconds: float
     first_token_seconds: float
@@ -270,17 +272,17 @@ class Answer(Protocol):
     classes: Classes
     """Classes of a classifier; otherwise empty."""
     rate_limits: RateLimitStatus
-    """The caller's limits per minute, and what is left of them."""
+    """The caller's limits per minute, and their remaining amounts."""
     service_tier: str
     replayed: bool
 
     @property
     def usage(self) -> TokenCounts:
-        """Tokens that are charged; a prompt counts once, however many answers it gets."""
+        """Tokens that are charged; a prompt counts once, even if it gets several answers."""
 
     @property
     def timing(self) -> Timing | None:
-        """Times of the answer, after its end; None if no token came, or if the times are no longer known."""
+        """Times of the answer, after its end; None without a token, or if the times are no longer known."""
 
     async def started(self) -> None:
         """Wait for the first delta or the end. Raises the error with which the request failed."""
@@ -294,7 +296,7 @@ class Answer(Protocol):
     def __aiter__(self) -> AsyncIterator[Delta]: ...
 
     def abandon(self) -> None:
-        """Stop the request because its reader has left. Does nothing after the end."""
+        """Stop the request because its reader has left. After the end the call has no effect."""
 
 
 class KeptDelta(Delta, frozen=True, kw_only=True, array_like=True):
@@ -308,18 +310,18 @@ class KeptAnswer(msgspec.Struct, frozen=True):
     created: int
     prompt_token_ids: list[list[int]]
     deltas: list[Delta]
-    """One whole delta per choice, of answers that were kept by a release before `stream` existed."""
+    """One whole delta per choice. Releases before `stream` kept answers in this form."""
     usage: dict[str, int]
     service_tier: str = "default"
     stream: list[KeptDelta] = []
-    """Deltas as they came, so that a stream is repeated byte by byte."""
+    """All deltas in their order, so that a stream is repeated byte by byte."""
     prompt_texts: list[PromptText] = []
     timing: Timing | None = None
     classes: Classes = Classes()
 
 
 class Replay:
-    """An answer from the records. It costs nothing and does not count towards limits."""
+    """An answer from the records. A replay is free of charge and does not count in limits."""
 
     replayed = True
 
@@ -355,7 +357,7 @@ class Replay:
             yield delta
 
     def abandon(self) -> None:
-        """Do nothing: nothing runs."""
+        """Do nothing, because no request runs."""
 
 
 def _divided(wholes: Sequence[Delta]) -> list[Delta]:

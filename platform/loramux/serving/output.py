@@ -1,10 +1,10 @@
-"""One choice of a request: engine events in, deltas out, and the tokens that its request is billed for.
+"""One choice of a request: it converts engine events to deltas, and counts the tokens that are billed.
 
     answer = [thought] [text] [calls]
 
-A `Dialect` is how a model writes these parts. `AnswerReader` splits a text into them, character by character: a part is
-given out as soon as it is certain. One thing is known only at the end: if the prompt opened a thought that the model
-never ends, the thought was the answer's text. A call's grammar puts its name before its arguments
+A `Dialect` is a model's notation of these parts. `AnswerReader` splits a text into the parts, character by character,
+and gives a part out as soon as it is certain. One fact is known only at the end: if the prompt opened a thought that
+the model never ends, this thought was the answer's text. A call's grammar puts its name before its arguments
 (`constraints.tools`), so that a call is read in one pass (`serving.calls`). `OutputProcessor` turns the engine's tokens
 into text, passes it to the reader, and ends the answer's text at a stop string.
 """
@@ -58,9 +58,7 @@ class Dialect:
         return (*(self.tools.markers if self.tools else ()), *(self.thought or ()))
 
     def effort_fields(self, effort: str | None) -> dict[str, object]:
-        """Return the template's variables for `effort`, which is a hint: none if the template has no variable for
-        it.
-        """
+        """Return the template's variables for `effort`, which is a hint; empty without such a variable."""
         if effort is None:
             return {}
         switches = [name for name in ("enable_thinking", "thinking") if name in self.variables]
@@ -82,7 +80,7 @@ class Dialect:
 def dialect_of(template: str, tool_parser: str | None = None) -> Dialect:
     """Return the dialect of a model with this chat template.
 
-    `tool_parser` is how the model writes calls, chosen by the revision or else by the base; None: as the template does.
+    `tool_parser` is the notation of calls that the revision or otherwise the base chose; None: the template's notation.
     """
     thought = next((pair for pair in _THOUGHTS if pair[1] in template), None)
     variables = frozenset(name for name in _VARIABLES if name in template)
@@ -96,7 +94,7 @@ class AnswerParts(msgspec.Struct, frozen=True):
     thought: str = ""
     calls: tuple[CallDelta, ...] = ()
     is_unended_thought: bool = False
-    """True if the text repeats the thought that was given out before: see `AnswerReader.flush`."""
+    """True if the text repeats an earlier thought: see `AnswerReader.flush`."""
 
 
 class _Part(Enum):
@@ -110,7 +108,7 @@ class _Part(Enum):
 class AnswerReader:
     """Splits one answer into its thought, its text and its calls.
 
-    Offsets count characters of the answer as the model wrote it, with its markers.
+    Offsets count characters of the model's whole output, including markers.
     """
 
     def __init__(
@@ -153,11 +151,11 @@ class AnswerReader:
         self._is_blank = True
         """True if the part has had only blanks so far."""
         self._blanks = ""
-        """Blanks at the beginning of an answer that may consist of calls alone. They are given out with the first other
-        character.
+        """Blanks at the beginning of an answer that may consist only of calls. They are given out together with the
+        first other character.
         """
         self._is_behind_thought = in_thought
-        """True if a thought came first. Its leading blanks, and the blanks after it, are not given out."""
+        """True if a thought came first. Blanks at its beginning and after its end are not given out."""
         self._unended: list[str] | None = [] if in_thought else None
         """Pieces of a thought that the prompt has opened, while the thought has no end; otherwise None."""
         self._uncalled: list[str] | None = []
@@ -185,10 +183,10 @@ class AnswerReader:
         return _joined(found)
 
     def flush(self, *, is_stopped: bool = False) -> AnswerParts:
-        """Return the rest at the end of the answer. `is_stopped`: the model ended it itself.
+        """Return the rest at the end of the answer. `is_stopped`: the model itself ended the answer.
 
-        If the prompt opened a thought, and the model ended its answer without ending the thought, then it was no
-        thought, because the model does not think. Its text belongs to the answer, and is read as such.
+        If the prompt opened a thought, and the model ended its answer without ending the thought, the model does not
+        think. The text then belongs to the answer and is read as its text.
         """
         if self.part is _Part.CALLS:
             return self._flush_calls(is_stopped=is_stopped)
@@ -229,7 +227,7 @@ class AnswerReader:
         self._leading.clear()
 
     def _advance(self) -> AnswerParts | None:
-        """Give out what is certain up to the next marker; return None if more text is needed."""
+        """Give out the certain text up to the next marker; return None if more text is needed."""
         if not self._held:
             return None
         match self.part:
@@ -368,10 +366,11 @@ class _HeldToken(NamedTuple):
 
 
 class OutputProcessor:
-    """Counts the tokens that the engine generates for one choice, splits their text, and ends it at a stop string.
+    """Counts the tokens that the engine generates for one choice, splits their text into parts, and ends the text at a
+    stop string.
 
     The answer is split into its parts first. Stop strings are searched for only in its text, never in a thought, a call
-    or a marker. The tokens of a part are counted by their offsets in what the model wrote.
+    or a marker. The tokens of a part are counted by their offsets in the model's output.
 
     A token's logprob is given out with the last part of its text, so that joined tokens and joined text are the same.
     The logprobs of the end token, and of tokens that overlap a stop string, are given out separately. If tokens have
@@ -380,7 +379,7 @@ class OutputProcessor:
 
     classes = Classes()
     fails_alone = True
-    """A fault of one choice ends only that choice, once the request has its first token."""
+    """After the request's first token, a fault of one choice ends only that choice."""
 
     def __init__(
         self,
@@ -528,7 +527,7 @@ class OutputProcessor:
         return "length" if event.finish_reason is not None else None
 
     def _count_thought(self, *, is_unended: bool) -> int:
-        """Return the number of tokens by which the thought has grown; negative if it proves to be no thought."""
+        """Return the number of tokens by which the thought has grown; negative if the text was not a thought."""
         if self._reader is None:
             return 0
         if is_unended:
@@ -650,7 +649,7 @@ class Choice:
 
     def __init__(self, prompt: int, request: Request, output: OutputProcessor | PooledOutput) -> None:
         self.prompt = prompt
-        """Number of its prompt within the API request."""
+        """Number of the choice's prompt within the API request."""
         self.request = request
         self.output = output
         self.num_generated = 0
@@ -664,7 +663,7 @@ class Choice:
         """The engine's own count, after it has ended the request."""
         self.last_token_at: float | None = None
         self.last: Delta | None = None
-        """Delta that is sent with the finish reason: the last one of the request."""
+        """Delta that is sent with the finish reason: the request's last delta."""
 
     @property
     def computed(self) -> TokenCounts:
@@ -676,7 +675,7 @@ class Choice:
         return TokenCounts() if self.count is None else self.count.tokens
 
     def count_event(self, event: TokenEvent) -> None:
-        """Count an event, whether its text is read or not."""
+        """Count an event, even if its text is not read."""
         self.num_generated += event.token_id is not None
         if self.is_computed and event.count is None and not (event.waited_s or event.cached_tokens or event.load):
             return  # most tokens say no more: only an engine's first and last event do

@@ -74,7 +74,7 @@ class CompletionCounters:
 
 
 class TokenizedPrompt(NamedTuple):
-    """Tokens of a prompt, and the number of tokens that each of its answers may have."""
+    """Tokens of a prompt, and the maximum number of tokens of each of its answers."""
 
     token_ids: list[int]
     max_tokens: int
@@ -110,7 +110,7 @@ class ServedBase:
     share_cache: bool = False
     """True if the projects of a tenant share cached KV of the base model. Different tenants never do."""
     tool_parser: str | None = None
-    """How the model writes calls of tools; None: as its chat template does."""
+    """Notation of the model's calls of tools; None: the chat template's notation."""
 
     @cached_property
     def format(self) -> Format:
@@ -153,7 +153,7 @@ class ServedBases(dict[str, ServedBase]):
 
 
 class ReadRequest(NamedTuple):
-    """A request that may be admitted: its model is found, its defaults are applied, its prompts are tokenized and
+    """A request that may be admitted: its model was found, defaults were applied, and prompts were tokenized and
     checked.
     """
 
@@ -165,13 +165,13 @@ class ReadRequest(NamedTuple):
     stop: StopAutomaton
     constraint: Constraint | None
     echoed: list[PromptText]
-    """Texts of the prompts if the request asks for them; otherwise none."""
+    """Texts of the prompts if the request has `echo`; otherwise empty."""
 
 
 Recorder = Callable[[Generation], None]
 ChooseRecorder = Callable[[Principal, GenerationRequest, OpenedRequest], Recorder | None]
-"""Called with the request as it came and as it was admitted. The recorder that it returns gets the generation with its
-kept answer.
+"""A function that gets the request in its original and in its admitted form. It returns a recorder, which gets the
+generation with the kept answer.
 """
 
 
@@ -231,7 +231,9 @@ class CompletionService:
         return opening or any(one.is_waiting and not one.is_background for one in self._running)
 
     def quiet_seconds(self) -> float:
-        """Return the seconds since the last such request ended; 0 while some run."""
+        """Return the seconds since the last request ended that was neither a line of a batch nor a shadow; 0 while such
+        requests run.
+        """
         if any(not one.is_background for one in self._running):
             return 0.0
         return time.monotonic() - self._last_other_at
@@ -467,8 +469,8 @@ class CompletionService:
         self._refused_observers.append(observer)
 
     def record_with(self, choose: ChooseRecorder | None) -> None:
-        """Call `choose`, if any, for every admitted request. It returns the function that gets the kept answer at the
-        end, or None.
+        """Call `choose`, if any, for every admitted request. `choose` returns None or a function that gets the kept
+        answer at the end.
         """
         self._choose_recorder = choose
 
@@ -488,7 +490,7 @@ class CompletionService:
         self.draining = True
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests; let the running ones end, and abort those that still run after `seconds`."""
+        """Refuse new requests; let running requests end, and abort requests that still run after `seconds`."""
         self.stop_accepting()
         for generation in tuple(self._running):
             if generation.service_tier == SHADOW:
@@ -501,8 +503,8 @@ class CompletionService:
         await self._until_idle()
 
     async def drain_base(self, base: ServedBase, seconds: float) -> None:
-        """Let the running requests of a base end, and abort those that still run after `seconds`. The base takes no new
-        requests.
+        """Let the running requests of a base end, and abort requests that still run after `seconds`. The base gets no
+        new requests.
         """
         running = [one.task for one in self._running if one.base_model == base.name]
         if running:
@@ -519,7 +521,9 @@ class CompletionService:
             await self._idle.wait()
 
     async def settle_late(self) -> None:
-        """Settle the requests whose end the database did not accept. Raises RecordsUnavailable if it still does not."""
+        """Settle the requests whose end the database did not accept. Raises RecordsUnavailable if the database still
+        does not accept them.
+        """
         while self._unsettled:
             settlement = self._unsettled.popleft()
             try:
@@ -527,7 +531,7 @@ class CompletionService:
             except RecordsUnavailable:
                 self._unsettled.appendleft(settlement)
                 raise
-            except UnknownRequest:  # its opening was not committed either
+            except UnknownRequest:  # the request's opening was not committed either
                 continue
 
 

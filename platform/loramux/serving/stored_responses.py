@@ -1,7 +1,9 @@
-"""Responses that later requests refer to: encrypted, of one tenant and project, with an expiry, within bounds.
+"""Responses that later requests refer to. Stored responses are encrypted, belong to one tenant and project, and have an
+expiry and bounds.
 
-The content is the API's: two JSON texts, of which this module knows no field. `items` are what a later request renders
-before its own input; `content` is the rest of the response. What was stored under another pepper counts as gone.
+The API defines the content: two JSON texts, whose fields this module does not know. A later request renders `items`
+before its own input; `content` is the rest of the response. Data that was encrypted with another pepper counts as
+deleted.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from loramux.serving.checks import ensure_storage_allowed
 from loramux.serving.errors import InvalidRequest, PreviousResponseNotFound, ResponseNotFound
 
 MAX_BYTES = 16 << 20
-"""The most bytes of one stored response."""
+"""Maximum bytes of one stored response."""
 MAX_TURNS = 4096
-"""The most responses that one may continue, each of them another."""
+"""Maximum length of a chain of responses that continue each other."""
 READS, READS_PER_TENANT = 32, 4
-"""Histories that are read at a time: a short request may refer to megabytes."""
+"""Maximum number of histories that are read at a time, because a short request may refer to megabytes."""
 SWEEP = 1000
 """Responses that are deleted in one transaction."""
 
@@ -44,7 +46,7 @@ class ResponseText(NamedTuple):
 
 
 class ResponseStore:
-    """Stored responses of every tenant; each caller sees those of its project."""
+    """Stored responses of every tenant; each caller sees the responses of its project."""
 
     def __init__(self, database: Database, pepper: bytes, settings: PrivacySettings) -> None:
         self.reads = TenantSlots(READS, READS_PER_TENANT)
@@ -59,7 +61,9 @@ class ResponseStore:
         return self._settings.response_seconds > 0
 
     def stores(self, principal: Principal, asked: bool | None) -> bool:
-        """Return whether a response is stored, if the request says so, or says nothing. Raises NotAllowed."""
+        """Return whether a response is stored, by the request's field or, without it, by the default. Raises
+        NotAllowed.
+        """
         if asked:
             ensure_storage_allowed(principal, "store")
         return self.is_on and asked is not False and not principal.zero_retention
@@ -69,8 +73,8 @@ class ResponseStore:
     ) -> bool:
         """Store a response, created at `created` Unix seconds; return whether it is stored.
 
-        It is not if it is too large, if the tenant got zero retention while it was made, or if the database does not
-        take it. The caller has its answer in any case.
+        A response is not stored if it is too large, if the tenant got zero retention in the meantime, or if the
+        database does not accept it. The caller gets its answer in all cases.
         """
         if len(response.items) + len(response.content) > MAX_BYTES:
             return False
@@ -91,7 +95,9 @@ class ResponseStore:
         most, most_bytes = self._settings.responses_per_tenant, self._settings.response_bytes_per_tenant
         try:
             async with self._database.begin() as session:
-                await lock_tenant(session, principal.tenant)  # zero retention begins before this, or after the commit
+                await lock_tenant(
+                    session, principal.tenant
+                )  # zero retention begins either before this lock or after the commit
                 if await TenantRepository(session).has_zero_retention(principal.tenant):
                     return False
                 await ResponseRepository(session, principal.tenant).add(row, most, most_bytes)
@@ -121,9 +127,10 @@ class ResponseStore:
                 raise ResponseNotFound(id)
 
     async def history(self, principal: Principal, id: str, most_bytes: int) -> list[bytes]:
-        """Return the items of a response and of those that it continues, oldest first.
+        """Return the items of a response and of the responses that it continues, oldest first.
 
-        Raises PreviousResponseNotFound if one of them is gone, and InvalidRequest beyond `most_bytes`.
+        Raises PreviousResponseNotFound if one of these responses was deleted, and InvalidRequest if the items exceed
+        `most_bytes`.
         """
         seen, now = Viewpoint.of(principal), self._database.now()
         async with self._database.read() as session:
@@ -144,7 +151,7 @@ class ResponseStore:
         return [one for one in items if one is not None]
 
     async def items(self, principal: Principal, ids: Collection[str], most_bytes: int) -> dict[str, bytes]:
-        """Return the items of those of `ids` that are stored. Raises InvalidRequest beyond `most_bytes`."""
+        """Return the stored items among `ids`. Raises InvalidRequest beyond `most_bytes`."""
         seen, now = Viewpoint.of(principal), self._database.now()
         async with self._database.read() as session:
             responses = ResponseRepository(session, principal.tenant)
@@ -154,7 +161,7 @@ class ResponseStore:
         return {id: items for id, items in decrypted.items() if items is not None}
 
     async def forget_expired(self) -> None:
-        """Delete responses past their expiry."""
+        """Delete expired responses."""
         while True:
             async with self._database.begin() as session:
                 if await remove_expired_responses(session, self._database.now(), SWEEP) < SWEEP:

@@ -1,17 +1,17 @@
-"""Convert text to token ids and back, with the base model's own tokenizer and chat template, and decode tokens as they
-come.
+"""Convert text to token ids and back, with the base model's own tokenizer and chat template, and decode tokens when
+they arrive.
 
 `Tokenizer` wraps what transformers loads. `Detokenizer` gives out the text of a generation token by token, and
-`StopMatcher` passes it on up to a stop string: text that is given out never has to be taken back.
+`StopMatcher` passes this text on up to a stop string. Text that was given out never has to be taken back.
 
-A template may refuse a conversation that clients cannot write in another way: system and developer turns that come
-later, two turns of one role, an empty answer. `render_accepted` tries the conversation as it came first, and then with
-more and more of it rewritten; no word of a turn's text is lost.
+A template may refuse a conversation that clients cannot change: later system and developer turns, two consecutive turns
+of one role, an empty answer. `render_accepted` tries the original conversation first, and then rewrites more and more
+of it. No word of a turn's text is lost.
 
 `StopAutomaton` is Aho and Corasick's (Efficient string matching, CACM 18(6), 1975): a trie of the stop strings in which
 every state knows its longest proper suffix that is also a state. A text is read once, in constant time per character
-(amortised), independent of the number and length of the stop strings. The state's depth is the number of characters
-that must be held back.
+(amortised), independent of the number and length of the stop strings. The depth of the current state is the number of
+characters that must be held back.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RenderedChat(NamedTuple):
 
     token_ids: list[int]
     tail: str
-    """End of its text, TAIL_CHARACTERS long."""
+    """End of the prompt's text, TAIL_CHARACTERS long."""
 
 
 class Tokenizer:
@@ -86,7 +86,7 @@ class Tokenizer:
         self.longest_token: int = base.longest_token if base else max(map(len, tokenizer.get_vocab()))
         """Maximum number of characters that one token stands for."""
         self.serialized: str | None = base.serialized if base else _serialized(tokenizer)
-        """The vocabulary as the `tokenizers` library writes it; None where the tokenizer is not one of its."""
+        """The vocabulary as the `tokenizers` library writes it; None if the tokenizer does not use this library."""
         self._threads: ThreadPool = base._threads if base else ThreadPool("tokenizer", _THREADS, per_tenant=1)
         self.token: Callable[[int], Token] = lru_cache(maxsize=1 << 18)(self._token)
 
@@ -94,7 +94,8 @@ class Tokenizer:
     def load(cls, model_dir: Path) -> Tokenizer:
         """Load the tokenizer next to the model's weights.
 
-        Raises SettingsError if there is none, or if its token ids differ from those of its tokenizer.json.
+        Raises SettingsError if the folder has no tokenizer, or if the tokenizer's ids differ from those of
+        tokenizer.json.
         """
         try:
             return cls(load_tokenizer(model_dir).tokenizer)
@@ -129,8 +130,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text to continue, with the special tokens that the model expects around it.
 
-        For a text of more than `limit` tokens, it may return only a beginning that has more than `limit`. Each tenant
-        has one text at a time on a thread outside of the event loop.
+        For a text of more than `limit` tokens, the result may be only a beginning with more than `limit` tokens. Each
+        tenant has one text at a time on a thread outside of the event loop.
         """
         work = partial(self._encode, text, limit, add_special_tokens=add_special_tokens)
         return await self.run(work, len(text), tenant)
@@ -156,22 +157,23 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str:
-        """The chat template, or several of them joined; empty if there is none."""
+        """The chat template, or several templates joined; empty without a template."""
         template = self._tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     def token_id(self, text: str) -> int | None:
-        """Return the single token that stands for `text`; None if there is none."""
+        """Return the token whose text is exactly `text`; None without such a token."""
         found = self._tokenizer.get_added_vocab().get(text)
         return found if found is None else int(found)
 
     def special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return those of `texts` that are special tokens, which `decode` leaves out."""
+        """Return the texts among `texts` that are special tokens, which `decode` leaves out."""
         found = {text: self.token_id(text) for text in texts}
         return {text: token for text, token in found.items() if token is not None and token in self._special_ids}
 
     def grammar_tokens(self, texts: Iterable[str]) -> dict[str, int]:
-        """Return those of `texts` that a grammar must name by their token, because the token has no text there.
+        """Return the texts among `texts` that a grammar must name by their token, because these tokens have no text in
+        the grammar's vocabulary.
 
         For llguidance these are special tokens, and all added tokens in angle brackets. For `decode`, some of them are
         not special: for example, Qwen's `<tool_call>`.
@@ -184,7 +186,9 @@ class Tokenizer:
         }
 
     async def spell(self, token_ids: list[int], tenant: str = "") -> PromptText:
-        """Return the text of tokens, without special ones, and the beginning of each. For `tenant` see `encode`."""
+        """Return the text of tokens without special tokens, and the beginning of each token's text. For `tenant` see
+        `encode`.
+        """
         return await self.run(partial(self._spell_all, token_ids), len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
 
     def pieces(self, token_ids: list[int]) -> list[str]:
@@ -201,7 +205,8 @@ class Tokenizer:
         self._threads.close()
 
     async def run(self, work: Callable[[], T], size: int, tenant: str) -> T:
-        """Run short work at once and long work on a thread. A tenant has one thread, so that others find a free one.
+        """Run short work immediately and long work on a thread. A tenant has at most one thread, so that other tenants
+        find a free thread.
 
         `size` is the size of the work, in characters to tokenize.
         """
@@ -215,8 +220,8 @@ class Tokenizer:
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
     def _encode(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize longer and longer beginnings, so that a text that cannot fit costs no more than the longest one that
-        fits.
+        """Tokenize longer and longer beginnings, so that a text that is too long takes no more time than the longest
+        text that fits.
         """
         if isinstance(text, TextPair):
             pair: list[int] = self._tokenizer.encode(text.first, text.second, add_special_tokens=add_special_tokens)
@@ -283,7 +288,7 @@ def _serialized(tokenizer: Any) -> str | None:
 
 
 class TemplateRefusal(InvalidRequest):
-    """A template refuses a conversation, and may take another form of it."""
+    """A template refuses a conversation, and may accept another form of it."""
 
 
 def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
@@ -294,7 +299,7 @@ def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
 def render_accepted(conversation: Conversation, render: Callable[[Conversation], str]) -> tuple[str, Conversation]:
     """Return the text of the first form that `render` accepts and that shows all instructions, and the form.
 
-    If all forms are refused, raises the refusal of the conversation as it came.
+    If all forms are refused, raises the refusal of the original conversation.
     """
     later = [turn.content.strip() for turn in _later_instructions(conversation)]
     refusal: TemplateRefusal | None = None
@@ -315,8 +320,8 @@ def render_accepted(conversation: Conversation, render: Callable[[Conversation],
 
 
 def _forms(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield the conversation as it came, then with its later instructions in its first turn, then also with turns
-    joined.
+    """Yield the original conversation, then a form with later instructions in the first turn, then a form in which
+    turns are also joined.
     """
     yield conversation
     folded = _fold_instructions(conversation)
@@ -356,7 +361,7 @@ def _join_turns(conversation: Conversation) -> Conversation:
 
 
 def open_last_message(text: str, conversation: Conversation) -> str:
-    """Return a rendered conversation up to the end of its last message's content, as transformers does it.
+    """Return a rendered conversation up to the end of its last message's content, as in transformers.
 
     Raises InvalidRequest if the template does not show that content.
     """
@@ -374,9 +379,9 @@ def open_last_message(text: str, conversation: Conversation) -> str:
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that decoding leaves out: those with a role, and added ones that are marked as special.
+    """Return the tokens that decoding leaves out: tokens with a role, and added tokens that are marked as special.
 
-    transformers lists only those with a role; markers such as Mistral's `[TOOL_CALLS]` have no role.
+    transformers lists only tokens with a role; markers such as Mistral's `[TOOL_CALLS]` have no role.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return frozenset(tokenizer.all_special_ids) | {token for token, content in added.items() if content.special}
@@ -402,13 +407,13 @@ def _byte_alphabet() -> dict[str, int]:
 class Detokenizer:
     """The text of one generation, token by token.
 
-    It decodes a short window of the latest tokens instead of single ones, because a token's text depends on its
-    neighbours: a character may span tokens, and a sentencepiece decoder drops the space of the first token it sees.
-    The window begins with the end of the prompt, so that a continuation keeps its leading space. `decode` is the
+    The detokenizer decodes a short window of the latest tokens instead of single tokens, because a token's text depends
+    on its neighbours: a character may span tokens, and a sentencepiece decoder drops the space of the first token it
+    sees. The window begins with the end of the prompt, so that a continuation keeps its leading space. `decode` is the
     tokenizer's own and skips special tokens.
 
-    A text that ends in U+FFFD waits for more. With byte fallback, one unfinished character turns every character of its
-    run of byte tokens into U+FFFD, so none of the text at that moment can be trusted.
+    A text that ends in U+FFFD waits for further tokens. With byte fallback, one unfinished character turns every
+    character of its run of byte tokens into U+FFFD, so no part of the text is reliable at that moment.
     """
 
     def __init__(self, decode: Decode, prompt_token_ids: Sequence[int] = ()) -> None:
@@ -430,7 +435,7 @@ class Detokenizer:
         return given
 
     def flush(self) -> str:
-        """Return the rest at the end: an unfinished character comes out as U+FFFD."""
+        """Return the remaining text at the end. An unfinished character becomes U+FFFD."""
         return self._give(len(self._text))
 
     def _push_whole(self, before: str) -> str:
@@ -457,18 +462,20 @@ class Detokenizer:
 
 
 def _end_of_prompt(decode: Decode, ids: list[int]) -> list[int]:
-    """Return the shortest end of the prompt that reads as text; the whole prompt if none does."""
+    """Return the shortest end of the prompt that decodes to valid text; the whole prompt if there is no such end."""
     ends = (ids[-keep:] for keep in _CUTS)
     return next((end for end in ends if (text := decode(end)) and REPLACEMENT not in text), ids)
 
 
 class StopAutomaton:
-    """Automaton of the stop strings of a request. Its choices share it, and each has its own StopMatcher."""
+    """Automaton of the stop strings of a request. The choices of a request share the automaton, and each choice has its
+    own StopMatcher.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.next: dict[int, int] = {}
-        """Next state by state and character. It is one flat dict, because thousands of small ones would trigger the
-        garbage collector.
+        """Next state by state and character. The table is one flat dict, because thousands of small dicts would trigger
+        the garbage collector.
         """
         self.fallback: list[int] = [0]
         """The longest proper suffix of every state that is also a state; state 0 is the empty text."""
@@ -512,10 +519,10 @@ class StopAutomaton:
 
 
 class StopMatcher:
-    """Passes text on until a stop string is complete, and never any part of one.
+    """Passes text on until a stop string is complete, and never passes on a part of a stop string.
 
-    The text ends as soon as it ends with a stop string; if two end at the same character, the longer one counts. This
-    depends only on the text, not on how it was cut into pieces.
+    The text ends as soon as it ends with a stop string; if two end at the same character, the longer one counts. The
+    result depends only on the text, not on its division into pieces.
     """
 
     def __init__(self, stops: StopAutomaton) -> None:
@@ -532,8 +539,8 @@ class StopMatcher:
         return len(self._held)
 
     def push(self, text: str) -> str:
-        """Return the part of the text that can be shown and has not been shown; do not call it after `matched` is
-        set.
+        """Return the part of the text that can be shown and has not been shown; do not call this method after `matched`
+        is set.
         """
         if not self._stops.next:
             return text
@@ -550,6 +557,6 @@ class StopMatcher:
         return text[:shown_until]
 
     def flush(self) -> str:
-        """Return the held text when no more comes: it only looked like the beginning of a stop string."""
+        """Return the held text at the end, because it was not the beginning of a stop string."""
         held, self._held = self._held, ""
         return held

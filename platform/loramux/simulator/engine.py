@@ -65,7 +65,7 @@ class SimulatedStore:
     """
 
     def __init__(self, clock: VirtualClock, device: Device, sizes: dict[str, tuple[int, int]]) -> None:
-        """`sizes`: pages and bytes of every revision, by digest."""
+        """`sizes` has pages and bytes of every revision, by digest."""
         self._clock = clock
         self._device = device
         self._sizes = sizes
@@ -112,7 +112,7 @@ class SimulatedStore:
 
     @property
     def next_due(self) -> float | None:
-        """The end of the next transfer; None if none is running."""
+        """The end of the next transfer; None if no transfer is running."""
         return self._due[0][0] if self._due else None
 
     @property
@@ -127,7 +127,7 @@ class SimulatedStore:
             _conclude(future, result)
 
     def settle_all(self) -> None:
-        """End all running transfers at once, as before the first request comes."""
+        """End all running transfers immediately, for example before the first request arrives."""
         for _, _, future, result in self._due:
             _conclude(future, result)
         self._due.clear()
@@ -266,7 +266,7 @@ class SimulatedEngine:
         self.opened: dict[str, Request] = {}
         """Requests that were sent to this engine and have not ended."""
         self.most_adapters = 0
-        """Most adapters that were resident at once."""
+        """Maximum number of adapters that were resident at the same time."""
         self.use, self.use_when_waited_for = Share(), Share()
         self._ranks = ranks
         self._bytes = {digest: scenario.model.adapter_bytes(rank) for digest, rank in ranks.items()}
@@ -297,7 +297,7 @@ class SimulatedEngine:
         self._inbox: list[Request] = []
         self._step: Step | None = None
         self.view = self._look()
-        """Latest statistics, as servers have them."""
+        """Latest statistics in the form that servers have."""
 
     # before time begins
 
@@ -323,14 +323,16 @@ class SimulatedEngine:
     # while time passes
 
     def submit(self, request: Request, now: float) -> None:
-        """Send a request; the loop takes it at the end of the running step."""
+        """Send a request. The loop reads it at the end of the running step."""
         self.opened[request.id] = request
         self._inbox.append(request)
         if self._step is None:
             self.wake_at = min(self.wake_at, max(now, self.clock.now))
 
     def run(self) -> list[TokenEvent]:
-        """Do what is due at `wake_at`: end the running step, begin the next. Return the events for clients."""
+        """Do the work that is due at `wake_at`: end the running step, begin the next step. Return the events for
+        clients.
+        """
         self.clock.advance_to(max(self.clock.now, self.wake_at))
         events: list[TokenEvent] = []
         if self._step is not None:
@@ -409,7 +411,7 @@ class SimulatedEngine:
 
     @property
     def most_units_of_a_step(self) -> float:
-        """Most units that one step charges one tenant."""
+        """Maximum units that one step charges one tenant."""
         scenario, policy = self.scenario, self.scheduler.state.policy
         largest = max((pages for pages, _ in self.sizes.values()), default=0)
         loads = min(scenario.num_pages, largest * policy.lookahead) * policy.load_units_per_page
@@ -417,7 +419,7 @@ class SimulatedEngine:
 
     @property
     def most_units_per_s(self) -> float:
-        """Most units that an engine charges one tenant in a second: prefill, decode and loads, each at its fastest."""
+        """Maximum units that an engine charges one tenant in a second: prefill, decode and loads at their fastest."""
         tokens, rows = self.scenario.max_num_batched_tokens, self.scenario.max_num_seqs
         prefill = tokens / self._step_time.seconds(StepWork(tokens, tokens, tokens, 0, 0))
         decode = 2 * rows / self._step_time.seconds(StepWork(rows, rows, rows, 0, 0))

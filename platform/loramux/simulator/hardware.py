@@ -35,8 +35,9 @@ class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     load_overhead_s: Annotated[float, Meta(ge=0)] = 0.0003
     """Fixed seconds of one adapter's load, in addition to the time for its bytes."""
     load_latency_s: tuple[Seconds, Seconds] = (0.0, 0.0)
-    """Least and most seconds that the storage adds to a load, uniformly distributed. Loads wait for the storage at the
-    same time, so they end in any order, and several may end between two steps."""
+    """Minimum and maximum seconds that the storage adds to a load, uniformly distributed. Loads wait for the storage at
+    the same time, so they end in any order, and several may end between two steps.
+    """
     load_failures: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Share of the loads that fail."""
     dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0

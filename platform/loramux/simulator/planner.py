@@ -51,14 +51,14 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     """Tokens per second of all GPUs together."""
     adapters_resident: int
-    """Most adapters that one GPU's pool held at once."""
+    """Maximum number of adapters that one GPU's pool held at the same time."""
     dollars_per_million_tokens: float
     """Cost of a million tokens, prompt and output together."""
     simulated: int = 1
     """GPUs that were simulated: one, with its part of the traffic, or all of them with the router before them."""
 
     def excess(self, goals: Goals) -> float:
-        """Return the factor by which the worse of the two goals is missed; at most 1 if both are kept."""
+        """Return the factor by which the worse of the two goals is missed; at most 1 if both goals are met."""
         return max(self.ttft_ms_p99 / goals.ttft_ms, self.itl_ms_p99 / goals.itl_ms)
 
 
@@ -182,7 +182,7 @@ class Planner:
             yield msgspec.structs.replace(settings, **{knob: choice})
 
     def _rank(self, trial: Trial) -> tuple[float, float]:
-        """Rank trials: goals first; of those that keep them, the one with most margin, less its preemption rate."""
+        """Rank trials: trials that meet the goals come first, ordered by their margin minus their preemption rate."""
         excess = trial.excess(self._goals)
         return max(excess, 1.0), excess + trial.preemption_rate
 
@@ -242,7 +242,9 @@ def _memory_of(scenario: Scenario) -> RankMemory:
 
 
 def _refusal(scenario: Scenario) -> str:
-    """Return a sentence: what does not fit a device's memory, and how many ranks would."""
+    """Return a sentence that names the part that does not fit a device's memory, and the number of ranks that is
+    enough.
+    """
     model, device = scenario.model, scenario.device
     usable = scenario.memory_utilization * device.memory_bytes
     context = model.kv_bytes_per_token * model.max_model_len

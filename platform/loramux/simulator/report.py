@@ -1,9 +1,9 @@
 """The figures of a simulation: exact times, the service gap, the report made of them, and a plot over time.
 
 Times are counted to the microsecond: every quantile is exact, and memory does not grow with the tokens. VTC (OSDI 2024)
-calls the service gap the accumulated service difference of backlogged clients. It is the largest difference, over any
-interval in which two parties both waited, between what they received. A `SimulatedTimeline` samples the pool, the queue
-and the tenants' tokens; `plot_report` draws it.
+calls the service gap the accumulated service difference of backlogged clients. The gap is the largest difference
+between the service of two parties, over any interval in which both waited. A `SimulatedTimeline` samples the pool, the
+queue and the tenants' tokens; `plot_report` draws it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Run:
     deadline_s: float | None
     output_left: int
     next_token: TokenEvent
-    """Event of the next token: the same for all but the last, which is made when it comes."""
+    """Event of the next token: the event is the same for all tokens except the last."""
     last_token_at: float | None = None
     tokens_told: int = 0
 
@@ -170,7 +170,7 @@ WATCHED = 256
 
 
 class ServiceGap:
-    """The largest difference, over any interval in which two parties both waited, between what they received.
+    """The largest difference between the service of two parties, over any interval in which both waited.
 
     The unit is service units over weight. A pair's difference at the time when both began to wait does not count; the
     range of the difference since then does.
@@ -272,8 +272,9 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     pages_swapped: int
     """Pages of preempted requests that were copied to the host's memory instead of being computed again."""
     pool_use: float
-    """Share of the pool's pages that running requests and their adapters held. It is the mean over the time in which
-    others waited for room, or, if none ever waited, over the time in which any ran."""
+    """Share of the pool's pages that running requests and their adapters held. The value is the mean over the time in
+    which requests waited for pages or, if no request waited, over the time in which requests ran.
+    """
     service_gap_max: float
     """Largest difference between the service of two tenants of a class while both waited, on every engine, in units
     over weight."""
@@ -284,12 +285,14 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     accepted: int
     refused: int
     in_deadline: float | None
-    """Share of the accepted requests with a deadline that had their first token in time; None if none had one."""
+    """Share of the accepted requests with a deadline that had their first token in time; None if no request had a
+    deadline.
+    """
     per_tenant: dict[str, TenantReport]
 
 
 def share_in_deadline(tallies: Iterable[TenantTally]) -> float | None:
-    """Return the share of accepted requests with a deadline that met it; None if none had one."""
+    """Return the share of accepted requests with a deadline that met it; None if no request had a deadline."""
     asked = in_time = 0
     for tally in tallies:
         asked += tally.with_deadline

@@ -50,7 +50,7 @@ class Uniform(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
 
 class LogNormal(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="distribution", tag="lognormal"):
-    """exp(Normal(mu, sigma)) tokens, cut off at both ends."""
+    """A distribution of exp(Normal(mu, sigma)) tokens, limited at both ends."""
 
     mu: float
     sigma: Annotated[float, Meta(ge=0)]
@@ -118,14 +118,14 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Coefficient of variation of the gaps (Gamma): 0 is exactly regular, 1 Poisson, more is burstier."""
     start_s: Seconds = 0.0
     requests: Count | None = None
-    """Most requests; None: as many as come before the scenario ends."""
+    """Maximum number of requests; None: all requests that arrive before the scenario ends."""
     on_s: Positive | None = None
     """Seconds of activity, followed by `off_s` seconds of silence, in turns; None: always active."""
     off_s: Seconds = 0.0
     prompt_tokens: Lengths
     output_tokens: Lengths
     max_tokens: Count | None = None
-    """The max_tokens of its requests; None: exactly as many as they will generate."""
+    """The max_tokens of the client's requests; None: exactly the number of tokens that they will generate."""
     adapters: Annotated[int, Meta(ge=0)] = 0
     """Number of adapters; 0: the base model. Adapter i belongs to the client's tenant i modulo tenants."""
     popularity: str = "uniform"
@@ -133,15 +133,17 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ranks: tuple[Count, ...] = (16,)
     """Adapter i has rank ranks[i modulo their number]."""
     preload: bool = False
-    """True if its adapters are in the pool before the first request."""
+    """True if the client's adapters are in the pool before the first request."""
     service_class: ServiceClass = ServiceClass.STANDARD
     weight: Positive = 1.0
     deadline_s: Positive | None = None
-    """Seconds within which its requests need their first token; None: no deadline."""
+    """Deadline in seconds of the first token of the client's requests; None: no deadline."""
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine's death. Its requests continue elsewhere, from the prompt and the tokens that clients have."""
+    """An engine's death. The engine's requests continue on other engines, from the prompt and the tokens that clients
+    have.
+    """
 
     engine: str
     at_s: Seconds
@@ -183,7 +185,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_num_seqs: Count = 256
     max_num_batched_tokens: Count = 2048
     max_mixed_prefill_tokens: Count | None = None
-    """Most prompt tokens of a step in which sequences decode; None: only the other limits apply."""
+    """Maximum number of prompt tokens in a step in which sequences decode; None: only the other limits apply."""
     policy: Policy = Policy()
     """The engine's policy, with the values that differ."""
     order: str = "fair"
@@ -217,9 +219,9 @@ def scenario_names() -> list[str]:
 
 
 def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
-    """Return a shipped scenario by its name, or that of a TOML file, with `key=value` overrides.
+    """Return a shipped scenario by its name, or the scenario of a TOML file, with `key=value` overrides.
 
-    Raises ScenarioError, which names what is wrong and what would be right.
+    Raises ScenarioError, which names the fault and the valid values.
     """
     shipped = scenarios_folder() / f"{name_or_path}.toml"
     path = shipped if shipped.is_file() else Path(name_or_path)

@@ -25,9 +25,10 @@ from loramux.simulator.traffic import Arrivals, draw_arrivals
 
 
 class LeastLoaded:
-    """A baseline instead of the router: the engine with the fewest requests of this server, wherever the adapter is.
+    """A baseline instead of the router: the engine with the fewest requests of this server, independently of the
+    adapter's place.
 
-    It balances perfectly and has no affinity.
+    This baseline balances perfectly and has no affinity.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class Simulation:
     """One scenario, served from its first request to its last token."""
 
     def __init__(self, scenario: Scenario, arrivals: Arrivals | None = None) -> None:
-        """`arrivals` replaces those that the scenario would draw."""
+        """`arrivals` replaces the arrivals that the scenario would draw."""
         drawn = draw_arrivals(scenario.clients, scenario.duration_s, scenario.seed) if arrivals is None else arrivals
         self.arrivals = drawn
         self.scenario = scenario
@@ -134,8 +135,9 @@ class Simulation:
             engine.preload(wanted[digest] for digest in placed[engine.name])
 
     def advance(self) -> bool:
-        """Do what is due next: a request comes, an engine steps or dies, or service is exchanged; return False at the
-        end."""
+        """Do the next event: a request arrives, an engine steps or dies, or service is exchanged. Return False at the
+        end.
+        """
         engine = min(self.engines, key=attrgetter("wake_at"))
         arrives_at = self._next[0] if self._next else NEVER
         fault_at = self._faults[0][0] if self._faults else NEVER
@@ -238,7 +240,7 @@ class Simulation:
         return SimulatedEngine(name, self.scenario, self._ranks, self.meter, now)
 
     def lose(self, name: str) -> None:
-        """Let an engine die; its requests continue elsewhere after the tokens that clients have."""
+        """Let an engine die; its requests continue on other engines after the tokens that clients have."""
         number = int(name.removeprefix("engine-"))
         dead = self.engines[number]
         self._count_past(dead)

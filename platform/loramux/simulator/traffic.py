@@ -91,7 +91,9 @@ class Arrivals:
         return self.only(place * engines // len(self) == engine)
 
     def requests(self) -> Iterator[tuple[float, TrafficSource, int, Request]]:
-        """Yield (arrival, source, tokens it will generate, request). No two prompts begin alike: none hits a cache."""
+        """Yield (arrival, source, tokens it will generate, request). All prompts have different beginnings, so the
+        prefix cache never hits.
+        """
         columns = (self.source, self.at, self.prompt_tokens, self.output_tokens, self.max_tokens)
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for number, (index, at, prompt, output, most) in enumerate(rows):
@@ -110,8 +112,8 @@ class Arrivals:
 
 
 def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Arrivals:
-    """Draw the requests of `duration_s` seconds. Each client has a separate generator: one client more changes no
-    other.
+    """Draw the requests of `duration_s` seconds. Each client has a separate generator, so an additional client changes
+    no other client.
 
     Raises ScenarioError if no request arrives.
     """

@@ -37,7 +37,9 @@ from loramux.data.records.credentials import CredentialRepository, KeyRepository
 from loramux.data.records.tenants import MemberRepository, MemberRow, ProjectRepository, ProjectRow
 
 MAX_LIVE_KEYS = 10_000
-"""The most live keys of a tenant: lists show all of them, and every check of limits names them."""
+"""Maximum number of live keys of a tenant. The number is limited because lists show all keys, and every check of limits
+names them.
+"""
 MAX_MODELS = 1000
 MAX_MODEL_LENGTH = 200
 MAX_OVERLAP_SECONDS = 30 * SECONDS_PER_DAY
@@ -50,16 +52,16 @@ MAX_MEMBERS = 10_000
 
 
 class KeyRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of a key to be made."""
+    """Properties of a new key."""
 
     name: str = "default"
     scopes: frozenset[str] = CUSTOMER_SCOPES
     project: str | None = None
     """The project's name; None: the maker's project if the maker is bound to one, else `default`."""
     models: frozenset[str] | None = None
-    """The only models that the key may name, as in a request's `model`; None: all of the tenant's."""
+    """The only models that the key may name, as in a request's `model`; None: all models of the tenant."""
     expires_in: int | None = None
-    """Seconds until the key expires; None: when its maker ends."""
+    """Seconds until the key expires; None: the key ends when its maker ends."""
 
 
 class Keys:
@@ -71,7 +73,7 @@ class Keys:
         self._pepper = pepper
 
     async def create(self, wanted: KeyRequest) -> tuple[Key, str]:
-        """Make a key and return it with its secret, which is shown this once and stored nowhere.
+        """Make a key and return it with its secret. The secret is returned only here and is not stored.
 
         Raises InvalidTenant, ProjectNotFound, and NotPermitted if the key could do more than its maker may pass on.
         """
@@ -118,7 +120,7 @@ class Keys:
     async def rotate(self, key_id: str, overlap: int) -> tuple[Key, str]:
         """Replace a key and return the new one with its secret; the old key ends after `overlap` seconds.
 
-        Limits and budgets of the old key count the new one too. Raises KeyNotFound; InvalidTenant if the key has ended
+        Limits and budgets of the old key count the new key too. Raises KeyNotFound; InvalidTenant if the key has ended
         or the overlap is more than 30 days; NotPermitted if the actor could not make such a key.
         """
         if not 0 <= overlap <= MAX_OVERLAP_SECONDS:
@@ -145,9 +147,9 @@ class Keys:
         return made, secret
 
     async def revoke(self, key_id: str) -> Key:
-        """End a key, and the keys that it made unless a rotation has put another one in its place.
+        """End a key. The keys that it made end too, unless a rotation has replaced the key by another key.
 
-        The key ends at once and for good. A second call changes nothing. Raises KeyNotFound.
+        The key ends immediately and permanently. A second call has no effect. Raises KeyNotFound.
         """
         async with self._changes.begin() as change:
             row = await self._named(change, key_id)
@@ -244,14 +246,14 @@ class Account:
 
 
 class Projects:
-    """The projects of one tenant, as one actor may change them. Every tenant has one called `default`."""
+    """The projects of one tenant, as one actor may change them. Every tenant has a project called `default`."""
 
     def __init__(self, changes: Changes, tenant: TenantId) -> None:
         self._changes = changes
         self._tenant = tenant
 
     async def create(self, name: str) -> Project:
-        """Create a project, or restore an archived one with its keys. Raises InvalidTenant or AlreadyExists."""
+        """Create a project, or restore an archived project with its keys. Raises InvalidTenant or AlreadyExists."""
         if not is_name(name):
             raise InvalidTenant(f"a project's name is {GRAMMAR_IN_WORDS}; got {name[:80]!r}", "name")
         async with self._changes.begin() as change:
@@ -275,7 +277,8 @@ class Projects:
             return [project_of(row) for row in await ProjectRepository(session, self._tenant).all()]
 
     async def archive(self, name: str) -> Project:
-        """Close a project: its keys and members are refused in it until `create` restores it.
+        """Close a project. The project's keys, and requests of members in it, are refused until `create` restores the
+        project.
 
         Raises ProjectNotFound, StillNeeded.
         """
@@ -293,7 +296,7 @@ class Projects:
 
 
 class Members:
-    """The members of one tenant, as one actor may change them. A tenant that has an owner keeps one."""
+    """The members of one tenant, as one actor may change them. The last owner of a tenant cannot be removed."""
 
     def __init__(self, changes: Changes, tenant: TenantId) -> None:
         self._changes = changes
@@ -330,7 +333,7 @@ class Members:
             return [member_of(row) for row in await MemberRepository(session, self._tenant).all()]
 
     async def change_role(self, member_id: str, role: str) -> Member:
-        """Give a member another role, and end the keys that it made and that can do more than it now may.
+        """Give a member another role, and end the member's keys that can do more than the new role.
 
         Raises InvalidTenant, MemberNotFound, NotPermitted, StillNeeded.
         """
@@ -357,7 +360,9 @@ class Members:
         return member_of(row)
 
     async def _leaving(self, change: Change, member_id: str, *, stays: bool) -> MemberRow:
-        """Return the member, after checking that the actor may take its role and that it is not the only owner."""
+        """Return the member, after checking that the actor may remove the member's role and that the member is not the
+        only owner.
+        """
         members = MemberRepository(change.session, self._tenant)
         owners = await members.lock_owners()
         row = await members.get(member_id) if member_id.isprintable() else None

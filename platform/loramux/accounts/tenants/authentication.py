@@ -52,7 +52,7 @@ FRESH_SECONDS = 3600.0
 STALE_SECONDS = 86_400.0
 """Seconds for which known keys stay valid while the issuer does not answer."""
 RETRY_SECONDS = 10.0
-"""The least time between two requests to the issuer, in seconds, however many tokens have unknown keys."""
+"""Minimum time between two requests to the issuer in seconds, independent of the number of tokens with unknown keys."""
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,9 @@ class Credential(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LastUse:
-    """Times of the keys' last use: kept in memory and written in batches, so that no request waits for it."""
+    """Times of the keys' last use. The times are kept in memory and written in batches, so that no request waits for a
+    write.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -85,7 +87,7 @@ class LastUse:
         self._task = asyncio.create_task(self._write_on(), name="last-use")
 
     async def stop(self) -> None:
-        """End the writing task and write what is left."""
+        """End the writing task, and write the remaining times."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -93,7 +95,9 @@ class LastUse:
         await self.flush()
 
     async def flush(self) -> None:
-        """Write the noted times in one statement. If the database does not accept them, keep them for the next time."""
+        """Write the noted times in one statement. If the database does not accept the statement, keep the times for the
+        next call.
+        """
         noted, self._noted = self._noted, {}
         if not noted:
             return
@@ -145,9 +149,9 @@ class Authenticator:
         return principal
 
     async def principal_behind(self, tenant: TenantId, owner: str, project: ProjectId) -> Principal:
-        """Return the present rights of an owner on whose behalf background work, such as a batch, runs.
+        """Return the current rights of an owner for whom background work, such as a batch, runs.
 
-        `owner`: the first key of a chain of rotations, whose newest key counts, or a member. Raises InvalidKey if no
+        `owner` is a member, or the first key of a chain of rotations, whose newest key decides. Raises InvalidKey if no
         rights are left, and TenantSuspended.
         """
         now = self._database.now()
@@ -251,7 +255,7 @@ class Person(msgspec.Struct, frozen=True):
     issuer: str
     subject: str
     is_operator: bool
-    """True: the issuer's claim has one of the values that the settings name."""
+    """True: the issuer's claim has a value that the settings name."""
 
 
 class TokenVerifier:

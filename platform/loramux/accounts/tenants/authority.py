@@ -1,9 +1,10 @@
 """Authority: scopes, roles, and the rule for the rights that a credential may pass on.
 
-A credential cannot make a key that may do more, or live longer, than the credential itself. `Authority` is the most
-that an actor may pass on. `KeyGrant` is the set of rights that a new key would have. `Authority.ensure_covers` compares
-the two for new keys and for rotated ones. A key's *lineage* names the key itself and the keys or members that made it.
-Limits on any of them count the key's requests. If a maker ends, the keys that it made end too.
+A credential cannot make a key that may do more, or live longer, than the credential itself. `Authority` is the set of
+all rights that an actor may pass on. `KeyGrant` is the set of rights that a new key would have.
+`Authority.ensure_covers` compares both for new and for rotated keys. A key's *lineage* names the key itself and the
+keys or members that made it. Limits on each member of the lineage count the key's requests. If a maker ends, the keys
+that it made end too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from loramux.accounts.tenants.errors import InvalidTenant, NotPermitted
 from loramux.common.identity import Origin, Principal, ProjectId
 
 CUSTOMER_SCOPES = frozenset({"inference", "adapters", "usage"})
-"""Scopes of a key, if its maker names none."""
+"""Scopes of a key if its maker names no scopes."""
 MANAGEMENT_SCOPES = frozenset({"read", "keys", "projects", "members", "limits", "billing", "audit", "webhooks"})
 TENANT_SCOPES = CUSTOMER_SCOPES | MANAGEMENT_SCOPES
 SCOPES = TENANT_SCOPES | {"operator"}
@@ -27,7 +28,7 @@ IMPLIED = {scope: frozenset({scope, "read"}) for scope in TENANT_SCOPES}
 WHOLE_TENANT_SCOPES = frozenset({"projects", "members", "limits", "billing", "audit", "webhooks", "operator"})
 """Scopes over a whole tenant, or over all tenants. A key that is limited to a list of models never has them."""
 MAX_MAKERS = 8
-"""The most makers in one lineage."""
+"""Maximum number of makers in one lineage."""
 
 
 class Role(StrEnum):
@@ -52,7 +53,7 @@ APPOINTS = {
     Role.OWNER: frozenset(Role),
     Role.ADMIN: frozenset({Role.DEVELOPER, Role.BILLING, Role.VIEWER}),
 }
-"""Roles that a role may give and take. Roles that are not listed may give none."""
+"""Roles that a role may give and remove. Roles that are not listed may give no roles."""
 
 
 class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,7 +71,7 @@ class KeyGrant(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Authority(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that an actor may pass on to keys and members."""
+    """All rights that an actor may pass on to keys and members."""
 
     scopes: frozenset[str]
     roles: frozenset[Role] = frozenset()
@@ -80,11 +81,13 @@ class Authority(msgspec.Struct, frozen=True, kw_only=True):
     project: ProjectId | None = None
     """The only project that the actor's keys may be in; None: any."""
     expires_at: int | None = None
-    """The time at which the actor's keys end at the latest, in microseconds since the epoch; None: never."""
+    """The latest expiry of the actor's keys, in microseconds since the epoch; None: keys need not expire."""
     lineage: tuple[str, ...] = ()
     """The actor's lineage, which is continued by the keys that the actor makes."""
     over_operators: Authority | None = None
-    """An operator's authority over operators' keys. Unlike tenants' keys, they end with the operator that made them."""
+    """An operator's authority over operators' keys. Unlike tenants' keys, operators' keys end with the operator that
+    made them.
+    """
 
     def over(self, scopes: frozenset[str]) -> Authority:
         """Return the authority that applies to a key with these scopes."""
@@ -128,7 +131,7 @@ class Authority(msgspec.Struct, frozen=True, kw_only=True):
         return (key_id, *self.lineage)
 
     def lineage_of_rotated(self, old: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the lineage of a key that replaces an old one: it has the old key's limits and the new maker."""
+        """Return the lineage of a key that replaces `old`: the new key has the old key's limits and the new maker."""
         if self.lineage and self.lineage[0] in old:
             return old
         return self.lineage_of(old[0])
@@ -139,7 +142,7 @@ UNLIMITED = Authority(scopes=SCOPES, roles=frozenset(Role))
 
 
 class Actor(msgspec.Struct, frozen=True):
-    """The author of a change: its name for the audit log, where it came from, and its authority."""
+    """The author of a change: its name in the audit log, its address, and its authority."""
 
     name: str
     origin: Origin
@@ -178,7 +181,7 @@ def _authority_of(principal: Principal) -> Authority:
 def _roles_of_key(principal: Principal) -> frozenset[Role]:
     """Return the roles that a key may give.
 
-    A key that expires gives none, because members do not expire. Other keys give roles as an admin does.
+    A key that expires gives no roles, because members do not expire. Other keys give roles as an admin does.
     """
     if principal.expires_at is not None:
         return frozenset()
@@ -191,7 +194,7 @@ def closure(scopes: Iterable[str]) -> frozenset[str]:
 
 
 def effective_scopes(scopes: Iterable[str], models: frozenset[str] | None) -> frozenset[str]:
-    """Return a key's scopes with all that they imply, without those that its list of models excludes."""
+    """Return a key's scopes and the scopes that they imply, without scopes that the key's list of models excludes."""
     granted = closure(scopes)
     return granted if models is None else granted - WHOLE_TENANT_SCOPES
 

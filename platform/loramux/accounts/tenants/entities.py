@@ -1,4 +1,4 @@
-"""Tenants, tiers, projects, members and keys as callers see them, and their changes with audit entries.
+"""Tenants, tiers, projects, members and keys in the form that callers see, and their changes with audit entries.
 
 A change and its audit entries are committed in one transaction. Times are in microseconds, UTC.
 """
@@ -73,27 +73,27 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     scopes: frozenset[str]
     models: frozenset[str] | None
-    """The only models that the key may name; None: all of the tenant's."""
+    """The only models that the key may name; None: all models of the tenant."""
     hint: str
     """The secret's last four characters."""
     created_by: str
     created_at: int
     expires_at: int | None
     last_used_at: int | None
-    """The time of the last use. It is written in batches, so it may be some seconds old."""
+    """The time of the last use. This time is written in batches, so it may be some seconds too early."""
     replaced_by: str | None
     revoked_at: int | None
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One change; `before` and `after` are the changed object as one of these entities."""
+    """One change; `before` and `after` are the changed object, as an entity of this module."""
 
     sequence: int
     at: int
     tenant: TenantId | None
     actor: str
     actor_name: str | None
-    """The key's or the member's name, if it has one and the reader may see it."""
+    """The name of the key or the member; None if it has no name or the reader may not see it."""
     source: str
     request_id: str
     action: str
@@ -104,7 +104,7 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 def tenant_of(row: TenantRow) -> Tenant:
     """Return the entity of the row."""
-    # both columns are None in a new row, until it is read again
+    # both columns are None in a new row, until the row is read again
     return to_struct(Tenant, row, zero_retention=bool(row.zero_retention), allow_judges=bool(row.allow_judges))
 
 
@@ -148,7 +148,7 @@ def entry_of(row: AuditRow, names: Mapping[str, str]) -> AuditEntry:
 
 
 class Change:
-    """A transaction under way, with the actor that its audit entries name."""
+    """A running transaction, with the actor that its audit entries name."""
 
     def __init__(self, session: AsyncSession, actor: Actor, now: int) -> None:
         self.session = session

@@ -38,7 +38,7 @@ class TenantsError(LoramuxError):
 
 
 class InvalidKey(TenantsError):
-    """The key is unknown, revoked or expired; the first two give the same answer."""
+    """The key is unknown, revoked or expired. Unknown and revoked keys get the same answer."""
 
     code = "invalid_api_key"
     status = HTTPStatus.UNAUTHORIZED
@@ -129,14 +129,14 @@ class TenantExists(AlreadyExists):
 
 
 class StillNeeded(TenantsError):
-    """The object is still in use; the message says what to do first."""
+    """The object is still in use; the message gives the necessary first step."""
 
     code = "still_needed"
     status = HTTPStatus.CONFLICT
 
 
 class NotFound(TenantsError):
-    """There is no such object, or it is another tenant's: the answer is the same."""
+    """The object does not exist, or it belongs to another tenant. The answer is the same in both cases."""
 
     code = "not_found"
     status = HTTPStatus.NOT_FOUND

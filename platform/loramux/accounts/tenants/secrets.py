@@ -1,11 +1,12 @@
-"""Secrets of keys: made under the pepper, and refused at a constant cost if they are invalid.
+"""Secrets of keys. Secrets are made with the pepper; invalid secrets are refused at a constant cost.
 
 The pepper is the server's own secret, under which the MACs of keys' secrets are stored.
 
 An invalid credential costs no statement in the database and bounded memory. A secret of this release ends with a tag
-under the pepper, so an invented one is refused by arithmetic. A secret of an older release has no tag. Existing secrets
-without a tag are known by prefixes of their MACs, which are read incrementally, at most once a second. Revoked keys are
-remembered, because revocation is final. A secret that passes all three checks is looked up.
+that is made with the pepper, so an invented secret is refused by a computation. A secret of an older release has no
+tag. Existing secrets without a tag are recognised by prefixes of their MACs, which are read incrementally, at most once
+per second. Revoked keys are remembered, because revocation is final. A secret that passes all three checks is looked
+up.
 
 Failures are counted by client address. An address with too many failures gets 429 instead of 401, but only for invalid
 credentials. A valid key from the same address (an office, a proxy) is never affected.
@@ -46,23 +47,25 @@ _WAY_OUT = (
 )
 
 MAX_REVOKED = 10_000
-"""The most revoked keys that are remembered. Those that were used least recently are forgotten first."""
+"""Maximum number of remembered revoked keys. The least recently used key is forgotten first."""
 MAX_ADDRESSES = 10_000
-"""The most addresses whose failures are counted. Those that failed least recently are forgotten first."""
+"""Maximum number of addresses whose failures are counted. The address with the oldest failure is forgotten first."""
 MAX_FAILURES = 300
-"""The most failures that an address may have in a row. One failure is forgiven every second."""
+"""Maximum number of failures of an address. One failure is forgiven every second."""
 PREFIX_BYTES = 8
 REFRESH = SECOND
 OVERLAP = MINUTE
-"""The period that is read again each time: servers' clocks differ, and rows are committed after their times."""
+"""The period that is read again each time, because servers' clocks differ, and rows are committed later than their
+times.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 def new_secret(pepper: bytes) -> str:
-    """Return a new key's secret: the prefix, 256 random bits, and a tag under the pepper.
+    """Return a new key's secret: the prefix, 256 random bits, and a tag that is made with the pepper.
 
-    The tag lets a server tell an invented secret from a real one without asking the database.
+    With the tag, a server can distinguish an invented secret from a real secret without a query of the database.
     """
     untagged = SECRET_PREFIX + secrets.token_urlsafe(32)
     return untagged + _tag(pepper, untagged)
@@ -80,7 +83,7 @@ def is_secret(text: str) -> bool:
 
 
 def has_tag(pepper: bytes, secret: str) -> bool | None:
-    """Return whether the secret's tag is right; None for a secret of an older release, which has none."""
+    """Return whether the secret's tag is right; None for a secret of an older release, which has no tag."""
     end = len(SECRET_PREFIX) + RANDOM_LENGTH
     tag = secret[end:]
     return hmac.compare_digest(tag, _tag(pepper, secret[:end])) if tag else None
@@ -92,10 +95,10 @@ def _tag(pepper: bytes, untagged: str) -> str:
 
 
 async def open_pepper(database: Database, path: Path) -> bytes:
-    """Return the pepper in `path`, made there (mode 0600) for a new database.
+    """Return the pepper in the file `path`. For a new database, create the file with mode 0600.
 
-    Raises PepperError if the file is missing or too short, or if the database's keys were made with another pepper:
-    with it, a server would refuse every key.
+    Raises PepperError if the file is missing or too short, or if the database's keys were made with another pepper.
+    With a wrong pepper, a server would refuse every key.
     """
     async with database.begin() as session:
         await advisory_lock(session, PEPPER)
@@ -118,7 +121,7 @@ async def open_pepper(database: Database, path: Path) -> bytes:
 
 
 async def replace_pepper(changes: Changes, path: Path) -> int:
-    """Write a new pepper to `path` after the old one is lost, and revoke every key; return their number."""
+    """Write a new pepper to `path` after the old pepper was lost, and revoke every key; return their number."""
     async with changes.begin() as change:
         await advisory_lock(change.session, PEPPER)
         repository = PepperRepository(change.session)
@@ -151,7 +154,9 @@ def _is_there(path: Path) -> bool:
 
 
 def _create_pepper(path: Path, *, replace: bool = False) -> None:
-    """Write the whole file before it gets its name. Do not replace a file that another process has made."""
+    """Create the file atomically: it gets its name after it is written. Do not replace a file that another process has
+    made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -241,7 +246,9 @@ class KnownKeys:
 
 
 def _network(address: str) -> str:
-    """Return the address, or the /64 network of an IPv6 one: a client can use every address of its /64 network."""
+    """Return the IPv4 address, or the /64 network of an IPv6 address, because a client can use every address of its /64
+    network.
+    """
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:

@@ -1,13 +1,14 @@
 """Sessions of the web console, and the sign-in at an OIDC issuer that opens them.
 
-A key or a member signs in once. After that, the secret in a cookie identifies it. A session has no rights itself. On
-each request its key or member is looked up, as if it had authenticated itself. So a revoked key, a removed member or a
-suspended tenant ends the session, with the same answer. Only a MAC of the secret is stored.
+A key or a member signs in once. After that, the secret in a cookie identifies the session. A session has no rights
+itself. On each request its key or member is looked up, and its current rights apply. So a revoked key, a removed member
+or a suspended tenant ends the session, with the same answer. Only a MAC of the secret is stored.
 
 Members sign in with an authorization code and PKCE (RFC 7636), which the server redeems itself. The browser that begins
 a sign-in gets a secret in a cookie. State, nonce and PKCE verifier are MACs of that secret and the issuer under the
-pepper. So the server stores no state, and any server of a deployment can finish a sign-in that another has begun. An
-answer of one issuer does not pass as another's. A callback counts only in the browser that began, within ten minutes.
+pepper. So the server stores no state, and any server of a deployment can finish a sign-in that another server has
+begun. An answer of one issuer is not accepted as an answer of another issuer. A callback is accepted only within ten
+minutes, and only in the browser in which the sign-in began.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from loramux.data.records.database import Database
 SESSION, LINK = "session", "link"
 LINK_SECONDS = 3600
 MAX_OF_HOLDER = 200
-"""The most sessions and links of one key or member."""
+"""Maximum number of sessions and links of one key or member."""
 MAX_VIEWED = 50
 FIELD = "session"
 VIEWING_SCOPES = closure(TENANT_SCOPES - {"inference"})
@@ -135,7 +136,7 @@ class Sessions:
         return await self._principal(row, origin)
 
     async def find(self, secret: str, origin: Origin) -> Session:
-        """Return the session of this secret. Raises InvalidKey if it has ended, and TenantSuspended."""
+        """Return the session of this secret. Raises InvalidKey if the session has ended, and TenantSuspended."""
         now = self._database.now()
         async with self._database.read() as session:
             row = await SessionRepository(session).find(self._mac(secret), SESSION)
@@ -167,9 +168,9 @@ class Sessions:
             await change.note(action, found.id, tenant=found.principal.tenant, before=note)
 
     async def view(self, session: Session, tenant: str) -> Session:
-        """Let an operator look at a tenant's pages, read-only; the tenant's audit log says so.
+        """Let an operator read a tenant's pages without changing anything. The tenant's audit log records this view.
 
-        Raises TenantNotFound, and StillNeeded if the operator looks at too many tenants.
+        Raises TenantNotFound, and StillNeeded if the operator has opened the pages of too many tenants.
         """
         operator = operator_of(session.principal)
         if tenant in session.viewed:
@@ -206,7 +207,7 @@ class Sessions:
         )
 
     def csrf_token(self, secret: str) -> str:
-        """Return the token that a page sends with the cookie, to prove that it is a page of the console."""
+        """Return the token that a page sends with the cookie, to prove that the page belongs to the console."""
         digest = hmac.digest(self._pepper, b"csrf token of " + secret.encode(), hashlib.sha256)
         return base64.urlsafe_b64encode(digest[:24]).decode()
 
@@ -308,7 +309,7 @@ class SignIns:
         return [Provider(issuer, one.label or urlsplit(issuer).netloc) for issuer, one in self._clients.items()]
 
     async def begin(self, issuer: str, tenant: str | None) -> BegunSignIn:
-        """Return the issuer's page to which the browser goes. Raises SignInRefused.
+        """Return the address of the issuer's page to which the browser is sent. Raises SignInRefused.
 
         `tenant`: the tenant that a person with several memberships has chosen.
         """
@@ -383,7 +384,9 @@ class SignIns:
         return token
 
     async def _member(self, person: Person, tenant: str, origin: Origin) -> Principal:
-        """Return the person as a member of the tenant, or of its only one. Raises SignInRefused, TenantSuspended."""
+        """Return the person as a member of `tenant` or, if the person is a member of only one tenant, of that tenant.
+        Raises SignInRefused, TenantSuspended.
+        """
         async with self._database.read() as session:
             found = await CredentialRepository(session).person(person.issuer, person.subject, DEFAULT_PROJECT)
         chosen = [one for one in found if tenant in ("", one[1].name)]

@@ -1,4 +1,4 @@
-"""Tenants and tiers; operators open accounts by name, and a tenant opens its own by Principal."""
+"""Tenants and tiers. Operators open accounts by name; a tenant opens its own account by its Principal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Tiers:
     async def put(
         self, name: str, service_class: str, weight: int, service_tiers: Iterable[str] = ALLOWED_AT_FIRST
     ) -> Tier:
-        """Create or change a tier; it applies from its tenants' next requests. Raises InvalidTenant."""
+        """Create or change a tier. The change applies from its tenants' next requests. Raises InvalidTenant."""
         if not is_name(name):
             raise InvalidTenant(f"a tier's name is {GRAMMAR_IN_WORDS}; got {name[:80]!r}", "name")
         if service_class not in SERVICE_CLASSES:
@@ -111,7 +111,7 @@ class Tiers:
 class Tenants:
     """Every tenant in one database; `pepper` is the key for the MACs of keys' secrets.
 
-    The author of changes is the local user, unless `as_operator` names another.
+    The author of changes is the local user, unless `as_operator` names another author.
     """
 
     def __init__(
@@ -224,8 +224,8 @@ class Tenants:
     async def set_zero_retention(self, name: str, zero_retention: bool) -> Tenant:
         """Begin or end zero retention: store no prompts and answers of the tenant's requests. Raises TenantNotFound.
 
-        What is stored goes: kept answers and responses at once; batches are cancelled without files, and files are
-        deleted within the hour.
+        Stored data is deleted: answers and responses immediately, files within an hour. Batches are cancelled without
+        files.
         """
         async with self._changes.begin() as change:
             row = await _locked(change, name)
@@ -251,12 +251,12 @@ class Tenants:
     async def create_key(
         self, tenant_name: str, *, name: str = "default", scopes: Iterable[str] = CUSTOMER_SCOPES
     ) -> tuple[Key, str]:
-        """Make a key of the tenant of that name: see `Keys.create`. Raises also TenantNotFound."""
+        """Make a key of the tenant of that name, as `Keys.create` does. Also raises TenantNotFound."""
         account = await self.account(tenant_name)
         return await account.keys.create(KeyRequest(name=name, scopes=frozenset(scopes)))
 
     async def revoke_key(self, key_id: str) -> Key:
-        """End any tenant's key: see `Keys.revoke`."""
+        """End a key of any tenant, as `Keys.revoke` does."""
         async with self._database.read() as session:
             owner = await owner_of_key(session, key_id) if is_name(key_id) else None
         if owner is None:

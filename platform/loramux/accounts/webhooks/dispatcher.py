@@ -1,9 +1,9 @@
 """Deliver events to webhook endpoints: at least once, in order unless a delivery fails, with retries.
 
-Each endpoint's deliveries run in a separate task, so a slow or failing endpoint does not delay others. After a failure
-an endpoint gets a pause, which grows with its failures in a row, or lasts as long as its `Retry-After` says. It is
-disabled if it has accepted no message for DISABLED_AFTER, or if it answers 410 Gone. If a delivery cannot be attempted
-because its row is damaged, it is marked as failed, and the others go on.
+Each endpoint's deliveries run in a separate task, so a slow or failing endpoint does not delay other endpoints. After a
+failure an endpoint gets a pause, which grows with its consecutive failures, or has the length of its `Retry-After`. An
+endpoint is disabled if it has accepted no message for DISABLED_AFTER, or if it answers 410 Gone. If a delivery cannot
+be attempted because its row is damaged, this delivery is marked as failed, and other deliveries continue.
 """
 
 from __future__ import annotations
@@ -69,17 +69,21 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def webhook_client(settings: WebhookSettings, resolver: Resolver) -> httpx.AsyncClient:
-    """Make the client for endpoints: no redirects, and public addresses only unless the operator allows others."""
+    """Make the client for endpoints: no redirects, and only public addresses, unless the operator allows private
+    addresses.
+    """
     is_open = settings.allow_private_addresses
     transport = PublicTransport(resolver, ANYWHERE if is_open else (), ports=() if is_open else settings.ports)
-    headers = {"Accept-Encoding": "identity"}  # no reply's body is read
+    headers = {"Accept-Encoding": "identity"}  # the bodies of replies are not read
     return httpx.AsyncClient(
         transport=transport, timeout=TIMEOUT_S, follow_redirects=False, trust_env=False, headers=headers
     )
 
 
 class WebhookDispatcher:
-    """Delivers for one server, to the endpoints of every tenant. `pepper`: the key that their secrets derive from."""
+    """Delivers for one server, to the endpoints of every tenant. `pepper` is the secret from which the endpoints'
+    secrets are derived.
+    """
 
     def __init__(self, database: Database, client: httpx.AsyncClient, pepper: bytes) -> None:
         self._database = database
@@ -89,7 +93,7 @@ class WebhookDispatcher:
     async def run(self) -> int:
         """Deliver all due messages; return the number of messages that endpoints accepted.
 
-        While some endpoints are slow, new deliveries to others are still sent.
+        While some endpoints are slow, new deliveries to other endpoints are still sent.
         """
         delivered = 0
         visits: dict[asyncio.Task[int], list[DueDelivery]] = {}
@@ -103,7 +107,7 @@ class WebhookDispatcher:
                 for visit in done:
                     endpoint = visits.pop(visit)[0].endpoint
                     if error := visit.exception():
-                        # its deliveries stay leased, so they are not tried again at once
+                        # the endpoint's deliveries stay leased, so they are not tried again immediately
                         logger.error("webhook %s could not be served", endpoint, exc_info=error)
                     else:
                         delivered += visit.result()
@@ -159,7 +163,7 @@ class WebhookDispatcher:
         return [list(group) for _, group in groupby(ordered, lambda due: due.endpoint)]
 
     async def _visit(self, dues: Sequence[DueDelivery]) -> int:
-        """Send one endpoint's messages until it fails to accept one; return the number that it accepted."""
+        """Send one endpoint's messages until it fails to accept a message; return the number of accepted messages."""
         taken = 0
         for place, due in enumerate(dues):
             attempt = await self._attempt(due)
@@ -208,7 +212,9 @@ class WebhookDispatcher:
             error = f"no answer within {TIMEOUT_S:g} s"
         except NotPublic as refused:
             error = str(refused)
-        except Exception as failure:  # the tenant chose the address: no error that it causes may end the dispatcher
+        except (
+            Exception
+        ) as failure:  # the tenant chose the address, so no error that the call causes may end the dispatcher
             error = f"cannot be reached ({type(failure).__name__})"
             if not isinstance(failure, httpx.HTTPError | httpx.InvalidURL | OSError | ValueError | OverflowError):
                 logger.exception("webhook %s", endpoint)
@@ -217,7 +223,9 @@ class WebhookDispatcher:
 
 
 def _retry_after(response: httpx.Response, now: int) -> int | None:
-    """Return the microseconds of a `Retry-After` header, seconds or a date; None if none is usable (RFC 9110)."""
+    """Return the microseconds of a `Retry-After` header, which has seconds or a date (RFC 9110); None without a usable
+    header.
+    """
     text = response.headers.get("retry-after", "").strip()
     if not text or response.is_success:
         return None

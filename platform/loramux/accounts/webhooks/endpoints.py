@@ -32,7 +32,9 @@ from loramux.data.records.webhooks import KINDS, EndpointRepository, EndpointRow
 MAX_URL = 2048
 MAX_PORT = 65535
 MAX_TESTS = 2
-"""Tests of one tenant at the same time: each is a call to an address of its choice."""
+"""Maximum number of simultaneous tests of one tenant. It is limited because each test is a call to an address that the
+tenant chose.
+"""
 
 
 class WebhookError(LoramuxError):
@@ -136,7 +138,9 @@ class WebhookEndpoints:
             return await endpoints.log(id, limit)
 
     async def enable(self, id: str) -> Endpoint:
-        """Enable an endpoint. Deliveries that were pending when it was disabled come first. Raises EndpointNotFound."""
+        """Enable an endpoint. Deliveries that were pending when the endpoint was disabled are sent first. Raises
+        EndpointNotFound.
+        """
         async with self._changes.begin() as change:
             row = await _found(EndpointRepository(change.session, self._tenant), id)
             before = _endpoint(row)
@@ -146,7 +150,7 @@ class WebhookEndpoints:
         return _endpoint(row)
 
     async def disable(self, id: str) -> Endpoint:
-        """Disable an endpoint: no events are delivered to it until it is enabled. Raises EndpointNotFound."""
+        """Disable an endpoint: its events are not delivered until it is enabled. Raises EndpointNotFound."""
         async with self._changes.begin() as change:
             row = await _found(EndpointRepository(change.session, self._tenant), id)
             before = _endpoint(row)
@@ -221,7 +225,7 @@ class WebhookService:
         settings: WebhookSettings,
         resolver: Resolver | None = None,
     ) -> None:
-        """`client`: see `webhook_client`; `resolver`: the resolver that the client uses."""
+        """`client` is a client of `webhook_client`, and `resolver` the resolver that the client uses."""
         self._database = database
         self._pepper = pepper
         self._settings = settings
@@ -251,16 +255,17 @@ class WebhookService:
                 del self._tests[tenant]
 
     async def events(self, principal: Principal, adapter: str | None, before: str | None, limit: int) -> list[Event]:
-        """List events of the caller's adapters, newest first: of one adapter, or of all that its key may use.
+        """List events of the caller's adapters, newest first: of one adapter, or of all adapters that the caller's key
+        may use.
 
-        `before`: the last event of the last page.
+        `before` is the last event of the previous page.
         """
         async with self._database.read() as session:
             return await EventRepository(session, principal.tenant).before(before, limit, _readable(principal, adapter))
 
 
 def _readable(principal: Principal, adapter: str | None) -> frozenset[str] | None:
-    """Return the own names of the requested adapters that the caller may use; None: all of the tenant's."""
+    """Return the own names of the requested adapters that the caller may use; None: all adapters of the tenant."""
     prefix = f"{principal.tenant_name}/"
     if adapter is not None:
         name = adapter.removeprefix(prefix)

@@ -1,6 +1,7 @@
-"""Webhook messages: events as the API shows them, signed as standardwebhooks.com says.
+"""Webhook messages: events in the API's form, signed according to standardwebhooks.com.
 
-A message has an id, a time, and an HMAC-SHA256 over both and the body; the receiver recognises repetitions by the id.
+A message has an id, a time, and an HMAC-SHA256 over the id, the time and the body. The receiver recognises repetitions
+by the id.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def rfc3339(microseconds: int) -> str:
 
 
 def sign(secret: bytes, id: str, content: Any, now: int) -> SignedMessage:
-    """Encode `content` as JSON and sign it; `now` in microseconds since the epoch."""
+    """Encode `content` as JSON and sign it. `now` is in microseconds since the epoch."""
     body, timestamp = msgspec.json.encode(content), now // SECOND
     digest = hmac.digest(secret, f"{id}.{timestamp}.".encode() + body, "sha256")
     headers = {

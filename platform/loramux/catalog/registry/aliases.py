@@ -14,11 +14,11 @@ from loramux.data.records.aliases import DEFAULT_ALIAS, WHOLE, AliasVersionRow, 
 from loramux.data.records.webhooks import CANARY_STARTED, PROMOTED, ROLLED_BACK
 
 MAX_TARGETS = 10
-"""The most targets of an alias. All of them occupy the adapter pool at the same time."""
+"""Maximum number of targets of an alias. All targets occupy the adapter pool at the same time."""
 MAX_WEIGHT = 1_000_000
 
 AliasCondition = Callable[[Principal, AdapterChange, AliasInfo, Sequence[WeightedRevision]], Awaitable[None]]
-"""A condition, called with the caller, the change, the present alias and its new targets."""
+"""A condition, which is called with the caller, the change, the current alias and its new targets."""
 
 
 class AliasService:
@@ -30,13 +30,15 @@ class AliasService:
         self._conditions: list[AliasCondition] = []
 
     def require(self, condition: AliasCondition) -> None:
-        """Register a condition. In a change's transaction it raises if an alias must not move or lose a revision."""
+        """Register a condition. The condition runs in a change's transaction, and raises an error if an alias must not
+        move or lose a revision.
+        """
         self._conditions.append(condition)
 
     async def ensure_allowed(
         self, principal: Principal, change: AdapterChange, alias: AliasInfo, targets: Sequence[WeightedRevision]
     ) -> None:
-        """Raise the error of a condition if the alias must not have these targets instead of its present ones."""
+        """Raise the error of a condition if the alias must not have these targets instead of its current targets."""
         for condition in self._conditions:
             await condition(principal, change, alias, targets)
 
@@ -63,8 +65,8 @@ class AliasService:
     ) -> AdapterInfo:
         """Point `alias`, new or existing, at these revisions by their weights.
 
-        `is_announced`: write an event for the change; otherwise the caller does it. Raises InvalidChange, PartNotFound,
-        TooManyAdapters.
+        With `is_announced`, write an event for the change; otherwise the caller writes it. Raises InvalidChange,
+        PartNotFound, TooManyAdapters.
         """
         check_alias(alias)
         check_targets(targets)
@@ -114,7 +116,7 @@ class AliasService:
         version: int | None,
         preconditions: Preconditions = UNCONDITIONAL,
     ) -> AdapterInfo:
-        """Point `alias` at the targets of `version`, by default at those before the present ones.
+        """Point `alias` at the targets of `version`, by default at its previous targets.
 
         A second rollback goes one step further back. Raises ChangeConflict if no earlier version is left, PartNotFound.
         """
@@ -198,10 +200,10 @@ def at_version(history: Sequence[AliasVersionRow], version: int) -> AliasVersion
 
 
 def earlier(history: Sequence[AliasVersionRow], callable_: AbstractSet[int]) -> AliasVersionRow | None:
-    """Return the last entry before the present one with other targets that can all be called.
+    """Return the last earlier entry whose targets differ from the current targets and can all be called.
 
-    `history` is newest first. A present entry that is itself a rollback counts as the version it restored, so that a
-    second rollback goes further back.
+    `history` is newest first. If the current entry is itself a rollback, it counts as the version that it restored, so
+    that a second rollback goes further back.
     """
     present = history[0]
     origin = present
@@ -216,7 +218,7 @@ def earlier(history: Sequence[AliasVersionRow], callable_: AbstractSet[int]) -> 
 
 
 def _move(name: str, before: AliasInfo | None, after: AliasInfo | None) -> AliasMove:
-    """Return the change of an alias for its event; it has targets after the change."""
+    """Return the change of an alias for its event. The alias must have targets after the change."""
     assert after is not None, "it was pointed at revisions"
     weights = [{t.revision: t.weight for t in one.targets} if one else {} for one in (before, after)]
     return AliasMove(name=name, before=weights[0], after=weights[1])

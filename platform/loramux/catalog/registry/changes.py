@@ -1,8 +1,8 @@
 """One change of an adapter: a transaction that locks the adapter, checks preconditions, and is audited.
 
 A change is an async function over an `AdapterChange`. `ChangeService` opens the transaction. If the idempotency key was
-used before, it replays the stored answer. Otherwise it locks the adapter's row, compares ETags, runs the function, and
-stores its answer with the change.
+used before, it replays the stored answer. Otherwise the service locks the adapter's row, compares ETags, runs the
+function, and stores its answer with the change.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class AnswerStore(Protocol):
-    """Stores answers, so that a change is made at most once, however often the request is sent."""
+    """Stores answers, so that a change is made at most once even if the request is sent several times."""
 
     async def find_answer(self, session: AsyncSession, now: int) -> bytes | None:
-        """Return the answer to the first request; None if this is the first one."""
+        """Return the answer to the first request; None if this is the first request."""
         ...
 
     async def store_answer(self, session: AsyncSession, answer: bytes) -> None:
@@ -91,7 +91,9 @@ class AdapterChange:
         return revision_info(self.name, revision, aliases.get(self.adapter.id, ()), pins.get(revision.id))
 
     async def announce(self, kind: str, alias: AliasMove) -> None:
-        """Write an event, and its deliveries to webhooks, in this transaction; its revision is the alias's newest."""
+        """Write an event, and its deliveries to webhooks, in this transaction. The event's revision is the newest of
+        the alias.
+        """
         detail = EventDetail(revision=max(alias.after), alias=alias)
         await EventRepository(self.session, self._tenant).add(kind, self.adapter.name, detail, self.now)
 

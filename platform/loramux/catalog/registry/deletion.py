@@ -1,8 +1,8 @@
-"""Deletion of adapters and revisions, undeletion, expiry, and the removal of files that nothing needs any more.
+"""Deletion of adapters and revisions, undeletion, expiry, and the removal of unneeded files.
 
-A deleted revision cannot be called. Its files stay until `purge_at`: until then the deletion can be undone, and
-requests that had resolved the name before the deletion can still be queued. After that, `BlobCollector` removes a
-content if no revision keeps it and no request uses it.
+A deleted revision cannot be called. A deleted revision's files remain until `purge_at`. Until then the deletion can be
+undone, and requests that had resolved the name before the deletion can still be queued. After that, `BlobCollector`
+removes a content if no revision keeps it and no request uses it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from loramux.data.storage.blobs import BlobStore, Cached
 from loramux.money.limits.definitions import adapter_quota
 
 ADMISSION_SECONDS = 60
-"""The least seconds for which deleted files stay: requests may have resolved the name but not be queued yet."""
+"""Minimum seconds for which deleted files stay, because requests may have resolved the name but not be queued yet."""
 MAX_TTL_SECONDS = 10 * 365 * 86_400
 AT_A_TIME = 100
 POSTPONED_SECONDS = 3600
@@ -69,7 +69,7 @@ class DeletionService:
     ) -> tuple[AdapterInfo, frozenset[str]]:
         """Delete the adapter; return its last description, and the digests of the revisions that could be called.
 
-        The deletion can be undone for `undo_seconds`, by default those of the settings. Running requests finish.
+        The deletion can be undone for `undo_seconds`, by default for the time of the settings. Running requests finish.
         """
 
         async def act(change: AdapterChange) -> tuple[AdapterInfo, frozenset[str]]:
@@ -105,7 +105,7 @@ class DeletionService:
     ) -> AdapterInfo:
         """Undo `delete`: restore the adapter, its aliases, grants and the revisions deleted with it, but not its pins.
 
-        Raises AdapterNotFound if it cannot be undeleted any more, and TooManyAdapters.
+        Raises AdapterNotFound if the adapter cannot be undeleted any more, and TooManyAdapters.
         """
 
         async def act(change: AdapterChange) -> AdapterInfo:
@@ -124,7 +124,7 @@ class DeletionService:
     async def undelete_revision(
         self, principal: Principal, name: str, number: int, preconditions: Preconditions = UNCONDITIONAL
     ) -> AdapterInfo:
-        """Undo `delete_revision`; a revision that is not deleted stays as it is. Raises PartNotFound."""
+        """Undo `delete_revision`; a revision that is not deleted is not changed. Raises PartNotFound."""
 
         async def act(change: AdapterChange) -> AdapterInfo:
             revision = await change.adapters.revision(change.adapter.id, number)
@@ -142,7 +142,7 @@ class DeletionService:
     async def set_ttl(
         self, principal: Principal, name: str, ttl: int | None, preconditions: Preconditions = UNCONDITIONAL
     ) -> AdapterInfo:
-        """Let the adapter expire in `ttl` seconds; None: never. Raises InvalidChange."""
+        """Set the adapter to expire in `ttl` seconds; None: never. Raises InvalidChange."""
         check_ttl(ttl)
 
         async def act(change: AdapterChange) -> AdapterInfo:
@@ -161,9 +161,11 @@ class DeletionService:
         ttl: int | None,
         preconditions: Preconditions = UNCONDITIONAL,
     ) -> RevisionInfo:
-        """Let one revision expire; its aliases then keep their other targets. Raises InvalidChange, PartNotFound.
+        """Set the expiry of one revision. After the expiry, the revision's aliases keep their other targets. Raises
+        InvalidChange, PartNotFound.
 
-        If a condition of an alias refuses these targets, the revision stays, and its expiry is tried again every hour.
+        If a condition of an alias refuses these targets, the revision remains, and its expiry is tried again every
+        hour.
         """
         check_ttl(ttl)
 
@@ -196,7 +198,7 @@ class DeletionService:
                 return
             revision = await change.adapters.revision(change.adapter.id, one.number)
             if revision is None or revision.deleted_at is not None or not _is_over(revision.expires_at, change.now):
-                return  # the owner has changed it since
+                return  # the owner has changed the expiry since
             others = [
                 row
                 for row in await change.adapters.revisions(change.adapter.id)
@@ -219,7 +221,7 @@ class DeletionService:
         try:
             await self._changes.change(system, one.adapter, UNCONDITIONAL, act, type(None))
         except AdapterNotFound:
-            return  # the owner has changed it since
+            return  # the owner has changed the expiry since
 
     async def _postpone(self, change: AdapterChange, revision: RevisionRow, error: LoramuxError) -> None:
         before = await change.revision_info(revision)
@@ -266,9 +268,9 @@ def _is_over(expires_at: int | None, now: int) -> bool:
 async def _remaining_targets(
     change: AdapterChange, revision: RevisionRow, newest: RevisionRow
 ) -> dict[str, list[Target]]:
-    """Return the targets that every alias of the revision has without it. If there are none, the alias ends.
+    """Return the remaining targets of each alias of the revision. An alias without remaining targets is removed.
 
-    The default alias falls to `newest`, the newest remaining revision, if it loses its only target.
+    If the default alias loses its only target, it moves to `newest`, the newest remaining revision.
     """
     pointed = {one.alias.name: one.targets for one in (await change.aliases.all(change.adapter.id))[change.adapter.id]}
     remaining = {}
@@ -295,7 +297,7 @@ class BlobCollector:
         self._database = database
         self._blobs = blobs
         self._pending: frozenset[str] = frozenset()
-        """Digests without a revision, to be removed when the last request with them has ended."""
+        """Digests without a revision, which are removed when the last request with them has ended."""
 
     async def sweep(self) -> int:
         """Remove staged and stored files that crashes left, at boot; return the number of contents removed."""
@@ -305,7 +307,9 @@ class BlobCollector:
         return sum([len(await self.remove_unused(frozenset(page))) for page in pages])
 
     async def trim_cache(self, most: int) -> int:
-        """Evict unneeded contents from this machine's cache, and idle ones beyond `most` bytes; return how many."""
+        """Evict unneeded contents from this machine's cache, and idle contents above `most` bytes; return the number of
+        evicted contents.
+        """
         cached = await run_blocking(SERVER, self._blobs.cached)
         pages = [cached[start : start + SWEEP_PAGE] for start in range(0, len(cached), SWEEP_PAGE)]
         over = sum(content.size for content in cached) - most
@@ -318,7 +322,9 @@ class BlobCollector:
         return evicted
 
     async def _evictable(self, idle: Sequence[Cached], over: int) -> list[Cached]:
-        """Choose contents without a revision, then others until `over` bytes leave; never one that a request uses."""
+        """Choose contents without a revision, then other contents until `over` bytes are chosen. Contents that a
+        request uses are never chosen.
+        """
         digests = frozenset(content.digest for content in idle)
         async with self._database.read() as session:
             contents = ContentRepository(session)
@@ -350,9 +356,9 @@ class BlobCollector:
         return frozenset(engine_key(tenant, digest) for digest in found)
 
     async def recently_uncallable(self) -> frozenset[str]:
-        """Return the engine's keys that no name resolves to, of revisions deleted recently.
+        """Return the engine's keys of recently deleted revisions to which no name resolves.
 
-        Each key is returned as long as a request can arrive that had resolved it before its deletion.
+        A key is returned as long as a request may arrive that resolved the revision before the deletion.
         """
         async with self._database.read() as session:
             found = await ContentRepository(session).uncallable_since(
@@ -361,7 +367,7 @@ class BlobCollector:
         return frozenset(engine_key(tenant, digest) for tenant, digest in found)
 
     async def remove_unused(self, digests: frozenset[str]) -> frozenset[str]:
-        """Remove those of `digests` that no revision keeps and no request uses; return them."""
+        """Remove the contents among `digests` that no revision keeps and no request uses; return their digests."""
         async with self._database.begin() as session:
             await advisory_lock(session, CONTENTS)
             unused = await ContentRepository(session).unused(digests)

@@ -19,7 +19,7 @@ RevisionNumber = Annotated[int, msgspec.Meta(ge=1, le=MAX_REVISION)]
 
 
 class WeightedRevision(msgspec.Struct, frozen=True):
-    """A revision by its number, and its share of an alias: `weight` of the sum over the alias's targets."""
+    """A revision by its number, and its share of an alias: its `weight` divided by the sum over the alias's targets."""
 
     revision: RevisionNumber
     weight: int
@@ -32,7 +32,7 @@ class AliasInfo(msgspec.Struct, frozen=True, kw_only=True):
     targets: tuple[WeightedRevision, ...]
     """Targets in the order of their revision numbers."""
     version: int
-    """The latest version of its history."""
+    """The latest version of the alias's history."""
     updated_at: int
 
     @property
@@ -42,7 +42,7 @@ class AliasInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AliasVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The targets of an alias from one change to the next; none if it was removed."""
+    """The targets of an alias from one change to the next; no targets if the alias was removed."""
 
     version: int
     targets: tuple[WeightedRevision, ...]
@@ -50,7 +50,7 @@ class AliasVersion(msgspec.Struct, frozen=True, kw_only=True):
     """The version that a rollback restored."""
     changed_by: str
     changed_by_name: str | None
-    """The key's or the member's name, if it has one."""
+    """The name of the key or the member; None if it has no name."""
     changed_at: int
 
 
@@ -63,10 +63,10 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     revision: int
     digest: str
     base_model: str
-    """The base that it was uploaded for; empty if it is from a release that served one base."""
+    """The base for which the revision was uploaded; empty if the revision is from a release that had only one base."""
     state: str
     rank: int
-    """The largest rank of its modules."""
+    """The largest rank of the revision's modules."""
     size_bytes: int
     created_at: int
     aliases: tuple[AliasInfo, ...]
@@ -92,7 +92,7 @@ class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     digest: str
     base_model: str
-    """The base that it was uploaded for; empty if it is from a release that served one base."""
+    """The base for which the revision was uploaded; empty if the revision is from a release that had only one base."""
     state: str
     rank: int
     size_bytes: int
@@ -104,7 +104,7 @@ class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Aliases that have the revision as a target."""
     pin: PinInfo | None = None
     bundle: Bundle | msgspec.UnsetType | None = msgspec.UNSET
-    """The bundle with which it is served, in addition to its weights; unset in lists."""
+    """The revision's bundle, which is served with its weights; unset in lists."""
 
 
 class CallableAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,7 +113,7 @@ class CallableAdapter(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """The adapter's name: `tenant/adapter`."""
     created_at: int
-    """The time of its main revision; for another tenant's adapter, the time of the grant."""
+    """The time of the adapter's main revision; for another tenant's adapter, the time of the grant."""
     base_model: str
     """The base of the revision with the largest share of the default alias."""
 

@@ -21,7 +21,7 @@ from http import HTTPStatus
 from loramux.common.errors import LoramuxError
 
 SHOWN = 160
-"""The most characters of the caller's input that a message repeats."""
+"""Maximum number of characters of the caller's input in a message."""
 RETRY_SECONDS = 10
 
 
@@ -44,20 +44,20 @@ class InvalidChange(RegistryError):
 
 
 class ModelNotFound(RegistryError):
-    """There is no such model, or it is another tenant's: the answer is the same."""
+    """The model does not exist, or it belongs to another tenant. The answer is the same in both cases."""
 
     code = "model_not_found"
     status = HTTPStatus.NOT_FOUND
 
     def __init__(self, model: str, nearest: str | None = None) -> None:
-        """`nearest`: a name that the caller may use and perhaps meant."""
+        """`nearest` is a name that the caller may use and perhaps meant."""
         suggestion = "" if nearest is None else f" Did you mean `{nearest}`?"
         message = f"The model `{model[:SHOWN]}` does not exist or you do not have access to it.{suggestion}"
         super().__init__(message, "model")
 
 
 class AdapterNotFound(ModelNotFound):
-    """There is no such adapter, or it is another tenant's: the answer is the same."""
+    """The adapter does not exist, or it belongs to another tenant. The answer is the same in both cases."""
 
     code = "adapter_not_found"
 
@@ -76,7 +76,7 @@ class PartNotFound(ModelNotFound):
 
 
 class TooManyAdapters(RegistryError):
-    """A limit is reached, which the message names. `what` is `adapters`, `revisions`, `aliases`, `grants` or `pins`."""
+    """A limit is reached; the message names it. `what` is `adapters`, `revisions`, `aliases`, `grants` or `pins`."""
 
     def __init__(self, message: str, field: str | None = None, what: str = "adapters") -> None:
         super().__init__(message, field)
@@ -94,7 +94,7 @@ class ChangeConflict(RegistryError):
 
 
 class PreconditionFailed(RegistryError):
-    """The adapter was changed after its ETag was read. The message contains the present ETag."""
+    """The adapter was changed after its ETag was read. The message contains the current ETag."""
 
     code = "precondition_failed"
     status = HTTPStatus.PRECONDITION_FAILED

@@ -61,9 +61,10 @@ class AdapterQueries:
     async def page(
         self, principal: Principal, after: str | None = None, limit: int | None = None, search: str | None = None
     ) -> tuple[list[AdapterInfo], bool]:
-        """List at most `limit` of these adapters, beginning after the adapter with that id; return whether more follow.
+        """List at most `limit` of these adapters, beginning after the adapter with that id. Also return whether more
+        adapters follow.
 
-        `search`: only those with this text in their name.
+        `search` limits the list to names that contain this text.
         """
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
@@ -93,7 +94,7 @@ class AdapterQueries:
         return adapter_info(principal.tenant_name, adapter, aliases[adapter.id])
 
     async def revisions(self, principal: Principal, name: str) -> list[RevisionInfo]:
-        """List an adapter's revisions, newest first; including deleted ones that can be undeleted."""
+        """List an adapter's revisions, newest first, including deleted revisions that can be undeleted."""
         async with self._database.read() as session:
             adapters = AdapterRepository(session, principal.tenant)
             adapter = await _adapter(adapters, principal, name)
@@ -104,7 +105,7 @@ class AdapterQueries:
         return [revision_info(full, row, aliases[adapter.id], pins.get(row.id)) for row in rows]
 
     async def revision(self, principal: Principal, name: str, number: int) -> RevisionInfo:
-        """Describe one of these revisions, and its bundle. Raises PartNotFound."""
+        """Describe a revision and its bundle. Raises PartNotFound."""
         found = [one for one in await self.revisions(principal, name) if one.number == number]
         if not found:
             raise PartNotFound("revision", name, f"has no revision {number}; list them with GET .../revisions.")
@@ -134,7 +135,7 @@ class AdapterQueries:
     ) -> list[CallableAdapter]:
         """List at most `limit` of the caller's own adapters that it may call, by name. There may be ten thousand.
 
-        `search`: only those with this text in their name.
+        `search` limits the list to names that contain this text.
         """
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
@@ -262,7 +263,7 @@ class PinService:
         return await self._changes.change(principal, name, preconditions, act, RevisionInfo)
 
     async def active(self, used: Collection[str]) -> list[ActivePin]:
-        """List every tenant's pins, and end idle ones. `used` are the revisions with requests since the last call."""
+        """List every tenant's pins, and end idle pins. `used` are the revisions with requests since the last call."""
         now = self._database.now()
         if used:
             async with self._database.begin() as session:
@@ -275,12 +276,12 @@ class PinService:
         return [pin for pin in pins if pin not in idle]
 
     async def end(self, pin: ActivePin, why: str) -> None:
-        """End a pin in the system's name, unless it has ended already."""
+        """End a pin in the system's name, unless the pin has already ended."""
         system = system_principal(pin.tenant, pin.tenant_name)
         try:
             await self.unpin(system, pin.adapter, pin.number, why=why)
         except (AdapterNotFound, PartNotFound):
-            return  # the owner has ended it since
+            return  # the owner has ended the pin since
 
     def _is_idle(self, pin: ActivePin, now: int) -> bool:
         return self._idle_seconds is not None and pin.used_at < now - self._idle_seconds * SECOND
@@ -300,7 +301,7 @@ class Registry:
     database: Database
 
     async def name_bases(self, bases: BaseModels) -> int:
-        """Record the base of revisions of a release that served one base; return their number."""
+        """Record the base of revisions from a release that had only one base; return their number."""
         names = {base.description.fingerprint: base.name for base in reversed(list(bases))}
         async with self.database.begin() as session:
             return await name_bases(session, names)

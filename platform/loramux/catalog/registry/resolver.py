@@ -1,13 +1,12 @@
-"""Model names and the revisions that they mean: `tenant/adapter`, `tenant/adapter:alias`, `tenant/adapter@3`.
+"""Model names and the revisions to which they resolve: `tenant/adapter`, `tenant/adapter:alias`, `tenant/adapter@3`.
 
-A name means a base model of this server (`BaseModels`), or a revision, which is served on the base for which it was
-made.
+A name resolves to a base model of this server (`BaseModels`), or to a revision, which is served on its base.
 
-An alias may point at several revisions by weight (a canary). The choice between them is deterministic. The caller's key
-is hashed to one of 2**64 points. The points are divided among the targets in the order of their numbers, by exact
-integer shares. So the same caller always gets the same revision. If one share grows at its neighbour's cost, only the
-callers between the two shares get another revision. The alias's id keys the hash, so the same callers are distributed
-differently under another alias.
+An alias may point at several revisions by weight (a canary). The choice between them is deterministic. A hash maps the
+caller's key to one of 2**64 points. The points are divided among the targets in the order of the revision numbers, by
+exact integer shares. So the same caller always gets the same revision. If one share grows and its neighbour shrinks,
+only callers between the old and the new border get another revision. The alias's id keys the hash, so the same callers
+are distributed differently under another alias.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ POINTS = 2**64
 """The number of points to which callers are hashed."""
 
 FETCHES, FETCHES_PER_TENANT = 16, 4
-"""The most contents that are fetched from the store or digested at a time, in all and by one tenant."""
+"""Maximum number of contents that are fetched from the store or digested at a time, in total and for one tenant."""
 
 COMPARED, LIKENESS = 1000, 0.75
-"""The most adapters that an unknown name is compared with, and difflib's ratio from which a name is suggested."""
+"""Maximum number of adapters that an unknown name is compared with, and difflib's minimum ratio for a suggestion."""
 
 _model = re.compile(rf"({GRAMMAR})/({GRAMMAR})(?::({GRAMMAR})|@([1-9][0-9]{{0,8}}))?")
 
@@ -60,22 +59,22 @@ class BaseModel:
     name: str
     description: BaseDescription
     former_names: tuple[str, ...] = ()
-    """Names that the base had. Revisions that were made under them are served on it."""
+    """Earlier names of the base. Revisions that were made for an earlier name are served on this base."""
 
 
 @dataclass(frozen=True, slots=True)
 class AbsentBase:
-    """A base that this server does not serve: retired, or not loaded."""
+    """A base that this server does not serve, because it is retired or not loaded."""
 
     name: str
     former_names: tuple[str, ...] = ()
     is_retired: bool = False
     successor: str | None = None
-    """The base to use instead, if the operator has named one."""
+    """The base to use instead, if the operator has named a successor."""
 
 
 class BaseModels:
-    """The bases of one server, in the order of its settings. They may change at run time (`serving.lifecycle`)."""
+    """The bases of one server, in the order of its settings. The bases may change at run time (`serving.lifecycle`)."""
 
     def __init__(self, bases: Iterable[BaseModel] = ()) -> None:
         self._bases = {base.name: base for base in bases}
@@ -113,8 +112,8 @@ class BaseModels:
         """Return the base that serves a revision made for `recorded`; None if no base does.
 
         Equal fingerprints mean equal shapes, but not equal weights, so the name decides. Revisions from a release that
-        served one base have no base's name. They belong to the first base that they fit, and `Registry.name_bases`
-        records it.
+        had only one base do not name their base. Such revisions belong to the first base that they fit, and
+        `Registry.name_bases` records this base.
         """
         for base in self:
             if recorded in ("", base.name, *base.former_names) and base.description.fingerprint == fingerprint:
@@ -164,7 +163,9 @@ def engine_key(owner: TenantId, digest: str) -> str:
 
 
 class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
-    """The present meaning of a model name: `tenant/adapter@3`, or the base model (no revision)."""
+    """The model to which a name currently resolves: a revision, such as `tenant/adapter@3`, or the base model (no
+    revision).
+    """
 
     name: str
     base_model: str
@@ -209,7 +210,7 @@ class ModelResolver:
         return used
 
     async def _nearest(self, principal: Principal, model: str) -> str | None:
-        """Return the most similar name of a base or of the caller's own adapters, if one is similar."""
+        """Return the most similar name of a base or of the caller's own adapters; None if no name is similar."""
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
             own = await access.own(principal.own_adapters(), limit=COMPARED)
@@ -247,7 +248,9 @@ class ModelResolver:
         return ResolvedModel(name=name, base_model=base.name, revision=revision)
 
     async def _unserved(self, name: str, adapter: str, found: AccessibleRevision) -> RegistryError:
-        """Return the error that no base serves a revision; for a retired base, it names the base to use instead."""
+        """Return the error for a revision that no base serves. For a retired base, the error names the base to use
+        instead.
+        """
         absent = self._bases.absent(found.base_model)
         if absent is None:
             return RevisionUnavailable(
@@ -274,7 +277,9 @@ class ModelResolver:
 
 
 def nearest_name(asked: str, names: Iterable[str]) -> str | None:
-    """Return the name most like `asked`. The parts after the slash must be alike, and those before it if both exist."""
+    """Return the name most similar to `asked`. The parts after the slash must be similar, and also the parts before the
+    slash if both names have one.
+    """
     owner, _, own = asked.rpartition("/")
     found: dict[str, list[str]] = {}
     for name in names:
@@ -288,7 +293,7 @@ def nearest_name(asked: str, names: Iterable[str]) -> str | None:
 
 
 def parse_model(text: str) -> ModelName | None:
-    """Split an adapter's model name; None if it cannot be one."""
+    """Split an adapter's model name; return None if the text cannot be such a name."""
     match = _model.fullmatch(text)
     if match is None:
         return None
@@ -297,7 +302,9 @@ def parse_model(text: str) -> ModelName | None:
 
 
 def adapter_part(tenant_name: str, name: str) -> str | None:
-    """Return `adapter` of `adapter` or `tenant/adapter`; None if it is malformed or another tenant's."""
+    """Return `adapter` of `adapter` or `tenant/adapter`; None if the name is malformed or names another tenant's
+    adapter.
+    """
     owner, slash, rest = name.partition("/")
     if slash and owner != tenant_name:
         return None
@@ -328,7 +335,7 @@ def check_adapter_name(tenant_name: str, name: str, base_names: Collection[str])
 
 
 def choose_target(targets: Sequence[AccessibleRevision], caller: str) -> AccessibleRevision:
-    """Choose a target by the caller's hash: always the same one for the same alias, targets, weights and caller."""
+    """Choose a target by the caller's hash: the same alias, targets, weights and caller always give the same target."""
     point = hashlib.blake2b(caller.encode(), key=targets[0].key.encode(), digest_size=8)
     return target_at(targets, int.from_bytes(point.digest(), "big"))
 

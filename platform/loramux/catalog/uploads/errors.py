@@ -28,7 +28,7 @@ class UploadError(RegistryError):
 
 
 class UploadNotFound(UploadError):
-    """There is no such upload, or it is another tenant's: the answer is the same."""
+    """The upload does not exist, or it belongs to another tenant. The answer is the same in both cases."""
 
     code = "upload_not_found"
     status = HTTPStatus.NOT_FOUND
@@ -65,7 +65,7 @@ class TooManyTransfers(UploadError):
 
 
 class WrongOffset(UploadError):
-    """The file continues at another offset: bytes are accepted in order, each once."""
+    """The file continues at another offset. Bytes are accepted in order, each byte once."""
 
     code = "wrong_offset"
     status = HTTPStatus.CONFLICT
@@ -104,4 +104,4 @@ def rejected(code: str, field: str | None, message: str) -> UploadRejected:
 
 
 class UploadSuperseded(Exception):
-    """The upload was cancelled, or another server has finished it; the message says which."""
+    """The upload was cancelled, or another server has finished it; the message names the case."""

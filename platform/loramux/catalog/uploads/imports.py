@@ -1,4 +1,4 @@
-"""Imports: the server fetches adapters itself, from places that the settings list.
+"""Imports of adapters. The server fetches their files from places that the settings list.
 
 A source is checked when the upload is opened and again when it is fetched, because the settings may have changed in
 between. Fetches have limits in bytes and in time. A hub may redirect only to hosts that the settings name. Every called
@@ -34,7 +34,7 @@ SILENCE_SECONDS = 30.0
 """The time in seconds for which a hub may send nothing."""
 LONGEST_SECONDS = 3600.0
 MIN_BYTES_PER_SECOND = 16 << 10
-"""The least rate of a transfer from a hub or an object store, in bytes per second."""
+"""Minimum rate of a transfer from a hub or an object store, in bytes per second."""
 WINDOW_SECONDS = 30.0
 """The time of waiting over which the least rate is measured."""
 THREADS, THREADS_PER_TENANT = 16, 4
@@ -70,7 +70,7 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True, tag="hub"):
 
 
 class FolderSource(msgspec.Struct, frozen=True, kw_only=True, tag="folder"):
-    """A folder of the server's own machine, below `adapters.local_root`. Only operators make one."""
+    """A folder of the server's own machine, below `adapters.local_root`. Only operators can use such a source."""
 
     path: str
 
@@ -79,7 +79,7 @@ Source = BucketSource | HubSource | FolderSource
 
 
 class Importer:
-    """Fetches the files of an adapter, and those of its bundle if they exist."""
+    """Fetches the files of an adapter, and the files of its bundle if they exist."""
 
     def __init__(self, settings: UploadSettings, max_bytes: Mapping[str, int], local_root: str | None = None) -> None:
         """`max_bytes` is by file name. Folders are read only below `local_root`."""
@@ -211,7 +211,7 @@ async def _token(threads: Threads, hub: HubSettings) -> str | None:
 
 
 def _chunks_of(file: Path, root: Path | None) -> Iterator[bytes]:
-    """Read a file if its real path is below `root`: a link may have changed since the upload was opened."""
+    """Read a file if its real path is below `root`, because a link may have changed since the upload was opened."""
     real = file.resolve()
     if root is None or not real.is_relative_to(root):
         raise _not_listed()
@@ -275,7 +275,7 @@ def _not_listed() -> UploadRejected:
 
 
 def check_source(source: Source, principal: Principal, settings: UploadSettings) -> Source:
-    """Return the source as it will be fetched. Raises InvalidUpload if the settings do not allow it."""
+    """Return the source in the form that is fetched. Raises InvalidUpload if the settings do not allow it."""
     if isinstance(source, FolderSource):
         return source  # the importer checks the path when it reads
     if isinstance(source, BucketSource):

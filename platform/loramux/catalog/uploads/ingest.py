@@ -1,13 +1,14 @@
-"""Complete uploads become revisions in the background: checked in a sandbox, stored, registered in one transaction.
+"""Complete uploads become revisions in the background. Uploads are checked in a sandbox, stored, and registered in one
+transaction.
 
 `Ingest` makes a revision from files. The stored and digested bytes are exactly the bytes that the engine reads later. A
 crash between storing and registering leaves blobs without a row, which `BlobCollector.sweep` removes.
 
 `UploadWorker` runs one server's jobs. Every upload in the state `validating` belongs to one server. If a server dies,
-others adopt its uploads. An upload is rejected if MAX_ATTEMPTS servers have died while they checked it. Temporary
-failures (of the database, the store, the sandbox) leave the upload as it is, and `tend` starts it again until
-CHECK_SECONDS are over. Fetching and checking have separate slots, and each tenant has a share of them. So imports from
-a slow place delay neither checks nor other tenants.
+other servers adopt its uploads. An upload is rejected if MAX_ATTEMPTS servers have died while they checked it.
+Temporary failures (of the database, the store, the sandbox) do not change the upload, and `tend` starts its checks
+again until CHECK_SECONDS are over. Fetching and checking have separate slots, and each tenant has a share of them. So
+imports from a slow place delay neither checks nor other tenants.
 """
 
 from __future__ import annotations
@@ -66,14 +67,18 @@ from loramux.money.limits.definitions import AdapterQuota, adapter_quota
 
 THREADS, THREADS_PER_TENANT = 8, 2
 OnRegistered = Callable[[AsyncSession, RevisionRow], Awaitable[None]]
-"""A function that runs in the transaction that registers the revision. It may raise UploadSuperseded to roll back."""
+"""A function that runs in the transaction that registers the revision. The function may raise UploadSuperseded to roll
+back.
+"""
 CHECKS, CHECKS_PER_TENANT = 2, 1
-"""The most uploads that are checked and registered at a time: a sandbox needs a core and much memory."""
+"""Maximum number of uploads that are checked and registered at a time. The number is limited because a sandbox needs a
+core and much memory.
+"""
 FETCHES, FETCHES_PER_TENANT = 16, 2
-"""The most imports that are fetched, or wait in the staging folder for their check."""
+"""Maximum number of imports that are fetched, or wait in the staging folder for their check."""
 MAX_ATTEMPTS = 3
 MAX_UNAVAILABLE = 5
-"""The number of times that one server finds an upload's checks unavailable before it refuses the upload."""
+"""Number of times that the checks may be unavailable on one server before it refuses the upload."""
 KEEP_FINISHED = 30 * DAY
 """The time for which a finished upload is listed."""
 TRANSIENT = (RecordsError, StorageError, ValidationUnavailable)
@@ -151,10 +156,11 @@ class Ingest:
     async def check_files(
         self, principal: Principal, folder: Path, base_model: str | None, ignored: Sequence[str] = ()
     ) -> tuple[ValidationReport, AdapterQuota]:
-        """Check files against a base and the tenant's limits. Raises as `check_base` does, and ValidationUnavailable.
+        """Check files against a base and the tenant's limits. Raises the errors of `check_base`, and
+        ValidationUnavailable.
 
-        `base_model`: the base that the caller has named; None: the files decide. The report names the `ignored` files,
-        which were announced but not stored.
+        `base_model` is the base that the caller has named; None: the files decide. The report names the `ignored`
+        files, which were announced but not stored.
         """
         from loramux_adapters.plan import PlanLimits
 
@@ -171,22 +177,23 @@ class Ingest:
         return report.followed_by(ValidationReport(checks=(), warnings=_notes(ignored))), quota
 
     async def register(self, principal: Principal, staged: StagedUpload, on_registered: OnRegistered) -> AdapterInfo:
-        """Store and register checked files; return the adapter as the registering transaction sees it.
+        """Store and register checked files; return the adapter in the state of the registering transaction.
 
-        Raises UploadRejected, TooManyAdapters, UploadSuperseded or StorageUnavailable; then no revision is registered.
+        Raises UploadRejected, TooManyAdapters, UploadSuperseded or StorageUnavailable; in these cases no revision is
+        registered.
         """
         if staged.report.refusal is not None:
             raise UploadRejected(staged.report.refusal)
         content = await self._threads.run(principal.tenant, self._seal, staged)
         info = None
         try:
-            while info is None:  # again if a concurrent deletion has removed the same content
+            while info is None:  # repeat this if a concurrent deletion has removed the same content
                 await self._threads.run(principal.tenant, self._blobs.publish, staged.folder, content.digest)
                 info = await self._register(principal, staged, content, on_registered)
         except (RegistryError, UploadSuperseded):
             await self._blob_gc.remove_unused(frozenset({content.digest}))
             raise
-        except BaseException:  # it is unknown whether the registration was committed: the collector reads the rows
+        except BaseException:  # it is unknown whether the registration was committed, so the collector reads the rows
             self._blob_gc.remove_later(content.digest)
             raise
         await self._threads.run(principal.tenant, self._blobs.adopt, staged.folder, content.digest)
@@ -215,7 +222,7 @@ class Ingest:
             adapters = AdapterRepository(session, principal.tenant)
             await self._check_counts(adapters, staged.adapter, staged.quota)
             await self._check_bytes(adapters, staged.quota, content)
-            # under the lock that all tenants wait for, so it never waits for a turn of the tenant's
+            # all tenants wait for this lock, so this code never waits for the tenant's turn under it
             if not await self._threads.run(SERVER, self._blobs.is_stored, content.digest):
                 return None
             version, stamp = await adapters.version(staged.adapter), Stamp(self._database.now(), principal.key_id)
@@ -311,7 +318,9 @@ class UploadWorker:
             await self._threads.run(SERVER, self._blobs.objects.delete_under, folder_of(id))
 
     async def sweep(self) -> int:
-        """Remove parts of closed uploads, and delete old uploads; return the number of uploads that had parts left."""
+        """Remove parts of closed uploads, and delete old uploads; return the number of uploads whose parts were
+        removed.
+        """
         async with self._database.begin() as session:
             await UploadJobs(session).forget(self._database.now() - KEEP_FINISHED)
         names = await self._threads.run(SERVER, self._blobs.objects.names, FOLDER)

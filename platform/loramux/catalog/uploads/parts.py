@@ -1,8 +1,9 @@
-"""Parts of files: each part is an object in the store, so that any server can append the next one or assemble them.
+"""Parts of files: each part is an object in the store, so that any server can append the next part or assemble all
+parts.
 
-Files are written and hashed while their bytes arrive: memory holds SPOOL_BYTES and one chunk from the network, however
-large the file is. A part is durable when its client gets the answer. A body that stalls is ended, and each tenant has a
-limited number of bodies at a time, so that it cannot use up all connections.
+Files are written and hashed while their bytes arrive: memory holds SPOOL_BYTES and one chunk from the network, even for
+large files. A part is durable when its client gets the answer. A body that stalls is ended, and each tenant has a
+limited number of bodies at a time, so that one tenant cannot use up all connections.
 """
 
 from __future__ import annotations
@@ -36,18 +37,20 @@ from loramux.data.storage.blobs import BlobStore
 from loramux.data.storage.objects import Objects
 
 PART_BYTES = 8 << 20
-"""The most bytes of a request's body that are lost if the server dies."""
+"""Maximum number of bytes of a request's body that are lost if the server dies."""
 SPOOL_BYTES = 1 << 18
 """Bytes of a request's body that are kept in memory."""
 TRANSFERS = 512
-"""The most bodies that are received at a time."""
+"""Maximum number of bodies that are received at a time."""
 TRANSFERS_PER_TENANT = 32
 THREADS, THREADS_PER_TENANT = 16, 4
 MIN_BYTES_PER_SECOND = 1024
-"""The least rate of a body in bytes per second. It is far below a real connection's rate, and ends idle connections."""
+"""Minimum rate of a body in bytes per second. This rate is far below that of real connections, and ends idle
+connections.
+"""
 WINDOW_SECONDS = 60.0
 SPARE_PARTS = 1000
-"""The most parts of a file in addition to those that it needs: clients may be cut off or send little at a time."""
+"""Maximum number of additional parts of a file, because clients may be interrupted or send few bytes at a time."""
 FOLDER = "uploads"
 
 
@@ -77,10 +80,10 @@ class PartReceiver:
     async def receive(
         self, principal: Principal, id: str, name: str, offset: int, body: AsyncIterator[bytes]
     ) -> UploadFile:
-        """Store the body as the bytes of a file from `offset` on; return the file with the bytes it has then.
+        """Store the body as the bytes of a file from `offset` on; return the file with its new size.
 
         If a body ends early or is too slow, the bytes that have arrived are kept. Raises UploadNotFound, UploadClosed,
-        InvalidUpload, WrongOffset, TooManyTransfers or UploadTooSlow, and keeps the parts that are already stored.
+        InvalidUpload, WrongOffset, TooManyTransfers or UploadTooSlow, and keeps parts that are already stored.
         """
         async with self._database.read() as session:
             upload = await UploadRepository(session, principal.tenant).get(id)
@@ -136,7 +139,9 @@ class PartReceiver:
 
 
 class Spool:
-    """Bytes of the next part on their way to the store: in a file, so that an open connection holds no memory."""
+    """Bytes of the next part before they are stored. The bytes are in a file, so that an open connection holds no
+    memory.
+    """
 
     def __init__(self, folder: Path, threads: Threads) -> None:
         self.size = 0
@@ -153,7 +158,7 @@ class Spool:
             await self._flush()
 
     async def take(self) -> tuple[Path, int]:
-        """Return the file and its size, and begin another file: a stored file is never written to again."""
+        """Return the file and its size, and begin another file, because a stored file is never written again."""
         await self._flush()
         taken = self._path, self.size
         self._path, self.size = self._folder / secrets.token_hex(8), 0
@@ -174,7 +179,7 @@ async def paced(
 ) -> AsyncIterator[bytes]:
     """Yield the same chunks; raise UploadTooSlow if a window of waiting brings less than the minimum rate.
 
-    Only the time of waiting for the sender counts, not the time that the receiver needs to store a chunk.
+    Only the time spent waiting for the sender counts, not the time for storing a chunk.
     """
     bytes_per_second = MIN_BYTES_PER_SECOND if bytes_per_second is None else bytes_per_second
     window_s = WINDOW_SECONDS if window_s is None else window_s
@@ -249,7 +254,7 @@ class WrittenFile(NamedTuple):
 
 
 class UploadFileTooLarge(Exception):
-    """More bytes came than are allowed."""
+    """More bytes arrived than are allowed."""
 
 
 async def write_file(threads: Threads, target: Path, chunks: AsyncIterator[bytes], limit: int) -> WrittenFile:
@@ -283,7 +288,7 @@ async def _read_parts(threads: Threads, objects: Objects, parts: Sequence[Upload
 
 
 def _file_at(upload: Upload, name: str, offset: int) -> UploadFile:
-    """Return the upload's file, whose next bytes are those from `offset` on."""
+    """Return the upload's file. The file's next bytes must begin at `offset`."""
     if upload.state != UPLOADING:
         raise UploadClosed(f"the upload {upload.id} is {upload.state}: it takes no more bytes", "id")
     file = next((file for file in upload.files if file.name == name), None)

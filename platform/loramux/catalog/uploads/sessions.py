@@ -1,8 +1,9 @@
-"""Upload sessions: opened, filled, completed, awaited, cancelled. Every adapter enters the system through a session.
+"""Upload sessions, which are opened, filled, completed, awaited or cancelled. Every adapter enters the system through a
+session.
 
 A client announces its files, sends them in parts (`parts`), completes the upload, and reads its state while the worker
-checks and registers it (`ingest`). With a `source` the server fetches the files instead (`imports`).
-`POST /v1/adapters` and the local folders of operators take the same steps through `UploadSessions.run`.
+checks and registers it (`ingest`). With a `source` the server fetches the files instead (`imports`). `POST
+/v1/adapters` and the local folders of operators use the same steps through `UploadSessions.run`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from loramux.data.storage.blobs import CONFIG_FILE, FILES, WEIGHTS_FILE, BlobSto
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_FILES = 1000
-"""The most files that an upload may announce, including ignored ones."""
+"""Maximum number of files that an upload may announce, including ignored files."""
 CHECK_SECONDS = 7200
-"""Seconds within which a complete upload, or an import, ends."""
+"""Maximum time in seconds from the completion of an upload, or the start of an import, to its end."""
 WAIT_SECONDS = 900.0
-"""Seconds within which a request that uploads and waits is answered."""
+"""Maximum time in seconds until a request that uploads and waits is answered."""
 
 logger = logging.getLogger(__name__)
 _sha256 = re.compile("[0-9a-f]{64}")
@@ -63,7 +64,7 @@ class UploadRequest:
     base_model: str | None = None
     """The adapter's base; None: the files decide the base."""
     ignored: tuple[str, ...] = ()
-    """Names of files that came with the others and were not stored."""
+    """Names of files that were sent with the others but are not stored."""
 
 
 class UploadSessions:
@@ -87,7 +88,7 @@ class UploadSessions:
         self._limits = limits
 
     async def open(self, principal: Principal, request: UploadRequest) -> Upload:
-        """Open a session that waits for its files, or an import that starts at once.
+        """Open a session that waits for its files, or an import that starts immediately.
 
         Raises InvalidName, AdapterNotFound, TooManyAdapters, InvalidUpload, TooManyUploads.
         """
@@ -103,7 +104,7 @@ class UploadSessions:
     ) -> AdapterInfo:
         """Upload the files of a staging folder as the next revision of `name`, and wait for the end.
 
-        `ignored` are names of files that came with them and were not stored. Raises UploadRejected for files that
+        `ignored` are names of files that were sent with them but are not stored. Raises UploadRejected for files that
         cannot be served, and the errors of `open`.
         """
         names = [file for file in (*FILES, *SOURCES) if (folder / file).is_file()]
@@ -223,7 +224,7 @@ class UploadSessions:
             logger.warning("the upload %s could not be abandoned: %s", id, error)
 
     async def _forget(self, principal: Principal, id: str) -> None:
-        """Stop the work on an upload whose row is gone, and delete its parts."""
+        """Stop the work on an upload whose row was deleted, and delete its parts."""
         self.worker.jobs.cancel(id)
         await self.parts.threads.run(principal.tenant, self._blobs.objects.delete_under, folder_of(id))
 

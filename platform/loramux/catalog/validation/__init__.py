@@ -1,4 +1,4 @@
-"""Uploads are checked in sandboxed processes before anything serves them.
+"""Checks of uploads in sandboxed processes, before the uploads are served.
 
 If a server has several bases and the upload names none, the base that the files fit is chosen first (`files`). An
 upload then passes up to three stages, each in a process that is forked for the job and limited by the kernel:

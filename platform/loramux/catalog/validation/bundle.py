@@ -1,6 +1,7 @@
-"""The bundle stage's process: a trainer's other files become one `bundle.json`, or are refused by name.
+"""The bundle stage's process: a trainer's other files become one `bundle.json`, or are refused with the name of the
+fault.
 
-No field of the files is dropped silently: a field is served, is known to have no effect here, has its neutral value, or
+No field of the files is ignored silently. A field is served, is known to have no effect here, has its neutral value, or
 is refused.
 """
 
@@ -70,7 +71,7 @@ _GENERATION_NEUTRAL: Mapping[str, object] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "top_h", "guidance_scale"), 1.0),
 }
-"""Values without effect, by field. For any other field these are null, false, 0 and empty values."""
+"""Values without effect, by field. For other fields these are null, false, 0 and empty values."""
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -127,7 +128,7 @@ class BundleRejected(Exception):
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that does one job; the fork server calls this once."""
+    """Return the function for one job. The fork server calls `prepare` once."""
     base = BaseText(Path(msgspec.json.decode(setup, type=BundleSetup).model_dir))
     base.load()
     return lambda job: msgspec.json.encode(examine(msgspec.json.decode(job, type=BundleJob), base))
@@ -145,7 +146,7 @@ class BaseText:
 
     @cached_property
     def loaded(self) -> LoadedTokenizer:
-        """Return the base's tokenizer as it is served."""
+        """Return the base's tokenizer in the form that is served."""
         return load_tokenizer(self._model_dir)
 
     @property
@@ -155,12 +156,14 @@ class BaseText:
 
     @cached_property
     def backend(self) -> Any:
-        """Return the tokenizers library's tokenizer, or None if the base has none."""
+        """Return the tokenizer of the tokenizers library, or None if the base has none."""
         return getattr(self.tokenizer, "backend_tokenizer", None)
 
     @cached_property
     def sections(self) -> list[dict[str, Any]]:
-        """Return the base's sections, as its tokenizer.json has them and as transformers changes them at loading."""
+        """Return the base's sections in two forms: those of its tokenizer.json, and those that transformers makes when
+        it loads the file.
+        """
         texts = [made.to_str() for made in (self.backend, self.loaded.rebuilt) if made is not None]
         if (saved := self._model_dir / TOKENIZER_FILE).is_file():
             texts.append(_normalised(saved.read_text()))
@@ -168,7 +171,7 @@ class BaseText:
 
     @property
     def template(self) -> str:
-        """Return the base's chat template; empty if it has none."""
+        """Return the base's chat template; empty if the base has none."""
         template = self.tokenizer.chat_template
         return template if isinstance(template, str) else ""
 
@@ -179,7 +182,7 @@ class BaseText:
 
 
 def examine(job: BundleJob, base: BaseText) -> ValidationReport:
-    """Write the folder's bundle and report; a refusal is part of the report."""
+    """Write the folder's bundle and return a report. A refusal is part of the report."""
     folder = Path(job.folder)
     try:
         bundle = _with_task(make_bundle(folder, base, job.num_tokens), folder, job)
@@ -290,7 +293,7 @@ def _modules(folder: Path) -> list[_Module]:
 
 
 def _pooling_mode(config: Mapping[str, Any]) -> Literal["last", "mean"] | None:
-    """Return the one mode of a pooling module, as older and newer versions write it. Raises BundleRejected."""
+    """Return the only mode of a pooling module, in the notation of older or newer versions. Raises BundleRejected."""
     if not config:
         return None
     given = config.get("pooling_mode")
@@ -314,7 +317,7 @@ def _pooling_mode(config: Mapping[str, Any]) -> Literal["last", "mean"] | None:
 
 
 def _longest(folder: Path) -> tuple[ReportWarning, ...]:
-    """Return a note if texts were cut in training, because they are not cut here."""
+    """Return a note if texts were shortened in training, because this server does not shorten them."""
     length = _object(folder, LENGTH_FILE).get("max_seq_length")
     if length is None:
         return ()
@@ -396,7 +399,9 @@ def _listed(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Return the chat template: that of chat_template.jinja, or else of tokenizer_config.json, as in transformers."""
+    """Return the chat template from chat_template.jinja or, without this file, from tokenizer_config.json, as in
+    transformers.
+    """
     template = _text(folder, TEMPLATE_FILE)
     if template is None and (template := config.get("chat_template")) is None:
         return None
@@ -465,7 +470,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], base: BaseText, num_t
 
 
 def _check_served(served: Any, text: str) -> None:
-    """Refuse a tokenizer.json that gives other tokens of a text than the tokenizer that is served for it."""
+    """Refuse a tokenizer.json that gives other tokens for a text than the served tokenizer."""
     if (difference := tokenizer_difference(served, read_tokenizer(text))) is not None:
         raise BundleRejected(
             TOKENIZER_FILE,
@@ -476,7 +481,9 @@ def _check_served(served: Any, text: str) -> None:
 
 
 def _check_old_tokens(folder: Path, listed: Set[str], base: BaseText) -> None:
-    """Refuse tokens that only added_tokens.json names: it does not say how they are recognised in a text."""
+    """Refuse tokens that only added_tokens.json names, because this file does not define how they are recognised in a
+    text.
+    """
     known = base.tokenizer.get_vocab()
     for token in _object(folder, OLD_TOKENS_FILE):
         if token not in known and token not in listed:
@@ -493,7 +500,7 @@ def _equals(token: AddedToken, other: Any) -> bool:
 
 
 def _of_tokenizer(folder: Path, base: BaseText) -> list[AddedToken] | None:
-    """Return the added tokens of tokenizer.json, whose other parts must all be the base's; None without the file."""
+    """Return the added tokens of tokenizer.json, whose other parts must all equal the base's; None without the file."""
     if (text := _text(folder, TOKENIZER_FILE)) is None:
         return None
     try:
@@ -524,7 +531,7 @@ def _of_decoder(config: Mapping[str, Any]) -> list[AddedToken]:
 def _eos_token_ids(
     generation: _Generation, special: Mapping[str, str], added: tuple[AddedToken, ...], base: BaseText, num_tokens: int
 ) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of generation_config, and an eos_token that is not the base's."""
+    """Return the ids that end an answer: the ids of generation_config, and the eos_token if it is not the base's."""
     given = generation.eos_token_id
     ids = set((given,) if isinstance(given, int) else given or ())
     if (eos := special.get("eos_token")) is not None:

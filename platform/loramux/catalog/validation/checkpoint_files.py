@@ -32,18 +32,20 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class BaseFiles:
-    """The base's weights as they are served, read from its checkpoint one at a time."""
+    """The base's weights in the form that is served, read from its checkpoint one at a time."""
 
     model_dir: str
     modules: Mapping[str, LinearShape]
     quantization: Quantization = "none"
-    """How linears are quantized when the base is loaded."""
+    """Quantization of the linears when the base is loaded."""
     form: WeightFormat | None = None
-    """How the checkpoint's own linears are quantized."""
+    """Quantization of the checkpoint's own linears."""
 
     @classmethod
     def of(cls, model_dir: str, base: BaseDescription, quantization: Quantization = "none") -> BaseFiles:
-        """Find the checkpoint's format. Imports transformers if it is quantized: not for a job without files."""
+        """Find the checkpoint's format. Imports transformers if the checkpoint is quantized, so a job without files
+        must not call it.
+        """
         fields = json.loads((Path(model_dir) / "config.json").read_bytes())
         form = None
         if (saved := fields.get("quantization_config")) and saved.get("quant_method") != "mxfp4":
@@ -54,7 +56,7 @@ class BaseFiles:
 
     @property
     def precision(self) -> str:
-        """Return a report's words for the weights that both sides of a comparison use."""
+        """Return the text that names, in a report, the weights of both sides of a comparison."""
         if self.form is not None:
             return f"on the base's weights dequantized from {self.form.name}"
         if self.quantization != "none":
@@ -63,7 +65,7 @@ class BaseFiles:
 
     @property
     def float32_bytes(self) -> float:
-        """Return the bytes of the whole base in float32; infinite if it is not saved as safetensors."""
+        """Return the bytes of the whole base in float32; infinite if the base is not saved as safetensors."""
         files = sorted(Path(self.model_dir).glob("*.safetensors"))
         if not files:
             return math.inf
@@ -74,7 +76,7 @@ class BaseFiles:
         return 4 * (rest + coded)
 
     def linear(self, name: str) -> nn.Linear | None:
-        """Read a linear in float32; None if the checkpoint has it under another name or in another shape."""
+        """Read a linear in float32; None if the checkpoint has this linear under another name or in another shape."""
         weight, bias = (self.parameter(f"{name}.{part}") for part in ("weight", "bias"))
         if weight is None or weight.ndim != 2:
             return None
@@ -85,7 +87,9 @@ class BaseFiles:
         return linear
 
     def parameter(self, name: str) -> torch.Tensor | None:
-        """Read a parameter of the model; of a quantized linear, in float32. None if the checkpoint has none."""
+        """Read a parameter of the model. A quantized linear's weight is returned in float32. None if the checkpoint
+        does not have the parameter.
+        """
         module, _, kind = name.rpartition(".")
         shape = self.modules.get(module) if kind == "weight" else None
         if shape is not None and self.form is not None and (stored := self._stored(module)):
@@ -96,7 +100,7 @@ class BaseFiles:
         return quantize(found, self.quantization).dequantize()
 
     def _stored(self, module: str) -> dict[str, torch.Tensor]:
-        """Return the stored tensors of a quantized linear; empty if it is not quantized."""
+        """Return the stored tensors of a quantized linear; empty if the linear is not quantized."""
         assert self.form is not None, "asked of quantized checkpoints only"
         names = [name for name in _files_of(self.model_dir) if name.startswith(f"{module}.")]
         parts = {name.removeprefix(f"{module}."): name for name in names}
@@ -126,7 +130,7 @@ def _tensor(file: Path, name: str) -> torch.Tensor:
 
 
 def read_parameter(model_dir: str, name: str) -> torch.Tensor | None:
-    """Read a tensor as saved; None if there is none of that name in a float dtype of 16 or 32 bits."""
+    """Read a tensor as saved; None if no tensor of that name has a float dtype of 16 or 32 bits."""
     index = Path(model_dir) / _INDEX
     shards = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     file = Path(model_dir) / shards.get(name, _ONE_FILE)

@@ -19,14 +19,14 @@ CONVERSION_CHECK = "conversion"
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that does one job; the fork server calls this once."""
+    """Return the function for one job. The fork server calls `prepare` once."""
     served = msgspec.json.decode(setup, type=ConversionSetup)
     files = BaseFiles.of(served.model_dir, served.base, served.quantization)
     return lambda job: msgspec.json.encode(convert(msgspec.json.decode(job, type=ConversionJob), served.base, files))
 
 
 def convert(job: ConversionJob, base: BaseDescription, files: BaseFiles) -> ValidationReport:
-    """Convert or rename one folder and report; a refusal is part of the report."""
+    """Convert or rename the adapter in one folder and return a report. A refusal is part of the report."""
     folder, into, check = Path(job.folder), Path(job.into), NAMES_CHECK
     try:
         renaming = rename_adapter(folder, into, base, job.limits)

@@ -1,7 +1,8 @@
-"""The processes of the files stage and of the choice of a base. They are small, because neither imports torch.
+"""The processes of the files stage and of the choice of a base. Both processes are small, because they do not import
+torch.
 
 The files stage checks both files of an adapter against the base's description (`prepare`). If a server has several
-bases and an upload names none, the choice finds the base that the files fit by the same checks (`prepare_choice`).
+bases and an upload names none, the choice uses the same checks to find the base that the files fit (`prepare_choice`).
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ CHECK = "base_model"
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that does one job; the fork server calls this once."""
+    """Return the function for one job. The fork server calls `prepare` once."""
     served = msgspec.json.decode(setup, type=FilesSetup)
     return lambda job: msgspec.json.encode(examine(msgspec.json.decode(job, type=FilesJob), served))
 
 
 def examine(job: FilesJob, served: FilesSetup) -> ValidationReport:
-    """Check one folder and report; a refusal is part of the report."""
+    """Check one folder and return a report. A refusal is part of the report."""
     folder, passed = Path(job.folder), list[str]()
     try:
         if _is_converted_first(folder, served.base):
@@ -134,7 +135,7 @@ def _warnings(examined: ExaminedAdapter, served: FilesSetup) -> Iterator[ReportW
 
 
 def claimed_base(folder: Path) -> str | None:
-    """Return the base that the adapter's configuration names, if it can be read."""
+    """Return the base that the adapter's configuration names; None if the configuration cannot be read."""
     try:
         claimed = parse_document(read_config_file(folder)).get("base_model_name_or_path")
     except AdapterRejected:
@@ -152,14 +153,14 @@ def _last(name: str) -> str:
 
 
 def prepare_choice(_: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that does one job; the fork server calls this once."""
+    """Return the function for one job. The fork server calls `prepare` once."""
     return lambda job: msgspec.json.encode(choose(msgspec.json.decode(job, type=ChoiceJob)))
 
 
 def choose(job: ChoiceJob) -> ValidationReport:
-    """Report the base that the files fit (if several, the one that they name), or refuse the files.
+    """Report the base that the files fit, or refuse the files. If several bases fit, the files' own claim decides.
 
-    An adapter that must be converted before it is checked can only be matched by the base's name in its files.
+    An adapter that must be converted before the check can only be matched by the base's name in its files.
     """
     claimed, served = claimed_base(Path(job.files.folder)), job.bases
     named = [name for name, setup in served.items() if is_name_of(setup.base_names, claimed)]

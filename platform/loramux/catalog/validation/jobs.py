@@ -1,7 +1,7 @@
 """Messages between the server and its limited processes: setups, jobs and the report on an upload. Plain data, as JSON.
 
 The stages are files, choice of a base, conversion, bundle, parity and the rendering of templates. An upload's
-`ValidationReport` is read by its owner: what was found, what was checked, and why it was refused.
+`ValidationReport` is read by its owner: the contents of the files, the checks, and the reason of a refusal.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class FilesJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RetiredBase(msgspec.Struct, frozen=True, kw_only=True):
-    """A retired base: adapters may name it, and it accepts no more of them."""
+    """A retired base. Adapters may name it, but it accepts no new adapters."""
 
     names: tuple[str, ...]
     message: str
-    """The refusal, which says what to upload instead."""
+    """The refusal, which names the base to use instead."""
 
 
 class ChoiceJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One folder, and the bases among which one is chosen for it, because its owner has named none."""
+    """One folder whose owner has named no base, and the bases among which one is chosen."""
 
     files: FilesJob
     bases: dict[str, FilesSetup]
@@ -57,11 +57,11 @@ class ConversionSetup(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     base: BaseDescription
     quantization: Quantization = "none"
-    """How the base's weights are quantized when it is loaded."""
+    """Quantization of the base's weights when they are loaded."""
 
 
 class ConversionJob(msgspec.Struct, frozen=True, kw_only=True):
-    """One folder and an empty one for the converted adapter, by their absolute paths."""
+    """One folder, and an empty folder for the converted adapter, by their absolute paths."""
 
     folder: str
     into: str
@@ -85,7 +85,7 @@ class BundleJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
-    """A template and its variables: messages, special tokens, and whatever the request passes on."""
+    """A template and its variables: messages, special tokens, and all variables of the request."""
 
     template: str
     variables: dict[str, Any]
@@ -93,7 +93,7 @@ class RenderJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Fault = Literal["too_long", "too_expensive", "forbidden", "invalid", "refused"]
-"""The faults of a template. `refused`: the template refuses these messages, or fails on them."""
+"""The faults of a template. `refused`: the template refuses these messages, or fails with them."""
 
 
 class RenderedText(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -113,15 +113,15 @@ class ParitySetup(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     """Memory that one job may use."""
     whole_model_bytes: int
-    """The most bytes of float32 weights that a base may have to run as a whole."""
+    """Maximum bytes of float32 weights of a base that is run as a whole."""
     engine_bytes: int = 0
-    """The most bytes of a larger base's float32 weights, if its serving engine is to answer the check's prompts."""
+    """Maximum float32 bytes of a larger base for which the serving engine answers the check's prompts."""
     serving: str = "float32"
     """The serving engine's dtype."""
     block_size: int | None = None
     """The serving engine's `engine.block_size`; None: chosen from the base, here as there."""
     quantization: Quantization = "none"
-    """How the base's weights are quantized when it is loaded."""
+    """Quantization of the base's weights when they are loaded."""
 
 
 class EngineAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +138,7 @@ class ParityJob(msgspec.Struct, frozen=True, kw_only=True):
     uploaded: str
     """The folder that PEFT reads."""
     served: str
-    """The folder that is served: the same, unless the adapter was converted."""
+    """The folder that is served. This is the uploaded folder, unless the adapter was converted."""
     limits: PlanLimits
     answers: tuple[EngineAnswer, ...] = ()
     """The serving engine's answers to the report's `to_answer`, and then the base's own answer to the first prompt.
@@ -159,7 +159,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     outcome: CheckOutcome
     detail: str = ""
-    """The reason why it failed or was not run; for a parity check, the method."""
+    """The reason why the check failed or was not run. For a parity check that passed, its method."""
     figures: dict[str, float] = {}
 
 
@@ -177,9 +177,9 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
     peft_type: str
     peft_version: str | None
     base_model_name_or_path: str | None
-    """The base on which the adapter claims to be trained. The files cannot prove it."""
+    """The base on which the adapter claims to be trained. The files cannot prove this claim."""
     task: str = "CAUSAL_LM"
-    """PEFT's task type. An adapter that names none generates text."""
+    """PEFT's task type. An adapter that names no task generates text."""
     labels: int = 0
     """Rows of a classifier's head."""
     architecture: str
@@ -204,15 +204,15 @@ class AdapterSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of an upload's validation. Its JSON is part of the HTTP API."""
+    """The outcome of an upload's validation. The JSON of the report is part of the HTTP API."""
 
     checks: tuple[Check, ...]
     base_model: str | None = None
-    """The base that the files were checked against; None if none was found for them."""
+    """The base that the files were checked against; None if no base was found for the files."""
     found: AdapterSummary | None = None
-    """Contents of the files; None if the files were refused before they were understood."""
+    """Contents of the files; None if the files were refused before they could be read."""
     converted: str | None = None
-    """The conversion's kind and method, if the served adapter is not the uploaded one."""
+    """The conversion's kind and method, if the served adapter differs from the uploaded adapter."""
     to_convert: bool = False
     """True: the adapter's kind, or the form of its names, is converted first, and no check has run yet."""
     to_answer: tuple[list[int], ...] = ()
@@ -222,7 +222,7 @@ class ValidationReport(msgspec.Struct, frozen=True, kw_only=True):
     usage: ResourceUsage | None = None
 
     def followed_by(self, later: ValidationReport) -> ValidationReport:
-        """Join this report with that of the checks that ran after it."""
+        """Join this report with the report of the checks that ran later."""
         return msgspec.structs.replace(
             self,
             checks=self.checks + later.checks,

@@ -1,9 +1,9 @@
 """The parity stage's process: the serving code must compute the same as PEFT, on the base's own weights.
 
 `compare_layers` always runs: it compares PEFT's own linears with ours, in float32, on the same inputs and the
-checkpoint's weights. It takes the adapted linears of three sampled layers. Then a few greedy tokens are compared
-(`parity_tokens`): those of a separate engine if memory can hold the base twice, else those of the serving engine.
-`ParityComparison` joins both results in a report.
+checkpoint's weights. The comparison uses the adapted linears of three sampled layers. Then a few greedy tokens are
+compared (`parity_tokens`). The tokens come from a separate engine if memory can hold the base twice, otherwise from the
+serving engine. `ParityComparison` joins both results in a report.
 """
 
 from __future__ import annotations
@@ -55,10 +55,12 @@ from loramux_kernels.tables import RANK_TILE, Segments
 
 ROWS = 5
 BASE_ROWS = 2
-"""Rows after those of the adapter; the adapter must not change them."""
+"""Number of rows after the adapter's rows. The adapter must not change these rows."""
 PAGE_TILES = 4
 COPIES = 3
-"""Copies of a linear that are in memory at once: as read, as PEFT or the engine gets it, and packed to be served."""
+"""Number of copies of a linear that are in memory at the same time: as read, in the form of PEFT or the engine, and
+packed for serving.
+"""
 
 _SENTENCES = {
     PARITY_FAILED: (
@@ -70,13 +72,14 @@ _SENTENCES = {
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Load PEFT, and the base if it is small enough; return the function that does one job."""
+    """Load PEFT, and the base if it is small enough. Return the function for one job."""
     torch.set_num_threads(1)
-    native_library()  # here, because a job may neither compile it nor open its cache
+    native_library()  # compiled here, because a job may neither compile it nor open its cache
     warnings.simplefilter("ignore")  # advice for training does not belong in a server's log
     transformers.logging.set_verbosity_error()
     disable_progress_bar()
-    # PEFT would build a CUDA extension here, but only forms of BOFT that are refused need it. False: there is none.
+    # PEFT would build a CUDA extension here, but only forms of BOFT that are refused need it. False: the extension is
+    # not available.
     boft._FBD_CUDA = False
     comparison = ParityComparison.over(msgspec.json.decode(setup, type=ParitySetup))
     return lambda job: msgspec.json.encode(comparison.report(msgspec.json.decode(job, type=ParityJob)))
@@ -90,7 +93,9 @@ class ParityComparison:
     files: BaseFiles
     whole: WholeModel | None
     streamed: StreamedModel | None = None
-    """The model with which the serving engine's answers are compared. It has no weights, so a job's copy is cheap."""
+    """The model with which the serving engine's answers are compared. This model has no weights, so a copy for a job is
+    small.
+    """
 
     @classmethod
     def over(cls, setup: ParitySetup) -> ParityComparison:
@@ -98,7 +103,7 @@ class ParityComparison:
         files = BaseFiles.of(setup.model_dir, setup.base, setup.quantization)
         if (size := files.float32_bytes) <= setup.whole_model_bytes:
             return cls(setup, files, WholeModel.load(setup, files))
-        is_read_whole = setup.quantization == "none" or not setup.base.parameters  # experts are read as they are
+        is_read_whole = setup.quantization == "none" or not setup.base.parameters  # experts are read unchanged
         streams = size <= setup.engine_bytes and is_read_whole
         return cls(setup, files, None, StreamedModel(setup, files) if streams else None)
 
@@ -195,7 +200,7 @@ def _own(setup: ParitySetup, files: BaseFiles, copy: BaseCopy) -> torch.Tensor |
 
 
 class Measured(NamedTuple):
-    """Numbers of one linear; the first two are in units of the allowed difference."""
+    """Measured numbers of one linear. The first two numbers are in units of the allowed difference."""
 
     apart: float
     """Distance of PEFT's output from ours, in rows with the adapter."""
@@ -275,7 +280,7 @@ def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, to
     for field in ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "target_parameters"):
         if hasattr(config, field):
             setattr(config, field, None)
-    if config.target_modules == "all-linear":  # PEFT resolves it only for whole transformers models
+    if config.target_modules == "all-linear":  # PEFT resolves this value only for whole transformers models
         config.target_modules = set(linears)
     path = Path(folder) / WEIGHTS_NAME
     with path.open("rb") as file:

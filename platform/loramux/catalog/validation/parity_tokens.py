@@ -1,14 +1,14 @@
-"""Compare a few greedy tokens with PEFT's forward: those of the check's own engine, or of the serving engine.
+"""Compare a few greedy tokens with PEFT's forward: the tokens of the check's own engine, or of the serving engine.
 
 `WholeModel` is for bases that are small enough to be held twice: an engine answers in float32, and PEFT's forward runs
 on a second copy.
 
 `StreamedModel` is PEFT's forward of a base that is too large to be held: one decoder layer's weights are in memory at a
 time. The model is built without weights. Before a unit (a decoder layer, the embedding, the head, a norm) runs, its
-weights are read from the checkpoint in float32; after it they are dropped. The adapter's own weights stay. It is
-compared with the serving engine's answers, in that engine's dtype (`compare_answers`).
+weights are read from the checkpoint in float32; after the unit they are dropped. The adapter's own weights stay in
+memory. The forward's result is compared with the serving engine's answers, in that engine's dtype (`compare_answers`).
 
-The tolerances say when two computations count as equal: LOGPROB_TOLERANCE for tokens, OUTPUT_TOLERANCE for vectors and
+The tolerances decide if two computations count as equal: LOGPROB_TOLERANCE for tokens, OUTPUT_TOLERANCE for vectors and
 for the outputs of single linears.
 """
 
@@ -60,14 +60,14 @@ LOGPROB_TOLERANCE = 2e-3
 OUTPUT_TOLERANCE = 1e-3
 """The allowed difference, as a share of the adapter's largest contribution to a linear's output."""
 ROUNDING = 2e-5
-"""The allowed rounding, as a share of the output itself: float32 sums differ in another order."""
+"""The allowed rounding, as a share of the output itself: float32 sums depend on the order of their terms."""
 
 PARITY_FAILED = "parity_failed"
 OUTPUTS_NOT_FINITE = "outputs_not_finite"
 PROMPT_LENGTHS = (3, 21)
 OUTPUT_TOKENS = 12
 SPECIAL_TOKENS = 8
-"""The most tokens with trained embeddings in a prompt."""
+"""Maximum number of tokens with trained embeddings in a prompt."""
 SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 _HEADS = ("classifier", "score")
@@ -84,7 +84,7 @@ class ParityFault:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The method, the numbers and the fault, if any, of one comparison."""
+    """The method, the numbers and the possible fault of one comparison."""
 
     method: str
     figures: dict[str, float]
@@ -121,7 +121,7 @@ def compare_tokens(
 def compare_outputs(ours: torch.Tensor, theirs: torch.Tensor, base: torch.Tensor) -> float:
     """Return the distance of two outputs of one linear in units of the allowed distance. Above 1 is a fault.
 
-    All three are float32`[rows, out_features]`; `base` is the output without the adapter.
+    All three tensors are float32`[rows, out_features]`; `base` is the output without the adapter.
     """
     allowed = OUTPUT_TOLERANCE * (theirs - base).abs().max() + ROUNDING * theirs.abs().max()
     apart = (ours - theirs).abs().max()
@@ -145,7 +145,7 @@ class GreedyOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WholeModel:
-    """Two copies of the base in float32: one loaded as it is served, one for PEFT."""
+    """Two copies of the base in float32: one in the served form, the other for PEFT."""
 
     served: LoadedModel
     settings: Settings
@@ -230,7 +230,7 @@ class WholeModel:
     def _answers(
         self, folder: str, prompts: Sequence[list[int]], pooling: Pooling | None = None
     ) -> list[list[TokenEvent]] | ParityFault:
-        """Let the engine answer every prompt, in one batch with a row of the base; return the events of each."""
+        """Let the engine answer every prompt, in one batch with a row of the base; return the events of each prompt."""
         ref = AdapterRef(digest="candidate", path=folder)
         asked = [_request(str(index), prompt, ref, pooling) for index, prompt in enumerate(prompts)]
         known = [token for token in prompts[0] if token < self.served.facts.vocab_size]
@@ -347,8 +347,8 @@ def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer
     offset = None
     if isinstance(model, peft.PeftModel):
         [offset] = calculate_alora_offsets(model.peft_config, model.active_adapter, ids[:, : len(prompt)])
-    # Offsets count from the end. PEFT's generate searches the invocation in the prompt; its forward, in the whole
-    # input.
+    # Offsets count from the end. PEFT's generate searches for the invocation in the prompt; PEFT's forward searches in
+    # the whole input.
     keywords = {} if offset is None else {"alora_offsets": [offset + len(answer.tokens) - 1]}
     return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
 
@@ -360,7 +360,7 @@ def divergence(logits: torch.Tensor, base: torch.Tensor) -> float:
 
 
 def token_fault(figures: dict[str, float], tolerance: float = LOGPROB_TOLERANCE) -> ParityFault | None:
-    """Return the fault of a comparison by compare_tokens, if it shows one."""
+    """Return the fault in the result of compare_tokens; None if there is no fault."""
     error = figures["largest_logprob_error"]
     if not figures["differing"] and math.isfinite(error) and error <= tolerance:
         return None
@@ -376,10 +376,12 @@ ROUNDING_FACTOR = 16
 
 The distances are those of log probabilities. Random models and adapters in bfloat16 reached 6."""
 ROUNDED_TOLERANCE = 0.1
-"""The difference in nats that an engine in 16 bits may always have. Another adapter's answers differ by 0.7 or more."""
+"""The difference in nats that is always allowed for an engine in 16 bits. The answers of a different adapter differ by
+0.7 or more.
+"""
 TAKES_FROM_THE_BASE = ("pissa", "olora")
 BYTES_PER_ENTRY = 6
-"""Bytes for each weight of a unit while it is read: 2 as saved in 16 bits, and 4 in float32."""
+"""Bytes per weight while a unit is read: 2 bytes as saved in 16 bits, and 4 bytes in float32."""
 
 
 class _Missing(Exception):
@@ -387,7 +389,7 @@ class _Missing(Exception):
 
 
 def compare_answers(streamed: StreamedModel, setup: ParitySetup, job: ParityJob) -> Verdict | NotRun:
-    """Compare the serving engine's `job.answers`, the last of them the base's own, with PEFT's forward.
+    """Compare the serving engine's `job.answers`, of which the last is the base's own, with PEFT's forward.
 
     The engine rounds to its own dtype. The effect on log probabilities is measured on the base's answer, which no
     adapter changes.
@@ -432,7 +434,7 @@ class StreamedModel:
             self._model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self._layer_classes = frozenset(self._model._no_split_modules or ())
         self._names: dict[nn.Parameter, str] = {}
-        """The base's parameters and their names. All entries of a parameter are one and the same zero in memory."""
+        """The base's parameters and their names. All entries of a parameter are the same zero in memory."""
         for module_name, module in self._model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
                 own = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
@@ -458,7 +460,7 @@ class StreamedModel:
         config.inference_mode = True
         self._model = peft.get_peft_model(self._model, config).eval()
         state = peft.utils.load_peft_weights(str(folder), device="cpu")
-        # Copies of the base's embedding and head are this base's: `check_base_copies`.
+        # Copies of the base's embedding and head equal those of this base: see `check_base_copies`.
         own = {name: tensor for name, tensor in state.items() if ".base_layer." not in name}
         peft.set_peft_model_state_dict(self._model, own)
         return self

@@ -14,14 +14,16 @@ from loramux.common.sandbox.sandbox import JobCrashed, JobEnded, JobLimits, JobO
 RENDER_SECONDS = 0.05
 """Processor time of one rendering, including the compilation of the template, in seconds."""
 WALL_SECONDS = 5.0
-"""Elapsed time of one rendering in seconds: a safety net for an overloaded machine, since a template cannot wait."""
+"""Maximum elapsed time of one rendering in seconds. This is a safety net for an overloaded machine, because a template
+itself cannot wait.
+"""
 RENDER_BYTES = 64 << 20
 TEMPLATE_CHECK = "template"
 TRIAL_CHARACTERS = 1 << 20
 
 
 class TemplateFailed(Exception):
-    """A template gave no text: `fault` is as in RenderedText, or `too_expensive` if its process was ended."""
+    """A template gave no text. `fault` is a fault of RenderedText, or `too_expensive` if the process was ended."""
 
     def __init__(self, fault: str, reason: str) -> None:
         super().__init__(reason)
@@ -30,7 +32,7 @@ class TemplateFailed(Exception):
 
 
 class TemplateRenderer:
-    """Renders templates, each time in a separate process. It blocks: call it from a thread."""
+    """Renders templates, each time in a separate process. The call blocks, so use it from a thread."""
 
     def __init__(self) -> None:
         # The priority is below the engine's threads, and above uploads, because requests wait for it.
@@ -91,13 +93,17 @@ TRIALS: Mapping[str, dict[str, Any]] = {
     "long": {"messages": [_turn("user", "naïve 日本 🙂\n" * 2000)]},
     "odd_roles": {"messages": [_turn("assistant", "first"), _turn("critic", "second"), _turn("user", "third")]},
 }
-"""Conversations with which every template is tried. The first must render; a template may refuse the others."""
+"""Conversations with which every template is tried. The template must render the first conversation, and may refuse the
+others.
+"""
 
 _FATAL = ("too_expensive", "too_long", "forbidden", "invalid")
 
 
 def try_template(renderer: TemplateRenderer, template: str, special_tokens: Mapping[str, str]) -> ValidationReport:
-    """Report on a template. It is refused if it fails on the plain conversation, or fatally on any other one."""
+    """Report on a template. The template is refused if it fails with the plain conversation, or exceeds its limits with
+    any other conversation.
+    """
     refused: list[str] = []
     for name, conversation in TRIALS.items():
         try:
@@ -122,7 +128,8 @@ def template_variables(
 ) -> dict[str, Any]:
     """Return the variables of a template, by transformers' names; those of `more` come from the request.
 
-    A caller chooses names of `more`: none of them is a parameter here, and none hides a special token.
+    A caller chooses the names of `more`, so they are not parameters of this function, and cannot replace a special
+    token.
     """
     prompt = {"tools": None, "documents": None, "add_generation_prompt": True}
     return {**prompt, **more, "messages": messages, **special_tokens}

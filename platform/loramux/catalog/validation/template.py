@@ -1,8 +1,9 @@
-"""The process that renders chat templates: `prepare` for the fork server. It is small, because it imports only jinja2.
+"""The process that renders chat templates: `prepare` for the fork server. This process is small, because it imports
+only jinja2.
 
 A template is a customer's code. Each rendering has a separate process, with the kernel's limits on time and memory. A
-template that never ends, or takes all memory, ends with its process and cannot affect the next one. The environment is
-that of transformers (`transformers.utils.chat_template_utils`), so a template renders as in training.
+template that never ends, or takes all memory, ends with its process and cannot affect the next rendering. The
+environment is that of transformers (`transformers.utils.chat_template_utils`), so a template renders as in training.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from loramux.catalog.validation.jobs import Fault, RenderedText, RenderJob
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function that does one job; the fork server calls this once."""
+    """Return the function for one job. The fork server calls `prepare` once."""
     del setup
     environment = template_environment()
     return lambda job: msgspec.json.encode(render(msgspec.json.decode(job, type=RenderJob), environment))
 
 
 def render(job: RenderJob, environment: ImmutableSandboxedEnvironment) -> RenderedText:
-    """Render one conversation; a refusal is part of the result."""
+    """Render one conversation. A refusal is part of the result."""
     try:
         pieces, length = [], 0
         for piece in environment.from_string(job.template).generate(**job.variables):

@@ -1,4 +1,4 @@
-"""Validation as the registry uses it: it takes a folder and returns a report. No uploaded byte is parsed here."""
+"""Validation of a folder for the registry, which returns a report. This process parses no uploaded byte."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from loramux_adapters.base import BaseDescription
 from loramux_adapters.plan import PlanLimits
 
 HEADER_ALLOWANCE = 8 << 20
-"""The most bytes of the two files that are not matrices."""
+"""Maximum bytes of those parts of the two files that are not matrices."""
 TIMEOUT, OUT_OF_MEMORY = "validation_timeout", "validation_out_of_memory"
 UNUSABLE = "validation_impossible"
 """Code of a refusal that a second upload cannot avoid: the operator must change the base's settings."""
@@ -63,16 +63,20 @@ class Unanswered(NamedTuple):
 
 
 AskEngine = Callable[[Path, Sequence[list[int]]], tuple[EngineAnswer, ...] | Unanswered]
-"""A blocking function that answers the prompts with the adapter in the folder, and then the first one without it."""
+"""A blocking function that answers the prompts with the adapter in the folder, and then the first prompt without the
+adapter.
+"""
 
 
 class Validator:
-    """Checks folders against one base model as it is served. It blocks: call it from a thread."""
+    """Checks folders against one served base model. The methods of this class block, so call them from a thread."""
 
     def __init__(
         self, settings: Settings, base: BaseDescription, dtype: str, ask_engine: AskEngine | None = None
     ) -> None:
-        """`dtype` is the serving dtype, by torch's name. `ask_engine` answers if a base is too large to be copied."""
+        """`dtype` is the serving dtype, by torch's name. `ask_engine` gets the answers if a base is too large to be
+        copied.
+        """
         self.files_setup = _files_setup(settings, base, dtype)
         """The base's description for the files stage."""
         self._files = _Stage("files", "loramux.catalog.validation.files", self.files_setup, _file_limits(settings))
@@ -84,10 +88,10 @@ class Validator:
         self._parity = _parity_stage(settings, base, dtype, engine_bytes) if settings.validation.parity else None
 
     def examine(self, folder: Path, limits: PlanLimits) -> ValidationReport:
-        """Report on the adapter in `folder`. Raises SandboxDied while no check can run.
+        """Report on the adapter in `folder`. Raises SandboxDied if no check can run now.
 
-        An adapter of another kind, or with other names, is replaced in `folder` by the LoRA that computes the same; the
-        report describes this LoRA. The other files of a trainer are replaced by one BUNDLE_FILE, if they set anything.
+        An adapter of another kind, or with other names, is replaced in `folder` by an equivalent LoRA, which the report
+        describes. The other files of a trainer are replaced by one BUNDLE_FILE, if they contain any setting.
         """
         folder = folder.resolve()
         with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as uploaded:
@@ -124,7 +128,9 @@ class Validator:
         return report.followed_by(tokens)
 
     def _check_files(self, folder: Path, aside: Path, limits: PlanLimits) -> ValidationReport:
-        """Report on the files as they will be served. The originals of a converted adapter are moved to `aside`."""
+        """Report on the files in the form that will be served. The originals of a converted adapter are moved to
+        `aside`.
+        """
         job = FilesJob(folder=str(folder), limits=limits)
         report = self._files.report(job, readable=(folder,))
         if not report.to_convert:
@@ -166,7 +172,8 @@ class Validator:
 class BaseValidators:
     """The validators of a server's bases, and the choice among them for an upload that names no base.
 
-    Uploads are examined on threads while bases are added and removed, so both mappings are replaced and never changed.
+    Uploads are examined on threads while bases are added and removed, so both mappings are replaced as a whole and
+    never changed.
     """
 
     def __init__(self, settings: Settings, validators: Mapping[str, Validator]) -> None:
@@ -183,7 +190,7 @@ class BaseValidators:
         self._validators = {**self._validators, name: validator}
 
     def remove(self, name: str) -> None:
-        """Accept no more uploads for a base, and end its processes: running jobs raise SandboxDied."""
+        """Accept no more uploads for a base, and end its processes. Running jobs raise SandboxDied."""
         validator = self._validators[name]
         self._validators = {other: one for other, one in self._validators.items() if other != name}
         validator.close()
@@ -239,7 +246,7 @@ class _Stage:
     """One stage: its sandbox, the limits of its jobs, and a report for every end of a job."""
 
     def __init__(self, name: str, module: str, setup: msgspec.Struct | None, limits: JobLimits) -> None:
-        """`module` answers jobs with reports. Without a `setup`, its jobs have all information."""
+        """`module` answers jobs with reports. Without a `setup`, each job contains all information."""
         self._name = name
         self._sandbox = Sandbox(module, b"" if setup is None else msgspec.json.encode(setup))
         self._limits = limits

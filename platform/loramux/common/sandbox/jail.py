@@ -1,10 +1,12 @@
-"""A jail that a process enters by itself: no network, and only those parts of the filesystem that it is given.
+"""A jail that a process enters by itself. In the jail the process has no network, and only the listed parts of the
+filesystem.
 
 The filesystem is closed by Landlock, which needs neither root nor a container.
 
-A process lists the folders that it may still open and restricts itself for good; its children inherit the restriction.
-Everything else is refused with EACCES, also `/proc` of other processes. Later kernels also take away TCP (ABI 4),
-signals to processes outside and abstract Unix sockets (ABI 6). A descriptor that is already open stays usable.
+A process lists the folders that it may open from now on, and restricts itself permanently; its children inherit the
+restriction. The kernel refuses all other paths with EACCES, including `/proc` of other processes. Later kernels also
+take away TCP (ABI 4), signals to processes outside and abstract Unix sockets (ABI 6). A descriptor that is already open
+stays usable.
 
 https://docs.kernel.org/userspace-api/landlock.html
 """
@@ -52,7 +54,7 @@ _FACTS = (
     "/sys/devices/system/cpu",
     "/usr/share/zoneinfo",
 )
-"""Files in which libraries read facts about the machine. They hold no secret of the server."""
+"""Files from which libraries read facts about the machine. These files hold no secret of the server."""
 
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x1000_0000, 0x4000_0000
@@ -61,8 +63,9 @@ CLONE_NEWUSER, CLONE_NEWNET = 0x1000_0000, 0x4000_0000
 def leave_network() -> bool:
     """Move to a new network namespace without any interface. Return False if the kernel does not allow it.
 
-    An unprivileged process needs a new user namespace for this, which many containers forbid. Root takes no user
-    namespace: in one, root would lose the right to read files of other users, such as the model's.
+    An unprivileged process needs a new user namespace for this, which many containers forbid. For root no user
+    namespace is created, because in it root would lose the right to read files of other users, such as the model's
+    files.
     """
     unshare = ctypes.CDLL(None, use_errno=True).unshare
     return bool(unshare(CLONE_NEWNET if os.geteuid() == 0 else CLONE_NEWUSER | CLONE_NEWNET) == 0)
@@ -70,7 +73,7 @@ def leave_network() -> bool:
 
 @cache
 def may_leave_network() -> bool:
-    """Return whether `leave_network` would succeed; a separate process tries it."""
+    """Return whether `leave_network` would succeed, which a separate process tries."""
     return subprocess.run([sys.executable, "-I", __file__], check=False, capture_output=True).returncode == 0  # noqa: S603 - our own file
 
 
@@ -91,12 +94,13 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def landlock_abi() -> int:
-    """Return the version of the kernel's Landlock; 0 if the kernel has none, or if it is switched off."""
+    """Return the version of the kernel's Landlock; 0 if the kernel does not have Landlock, or if it is switched off."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _CREATE_RULESET_VERSION)))
 
 
 def enter_jail(readable: Iterable[str], writable: Iterable[str]) -> bool:
-    """Restrict this process to Python's own files and these folders for good; return False if the kernel cannot.
+    """Restrict this process to Python's own files and these folders, permanently. Return False if the kernel cannot do
+    this.
 
     Paths that do not exist are left out, because they cannot be opened anyway. The process should have one thread: its
     other threads would keep their rights.
@@ -108,8 +112,8 @@ def enter_jail(readable: Iterable[str], writable: Iterable[str]) -> bool:
     handled = _RulesetAttributes(
         filesystem, _BIND_AND_CONNECT_TCP if abi >= 4 else 0, _ABSTRACT_SOCKETS_AND_SIGNALS if abi >= 6 else 0
     )
-    # An older kernel knows a shorter structure. It refuses a longer one unless the additional bytes are zero, and they
-    # are.
+    # An older kernel knows a shorter structure. It refuses a longer structure unless the additional bytes are zero,
+    # which they are.
     ruleset = _call(_CREATE_RULESET, ctypes.byref(handled), ctypes.c_size_t(ctypes.sizeof(handled)), 0)
     try:
         for paths, rights in (
@@ -154,8 +158,8 @@ def _call(number: int, *arguments: object) -> int:
 def code_paths() -> tuple[str, ...]:
     """Return the paths that a process needs to start Python and to import: interpreter, libraries and packages.
 
-    The folders of sys.path are left out. One of them is the server's working folder if it was started by `python -m`,
-    and its database may be there. The packages that are loaded from such a folder are included.
+    The folders of sys.path are left out. If the server was started by `python -m`, one of these folders is its working
+    folder, which may contain the database. The packages that are loaded from such a folder are included.
     """
     interpreter = {sys.executable, os.path.realpath(sys.executable), str(Path(sys.prefix) / "pyvenv.cfg")}
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}

@@ -1,12 +1,13 @@
-"""Sandboxes run jobs on untrusted bytes, each in a limited process that is forked from a warm one.
+"""Sandboxes for jobs on untrusted bytes. Each job runs in a limited process that is forked from a warm process.
 
     server: Sandbox.run ── a socket for each job ──> warm process: serve ── fork ──> limits, jail (`jail`), one job
 
 `Sandbox` is the server's end. `main` is the warm process, with the arguments MODULE, FD and NICENESS. MODULE has
-`prepare(setup)`: it loads once the data that every job needs, and returns the function that does one job. The setup
-comes on standard input. Each job comes as a new socket over the Unix socket FD; when FD closes, the process ends. The
-fork server of multiprocessing is not used: it runs the parent's main module again in every child, sets no limits, and
-answers with pickles. Here all messages are JSON, never pickles: a process that an attacker controls may send anything.
+`prepare(setup)`, which loads the data that all jobs need and returns the function for one job. The setup comes on
+standard input. Each job comes as a new socket over the Unix socket FD; when FD closes, the process ends. The fork
+server of multiprocessing is not used: it runs the parent's main module again in every child, sets no limits, and
+answers with pickles. Here all messages are JSON, never pickles: because a process that an attacker controls may send
+any bytes.
 
 SandboxError
 ├── SandboxDied     the warm process ended or never started: a fault of the server
@@ -46,14 +47,15 @@ START_SECONDS = 120.0
 """Time for a warm process to start on a busy machine."""
 MAX_ANSWER_BYTES = 16 << 20
 _START = (
-    # First of all, ignore interrupts: one from the terminal is for the server, which closes the socket when it ends.
+    # First of all, ignore interrupts. An interrupt from the terminal is for the server, which closes the socket when it
+    # ends.
     "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
     "from loramux.common.sandbox.sandbox import main; main()"
 )
 _PASSED_ON = ("PATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CXX", "LORAMUX_CACHE_DIR")
 """Environment variables that the process gets. Any other variable may hold a secret of the server."""
 _OWN = {
-    # One thread each: a forked child has none of a pool's other threads, and serving needs the cores.
+    # One thread per process, because a forked child has no other threads of a pool, and serving needs the cores.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -64,7 +66,7 @@ PR_SET_CHILD_SUBREAPER = 36
 """Constant of linux/prctl.h."""
 OPEN_FILES = 256
 IDLE_SECONDS = 900.0
-"""Seconds after which an idle warm process ends and frees its memory. The next job starts another one."""
+"""Seconds after which an idle warm process ends and frees its memory. The next job starts another warm process."""
 UNUSABLE_SECONDS = 60.0
 """Seconds after which an idle process ends if its preparation failed: the operator may have repaired the base."""
 MAX_REASON = 1000
@@ -99,13 +101,13 @@ class JobLimits(msgspec.Struct, frozen=True):
     file_bytes: int = 0
     """Size of the largest file that the job may write."""
     readable: tuple[str, ...] = ()
-    """Folders that the job may read, by absolute paths; it cannot open others, except Python's own."""
+    """Folders that the job may read, by absolute paths; it cannot open other folders, except Python's own."""
     writable: tuple[str, ...] = ()
     """Folders that the job may read and write."""
 
 
 class SandboxJob(msgspec.Struct, frozen=True):
-    """A job as it is sent to the warm process."""
+    """A job in the form that is sent to the warm process."""
 
     limits: JobLimits
     payload: msgspec.Raw
@@ -129,11 +131,13 @@ class SandboxError(Exception):
 
 
 class SandboxDied(SandboxError):
-    """No job can run at present."""
+    """No job can run now."""
 
 
 class SandboxUnusable(SandboxDied):
-    """No job can run until the setup or the module changes. The setup is the server's, so the message may be shown."""
+    """No job can run until the setup or the module changes. The setup comes from the server, so the message may be
+    shown.
+    """
 
 
 class JobEnded(SandboxError):
@@ -141,7 +145,7 @@ class JobEnded(SandboxError):
 
 
 class JobOutOfMemory(SandboxError):
-    """The job ran out of memory. The message is empty: nothing more is known."""
+    """The job ran out of memory. The message is empty, because no other fact is known."""
 
 
 class JobCrashed(SandboxError):
@@ -160,7 +164,7 @@ _meter: ContextVar[JobMeter | None] = ContextVar("job_meter", default=None)
 
 @contextmanager
 def metered() -> Iterator[JobMeter]:
-    """Measure the jobs that this thread runs in the block; one that was ended counts with all that it was allowed."""
+    """Measure the jobs that this thread runs in the block. A job that the kernel ended counts with its full limits."""
     meter = JobMeter()
     token = _meter.set(meter)
     try:
@@ -175,10 +179,10 @@ def _charge(cpu_seconds: float) -> None:
 
 
 class Sandbox:
-    """Runs the jobs of one module, each in a separate process that is forked from a warm one.
+    """Runs the jobs of one module, each in a separate process that is forked from a warm process.
 
-    The warm process starts with the first job. It has no secrets, no connections and one thread, and a low priority
-    (`niceness`). Threads may share a Sandbox; `run` blocks.
+    The warm process starts with the first job. The warm process has no secrets, no connections, one thread and a low
+    priority (`niceness`). Threads may share a Sandbox; `run` blocks.
     """
 
     def __init__(self, module: str, setup: bytes, niceness: int = 10) -> None:
@@ -196,7 +200,7 @@ class Sandbox:
         except SandboxUnusable:
             raise
         except SandboxDied:
-            return self._run(payload, limits)  # the warm process has just ended: it was idle, or was killed
+            return self._run(payload, limits)  # the warm process has just ended, because it was idle or was killed
 
     def _run(self, payload: bytes, limits: JobLimits) -> JobResult:
         ours, theirs = socket.socketpair()
@@ -252,7 +256,8 @@ class Sandbox:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        # Wait for its end from now on. Otherwise an idle process that ends would be a zombie until the next job.
+        # Wait for the process's end from now on. Otherwise an idle process that ends would be a zombie until the next
+        # job.
         threading.Thread(target=self._process.wait, name=f"{self._module} ends", daemon=True).start()
         assert self._process.stdin is not None
         with suppress(BrokenPipeError), self._process.stdin as standard_input:
@@ -262,7 +267,7 @@ class Sandbox:
         if self._control is not None:
             self._control.close()
         if self._process is not None:
-            self._process.kill()  # it has no state that could be half-written
+            self._process.kill()  # the process has no state that could be half-written
             self._process.wait()
         self._control = self._process = None
 
@@ -340,7 +345,7 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Replaces the work of a module whose `prepare` raised: every job is answered with the reason."""
+    """Replaces the work of a module whose `prepare` raised an error. Every job gets this error as its answer."""
 
     reason: str
 
@@ -361,7 +366,7 @@ def _prepared(prepare: Callable[[bytes], Work], setup: bytes) -> Work:
 
 
 def _adopt_orphans() -> None:
-    """Become the parent of processes whose job was ended. So they are reaped here, not by process 1."""
+    """Become the parent of processes whose job was ended. So this process reaps them, and not process 1."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 

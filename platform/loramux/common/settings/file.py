@@ -75,14 +75,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     batches: BatchSettings = BatchSettings()
     privacy: PrivacySettings = PrivacySettings()
     issuers: tuple[IssuerSettings, ...] = ()
-    """Issuers with which people sign in; keys need none."""
+    """Issuers with which people sign in. API keys need no issuer."""
     sinks: tuple[SinkSettings, ...] = ()
     billing: BillingSettings = BillingSettings()
     webhooks: WebhookSettings = WebhookSettings()
 
     @property
     def served_bases(self) -> tuple[BaseSettings, ...]:
-        """The bases: those of `[[bases]]`, or the one of `[model]` with one engine."""
+        """The served bases: the bases of `[[bases]]`, or the base of `[model]` with one engine."""
         model = self.model
         return self.bases or (
             BaseSettings(
@@ -129,7 +129,7 @@ def ensure_files(settings: Settings) -> None:
 
 
 def _ensure_readable(setting: str, path: Path) -> bytes:
-    """Return the first four bytes of a file. Raises SettingsError if it cannot be read."""
+    """Return the first four bytes of a file. Raises SettingsError if the file cannot be read."""
     try:
         with path.open("rb") as file:
             return file.read(4)
@@ -138,7 +138,7 @@ def _ensure_readable(setting: str, path: Path) -> bytes:
 
 
 def load_settings(path: Path) -> Settings:
-    """Read and check a settings file; relative paths in it come back absolute.
+    """Read and check a settings file; relative paths in it are returned as absolute paths.
 
     Raises SettingsError, which names the file and the field.
     """
@@ -162,10 +162,12 @@ def load_settings(path: Path) -> Settings:
 
 
 def _complete_bases(data: dict[str, Any], path: Path) -> None:
-    """Complete in place: each base gets the settings of `[engine]` that it leaves out; `model` is the first base."""
+    """Complete the settings in place: each base gets the settings of `[engine]` that it leaves out, and `model` is the
+    first base.
+    """
     bases = data.get("bases")
     if not isinstance(bases, list) or not all(isinstance(base, dict) for base in bases) or not bases:
-        return  # the conversion reports it
+        return  # the conversion reports this error
     if "model" in data:
         raise SettingsError(f"{path}: [model] is the short form of one [[bases]], and both are set; remove [model]")
     for base in bases:
@@ -193,7 +195,7 @@ def _accept_old_spellings(data: dict[str, Any], path: Path) -> None:
         *new_sections, new_field = new.split(".")
         target = _table(data, new_sections, create=True)
         if target is None:
-            continue  # a section that is not a table: the conversion reports it
+            continue  # a section that is not a table: the conversion reports this error
         if new_field in target:
             raise SettingsError(f"{path}: {old} is the old spelling of {new}, and both are set; remove {old}")
         target[new_field] = table.pop(field)
@@ -210,7 +212,7 @@ def _table(data: dict[str, Any], sections: list[str], *, create: bool = False) -
 
 
 def resolve_paths(settings: Settings, root: Path) -> Settings:
-    """Return the settings with absolute paths; relative ones start at `root`."""
+    """Return the settings with absolute paths; relative paths start at `root`."""
 
     def at(value: str) -> str:
         return os.path.normpath(root / Path(value).expanduser())

@@ -30,7 +30,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """The API's address and its limits."""
 
     host: str = "127.0.0.1"
-    """The listen address. 0.0.0.0 is every interface; set tls_certificate, or put a TLS proxy in front of it."""
+    """The listen address. 0.0.0.0 means every interface; then set tls_certificate, or put a TLS proxy in front of the
+    server.
+    """
     port: Port = 8000
     """The port."""
     tls_certificate: str | None = None
@@ -39,7 +41,9 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     tls_key: str | None = None
     """The PEM file with the certificate's private key."""
     internal_port: Port | None = None
-    """A second port without TLS that serves /metrics, /health and /schema; the first port then answers 404 for them."""
+    """A second port without TLS that serves /metrics, /health and /schema; the first port then answers 404 for these
+    paths.
+    """
     internal_host: str | None = None
     """The listen address of internal_port. Unset: `host`."""
     root_path: str = ""
@@ -49,13 +53,15 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Origins whose pages may call the API from a browser, with a key: https://app.example, or * for all."""
     ready_when: Literal["any", "all"] = "any"
     """any: /health/ready answers 200 if at least one base has an engine that serves. A base whose engines cannot be
-    started is loaded again after a pause. all: it answers 200 only if every base has such an engine, and the server
-    ends if a base loses its engines, so that its supervisor starts it again."""
+    started is loaded again after a pause. all: /health/ready answers 200 only if every base has such an engine, and the
+    server ends if a base loses its engines, so that its supervisor restarts it.
+    """
     max_upload_bytes: Positive = 2 << 30
     """The largest upload."""
     lame_duck_seconds: Seconds = 1.0
-    """Seconds after SIGTERM during which requests are still served and /health/ready already answers 503. Set it to the
-    time that your load balancer needs to notice."""
+    """Seconds after SIGTERM during which requests are still served and /health/ready already answers 503. Set this time
+    to the time that your load balancer needs to notice the 503.
+    """
     drain_seconds: Seconds = 30.0
     """Seconds after SIGTERM within which running requests must finish."""
 
@@ -75,22 +81,24 @@ class LogSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The form and the level of the log, which goes to stderr: one line for each event and each request."""
 
     format: Literal["auto", "json", "text"] = "auto"
-    """auto: text on a terminal, JSON elsewhere."""
+    """auto: text on a terminal, otherwise JSON."""
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """The lowest level that is logged. PUT /admin/log-level changes it while the server runs."""
+    """The lowest level that is logged. PUT /admin/log-level changes the level while the server runs."""
 
 
 class TracingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Traces of requests over OpenTelemetry's OTLP (HTTP). They need the extra `otel`."""
+    """Traces of requests over OpenTelemetry's OTLP (HTTP). Tracing needs the extra `otel`."""
 
     endpoint: str | None = None
-    """The collector, such as http://127.0.0.1:4318. Unset: nothing is traced."""
+    """The collector, such as http://127.0.0.1:4318. Unset: requests are not traced."""
     headers: dict[str, str] = {}
     """Headers for the collector."""
     service_name: str = "loramux"
     """The service's name in traces."""
     sample_ratio: Fraction = 1.0
-    """Share of requests that are traced, if the client's `traceparent` does not decide it."""
+    """Share of requests that are traced. This share applies to requests without a `traceparent`, which otherwise
+    decides.
+    """
 
 
 class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,29 +109,33 @@ class RecordsSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     blobs: str = "var/blobs"
     """The store of adapters' files: a folder, or s3://BUCKET/PREFIX, gs://..., az://..."""
     blob_options: dict[str, str] = {}
-    """Options of obstore for that store, such as `endpoint` and `region`; put credentials in the environment instead.
+    """Options of obstore for the blob store, such as `endpoint` and `region`; put credentials in the environment
+    instead.
     """
     cache: str = "var/cache"
     """A folder on this machine, from which the engine reads adapters."""
     cache_bytes: Positive = 64 << 30
-    """Size of the cache in bytes. Above it, adapters that are not in use are removed from the cache."""
+    """Maximum size of the cache in bytes. Above this size, adapters that are not in use are removed from the cache."""
     pepper_file: str = "var/pepper"
-    """The secret under which keys are stored as MACs; it is made at the first start, with mode 0600. Back it up."""
+    """The file of the secret with which keys are stored as MACs. The server creates the file at the first start, with
+    mode 0600. Back it up.
+    """
 
 
 class SignInSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The console as a client of the issuer: people sign in there with their browsers. Needs `console.url`.
+    """The console as a client of the issuer, at which people sign in with their browsers. Needs `console.url`.
 
     Register the redirect URI `<console.url>/console/oidc/callback` with the issuer.
     """
 
     client_id: Annotated[str, Meta(min_length=1, max_length=200)]
-    """The client's id at the issuer. The issuer's ID tokens have it in `aud`."""
+    """The client's id at the issuer. The issuer's ID tokens have this id in `aud`."""
     secret_file: str | None = None
     """The file with the client's secret. Unset: a public client, which PKCE alone protects."""
     scopes: tuple[Annotated[str, Meta(pattern=r"^[\x21\x23-\x5b\x5d-\x7e]+$")], ...] = ("email", "profile")
-    """The scopes to request in addition to `openid`. With them, ID tokens must have `identity_claim` and
-    `operator_claim`."""
+    """The scopes to request in addition to `openid`. With these scopes, ID tokens must have `identity_claim` and
+    `operator_claim`.
+    """
     label: Annotated[str, Meta(max_length=60)] = ""
     """The issuer's name on the button. Empty: its host."""
 
@@ -142,7 +154,7 @@ class IssuerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     operator_claim: str = "groups"
     """The claim that makes members of a tenant operators; its value is a text or a list of texts."""
     operators: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
-    """Values of the claim that make a member an operator; Empty: no member is an operator."""
+    """Values of the claim that make a member an operator; empty: no member is an operator."""
     sign_in: SignInSettings | None = None
     """The client with which members sign in to the console. Unset: this issuer's tokens are for the API only."""
 
@@ -164,13 +176,13 @@ class SinkSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A sink: an external service that receives usage."""
 
     name: Name
-    """The name of the sink; its position in the ledger is stored under it."""
+    """The name of the sink; the sink's position in the ledger is stored under this name."""
     kind: Literal["openmeter", "stripe", "lago", "webhook"]
     """The kind of sink."""
     url: HttpUrl
-    """The base of its API; for a webhook, the whole address."""
+    """The base address of the sink's API; for a webhook, the whole address."""
     secret_file: str
-    """The file with its API key, or the webhook's `whsec_...`."""
+    """The file with the sink's API key, or with the webhook's secret `whsec_...`."""
     customers: dict[str, str] = {}
     """The sink's names of tenants, by tenant: Stripe's customer id, Lago's external_subscription_id."""
 
@@ -195,8 +207,9 @@ class BillingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     font: str | None = None
     """A TrueType file for PDFs. None: Helvetica, which has Latin-1's letters only."""
     bill_abandoned: bool = False
-    """Bill the tokens that were computed for a caller that left before it could read them. Otherwise they are waived.
-    They count against budgets either way."""
+    """Bill the tokens that were computed for a caller that disconnected before it could read them. Otherwise these
+    tokens are waived. Abandoned tokens count against budgets in both cases.
+    """
 
     def __post_init__(self) -> None:
         try:
@@ -216,13 +229,13 @@ class WebhookSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     max_per_tenant: Annotated[int, Meta(ge=0)] = 10
     """The largest number of webhooks of a tenant."""
     allow_private_addresses: bool = False
-    """Let them lead into this network, and to http://: only where every tenant is trusted."""
+    """Allow webhooks to private addresses, and to http://. Set this only if every tenant is trusted."""
     ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = (443, 8443)
-    """The ports that they may lead to; with `allow_private_addresses` every port is allowed."""
+    """The allowed ports of webhooks; with `allow_private_addresses` every port is allowed."""
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long prompts and answers are stored. docs/privacy.md lists the stored data and their places."""
+    """Times for which prompts and answers are stored. docs/privacy.md lists the stored data and their places."""
 
     idempotency_seconds: Annotated[int, Meta(ge=0, le=86_400)] = 86_400
     """Seconds for which answers to requests with an Idempotency-Key are kept, encrypted. 0: such requests are refused.
@@ -230,16 +243,17 @@ class PrivacySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     file_seconds: Annotated[int, Meta(ge=3600)] = 30 * 86_400
     """Seconds after which a file is deleted, inputs and outputs of batches alike."""
     response_seconds: Annotated[int, Meta(ge=0, le=365 * 86_400)] = 0
-    """Seconds for which responses of /v1/responses are stored, encrypted; 0 stores none. Above 0 they are stored unless
-    a request says `store: false`, as OpenAI does. OpenAI's time is 2592000, 30 days."""
+    """Seconds for which responses of /v1/responses are stored, encrypted; 0 stores none. Above 0, a response is stored
+    unless its request says `store: false`, as with OpenAI. OpenAI stores responses for 2592000 seconds (30 days).
+    """
     responses_per_tenant: Positive = 10_000
-    """The most stored responses of a tenant; beyond it the oldest are deleted."""
+    """Maximum number of stored responses of a tenant; above it the oldest are deleted."""
     response_bytes_per_tenant: Annotated[int, Meta(ge=32 << 20)] = 256 << 20
-    """The most bytes of a tenant's stored responses; beyond it the oldest are deleted."""
+    """Maximum bytes of a tenant's stored responses; above it the oldest are deleted."""
 
 
 FORM_BYTES = 1 << 20
-"""Bytes of a form in addition to its file."""
+"""Maximum bytes of a form in addition to its file."""
 
 
 class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -263,7 +277,7 @@ class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     judge_seconds: Annotated[float, Meta(gt=0, le=600)] = 60.0
     """Seconds within which a judge of evaluations must answer one call."""
     allow_private_judges: bool = False
-    """Allow judges with addresses in private networks, and http://. Only if every tenant is trusted."""
+    """Allow judges with addresses in private networks, and http://. Set this only if every tenant is trusted."""
 
     @property
     def max_body_bytes(self) -> int:

@@ -29,7 +29,7 @@ ToolParser = Literal[
 WhiteSpace = Literal["bounded", "free"]
 Quantization = Literal["none", "int8", "nf4", "nf4-double"]
 MAX_ENGINES = 1024
-"""The most engines of a base."""
+"""Maximum number of engines of a base."""
 Address = Annotated[str, Meta(max_length=300, pattern=r"^tcp://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+):[0-9]{1,5}$")]
 
 
@@ -44,17 +44,21 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Type of the weights and of the computation: auto, bfloat16, float16 or float32. auto: as saved, or float32 on a
     CPU that would emulate half precision."""
     quantization: Quantization = "none"
-    """The form of the linears' weights in memory. none: as saved; a quantized checkpoint as its codes. int8: integers
-    with one scale for each output. nf4 and nf4-double: as bitsandbytes quantizes for QLoRA; double: the scales too."""
+    """The form of the linears' weights in memory. none: the form of the checkpoint; a quantized checkpoint keeps its
+    codes. int8: integers with one scale per output. nf4 and nf4-double: the formats of bitsandbytes for QLoRA;
+    nf4-double also quantizes the scales.
+    """
     generation_config: GenerationConfig = "auto"
     """Source of the sampling parameters that requests leave out. auto: the checkpoint's generation_config.json. none:
     the API's own defaults (temperature 1, top_p 1, all tokens, no penalty)."""
     tool_parser: ToolParser | None = None
-    """The form in which the base writes calls of tools, if its chat template does not show it. none: `tools` is
-    refused."""
+    """The form in which the base writes calls of tools, if its chat template does not show this form. none: `tools` is
+    refused.
+    """
     json_white_space: WhiteSpace = "bounded"
     """White space that constrained answers may have between two tokens of JSON. bounded: one blank, or a line break and
-    two blanks. free: up to 40 of any."""
+    two blanks. free: up to 40 white-space characters.
+    """
 
 
 class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -64,11 +68,12 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """auto (a GPU if there is one), cuda, cuda:N or cpu."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
     """Number of ranks: processes of this machine that each hold a share of every weight and compute a share of every
-    step. For a base that one device cannot hold."""
+    step. Use several ranks for a base that is too large for one device.
+    """
     max_num_seqs: Positive = 64
     """The largest number of sequences in one step."""
     max_num_batched_tokens: Positive = 1024
-    """The largest number of tokens in one step: decoding first, then prefill with the rest."""
+    """The largest number of tokens in one step. Decoding comes first, and prefill gets the remaining tokens."""
     max_mixed_prefill_tokens: Positive | None = None
     """The largest number of prompt tokens in a step in which sequences decode: the next tokens of these sequences wait
     for the step. Unset: 256 on a CPU; 512 on a GPU. A GPU leaves up to a quarter for the next step if the rows of this
@@ -83,21 +88,24 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     page, layer and head. With fp8 a page has half the bytes, or a quarter if the model is in float32, and answers
     differ slightly."""
     pool_bytes: Annotated[int, Meta(ge=1)] | None = None
-    """Bytes of the pool that KV and adapters share; each rank has its own pool. Unset: as gpu_memory_utilization says,
-    or 2 GiB on a CPU."""
+    """Bytes of the pool that KV and adapters share; each rank has its own pool. Unset: the share of
+    gpu_memory_utilization on a GPU, or 2 GiB on a CPU.
+    """
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
     """Share of the GPU's memory for the weights and the pool."""
     prefix_cache: bool = True
     """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"
-    """ngram: draft the tokens that followed an earlier occurrence of the latest tokens, and verify several in one step,
-    if the measured times say that this is faster. Answers stay the same. Works on a CPU. On a GPU, and for models with
-    linear attention, it has no effect, and the log says so at start."""
+    """ngram: draft the tokens that followed an earlier occurrence of the latest tokens, and verify several of them in
+    one step, if the measured times show that this is faster. Answers do not change. Drafts work on a CPU. On a GPU, and
+    for models with linear attention, this setting has no effect, and the log says so at start.
+    """
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     """The longest draft of a sequence in one step, in tokens."""
     share_base_cache_between_projects: bool = False
-    """Let a tenant's projects share the cached KV of the base model, as they share an adapter's. Tenants never share
-    it."""
+    """Let a tenant's projects share the cached KV of the base model, in the same way as they share the KV of an
+    adapter. Tenants never share KV.
+    """
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory of each rank for KV of preempted requests, used if a copy is faster than computing. 0: none.
     """
@@ -113,18 +121,20 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Number of a base's engines."""
 
     min: Annotated[int, Meta(ge=0)] = 1
-    """Engines that always run. 0: after ten minutes without a request no engine runs until the next request."""
+    """Number of engines that always run. 0: after ten minutes without a request no engine runs until the next request.
+    """
     max: Positive | None = None
     """The largest number of engines. Unset: as many as `min`, but at least one."""
     target_wait_s: Annotated[float, Meta(gt=0)] = 1.0
-    """Seconds of predicted wait for a first token. Above it more engines are started, up to `max`."""
+    """Predicted wait for a first token, in seconds, above which more engines are started, up to `max`."""
     max_wait_s: Annotated[float, Meta(gt=0)] = 60.0
-    """Seconds that a request waits for an engine while none serves; set it above the time that one takes to start."""
+    """Seconds that a request waits while no engine serves. Set this time above the start time of an engine."""
     devices: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=MAX_ENGINES)] = ()
-    """Devices of the engines, one each and then again from the first. Empty: all use `engine.device`."""
+    """Devices of the engines, assigned in turn. Empty: all engines use `engine.device`."""
     addresses: Annotated[tuple[Address, ...], Meta(max_length=MAX_ENGINES)] = ()
-    """Engines that run already, on this or other machines, as `loramux engine serve` prints them. The server attaches
-    to them, and starts none."""
+    """Addresses of engines that already run, on this or other machines, as `loramux engine serve` prints them. The
+    server attaches to these engines, and starts no engine.
+    """
 
     def __post_init__(self) -> None:
         if self.addresses:
@@ -143,7 +153,7 @@ class EngineRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base models of a server with several, one table each. Each adapter belongs to one of them."""
+    """Base models of a server with several base models, one table each. Each adapter belongs to one base."""
 
     name: str
     """The base model's name in requests."""
@@ -160,9 +170,9 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     json_white_space: WhiteSpace = "bounded"
     """White space in constrained answers, as in `[model]`."""
     former_names: tuple[str, ...] = ()
-    """Names that this base had: adapters uploaded under them are served on it."""
+    """Earlier names of this base. Adapters that were uploaded for an earlier name are served on this base."""
     engines: EngineRange = EngineRange()
-    """Engines of this base: `min` are kept, and at most `max` run."""
+    """Numbers of engines of this base: at least `min` and at most `max` run."""
     engine: EngineSettings = EngineSettings()
     """Settings of this base's engines. Settings that this table leaves out are as in `[engine]`."""
 
@@ -190,7 +200,7 @@ class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     num_cpus: Annotated[float, Meta(ge=0)] = 1.0
     """CPUs that Ray reserves for an engine."""
     num_gpus: Annotated[float, Meta(ge=0)] = 1.0
-    """GPUs that Ray gives an engine; 0 for engines on CPUs."""
+    """Number of GPUs that Ray gives an engine; 0 for engines on CPUs."""
     resources: dict[str, float] = {}
     """Other resources of Ray that an engine needs, by name."""
     unused_s: Annotated[float, Meta(ge=1)] = 120.0
@@ -251,8 +261,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     max_service_lead: Annotated[float, Meta(ge=0)] = 8192.0
     """The largest lead of a tenant over another one that waits, in units of service divided by weight."""
     max_lift: Annotated[float, Meta(ge=0)] = 131_072.0
-    """The most service, in units divided by weight, that others get before this engine admits a tenant that other
-    engines of the base have served. 0: engines do not count what others serve."""
+    """The maximum service, in units divided by weight, that other tenants get before this engine admits a tenant that
+    other engines of the base have served. 0: engines do not count the service of other engines.
+    """
     affinity_window: Annotated[float, Meta(ge=0)] = 512.0
     """Units of service divided by weight by which a tenant may be admitted early, because its adapter is in the batch
     already."""
@@ -262,7 +273,9 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     reserved_pages: ReservedPages = ReservedPages()
     """Shares of the pool that are reserved for a class while it holds less."""
     tenant_guaranteed_pages: Fraction = 0.0
-    """Share of the pool that a tenant can reclaim from tenants that have borrowed it; multiplied by its weight."""
+    """Share of the pool that a tenant can reclaim from tenants that have borrowed its pages; the share is multiplied by
+    the tenant's weight.
+    """
     tenant_max_pages: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Share of the pool that one tenant may hold."""
     deadlines_ms: ClassDeadlines = ClassDeadlines()
@@ -277,18 +290,23 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     max_bytes: Positive = 2 << 30
     """The largest adapter, in bytes of its weights."""
     max_vocabulary_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """The most bytes that one adapter may have for the embedding and the head: LoRA, whole matrices, trained tokens."""
+    """Maximum bytes that one adapter may have for the embedding and the head: LoRA, whole matrices, trained tokens."""
     max_adapters_per_tenant: Positive = 10_000
     """The largest number of adapters of a tenant."""
     host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Bytes of host memory for adapters. An adapter that is kept there need not be read from disk to return to the
-    pool."""
+    """Bytes of host memory for adapters. An adapter in this memory need not be read from disk when it returns to the
+    pool.
+    """
     max_loading: Annotated[int, Meta(ge=1, le=64)] = 4
     """The largest number of adapters that are loaded into the pool at the same time."""
     load_timeout_s: Annotated[float, Meta(gt=0)] = 120.0
-    """Seconds that reading one adapter may take. After it, the requests that wait for the adapter end with an error."""
+    """Maximum seconds for reading one adapter. After this time, the requests that wait for the adapter end with an
+    error.
+    """
     preload: tuple[str, ...] = ()
-    """Adapters that are in the pool before the first request and stay: `tenant/adapter`, `tenant/adapter@3`."""
+    """Adapters that are loaded into the pool before the first request and are never evicted: `tenant/adapter`,
+    `tenant/adapter@3`.
+    """
     pinned_pool_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.25
     """Share of the pool that pinned and preloaded adapters may hold."""
     local_root: str | None = None
@@ -326,7 +344,7 @@ class HubSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     redirects: tuple[str, ...] = ()
     """Hosts to which the hub may redirect a download; every other redirect is refused."""
     networks: tuple[str, ...] = ()
-    """Private networks that the hub's addresses may be in, such as `10.1.0.0/16`. All other addresses must be public.
+    """Private networks that may contain the hub's addresses, such as `10.1.0.0/16`. All other addresses must be public.
     """
     token_file: str | None = None
     """The file with the bearer token for the hub; it is sent to no other host."""
@@ -338,14 +356,16 @@ class HubSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class UploadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Upload sessions, and the sources from which the server fetches adapters. Without a list there is no source."""
+    """Upload sessions, and the sources from which the server fetches adapters. Without a list, the server fetches from
+    no source.
+    """
 
     session_seconds: Positive = 86_400
     """Seconds that an upload waits for its client's next bytes."""
     open_per_tenant: Positive = 32
     """The largest number of unfinished uploads of a tenant."""
     open_bytes_per_tenant: Positive = 32 << 30
-    """The most announced bytes of a tenant's unfinished uploads."""
+    """Maximum announced bytes of a tenant's unfinished uploads."""
     buckets: tuple[BucketSettings, ...] = ()
     """Buckets from which the server may fetch adapters."""
     hubs: tuple[HubSettings, ...] = ()
@@ -374,9 +394,10 @@ class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     parity_model_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
     """Bases up to this size, in float32 bytes, are compared as a whole model, which takes twice as much memory."""
     parity_engine_bytes: Annotated[int, Meta(ge=0)] = 16 << 30
-    """Larger bases up to this size, in float32 bytes, are compared through their engine: it answers the check's
-    prompts, as class batch and unbilled. The answers are compared with PEFT's forward, layer by layer. 0: only linears
-    are compared."""
+    """Larger bases up to this size, in float32 bytes, are compared through their engine, which answers the check's
+    prompts as class batch without a bill. The answers are compared with PEFT's forward, layer by layer. 0: only linears
+    are compared.
+    """
     parity_engine_seconds: Annotated[float, Meta(gt=0)] = 60.0
     """Seconds within which the engine must answer. Otherwise the report says that tokens were not compared."""
     parity_memory_bytes: Positive = 2 << 30

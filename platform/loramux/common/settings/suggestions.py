@@ -12,7 +12,7 @@ _unknown = re.compile(r"unknown field `(?P<key>[^`]*)`(?: - at `\$\.?(?P<place>[
 
 
 def suggestion_for(refusal: str, settings: type[msgspec.Struct]) -> str:
-    """Return a sentence with the setting that was probably meant; empty if no name is near.
+    """Return a sentence with the setting that was probably meant; empty if no name is similar.
 
     `refusal` is msgspec's, such as "Object contains unknown field `prot` - at `$.server`".
     """

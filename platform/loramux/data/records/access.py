@@ -31,7 +31,9 @@ class GrantRow(Base):
 
     adapter_id: Mapped[str] = mapped_column(primary_key=True)
     grantee: Mapped[str] = mapped_column(primary_key=True)
-    """A tenant's name, which never changes. It need not exist: a grant does not reveal the names of customers."""
+    """A tenant's name, which never changes. The tenant need not exist, so that a grant does not reveal the names of
+    customers.
+    """
     tenant_id: Mapped[TenantId]
     """The owner of the adapter."""
     granted_by: Mapped[str]
@@ -104,7 +106,7 @@ class AccessRepository(TenantScoped):
         return None if row is None else AccessibleRevision(**row._mapping)
 
     async def aliased(self, owner: str, adapter: str, alias: str) -> list[AccessibleRevision]:
-        """Return the targets of `owner/adapter:alias` by revision number; empty if there is no such alias."""
+        """Return the targets of `owner/adapter:alias` by revision number; empty if the alias does not exist."""
         columns = (*_FOUND, AliasRow.id.label("key"), AliasTargetRow.weight)
         statement = self._callable(select(*columns), owner, adapter)
         statement = (
@@ -122,7 +124,8 @@ class AccessRepository(TenantScoped):
     ) -> Sequence[Row[str, int, str]]:
         """Return the tenant's own adapters by name, in the form of `granted`. There may be ten thousand.
 
-        `names`: only these. `search`: only those with this text in their name. The time is the main revision's.
+        `names` limits the list to these names, `search` to names that contain this text. The time is that of the main
+        revision.
         """
         adapters = select(AdapterRow.id, AdapterRow.name).where(
             AdapterRow.tenant_id == self._tenant, AdapterRow.deleted_at.is_(None)
@@ -139,7 +142,7 @@ class AccessRepository(TenantScoped):
             .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
             .order_by(found.c.name, AliasTargetRow.weight, RevisionRow.number)
         )
-        # Of an adapter's targets the dict keeps the last.
+        # The dict keeps the last of an adapter's targets.
         mains = {row.name: row for row in await self._session.execute(statement)}
         return list(mains.values())
 

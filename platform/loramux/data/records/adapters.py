@@ -1,4 +1,4 @@
-"""Adapters and their revisions, and those that have expired: rows and statements."""
+"""Adapters, their revisions, and expired ones: rows and statements."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ DELETED = "deleted"
 
 
 class AdapterRow(Base):
-    """A name that a tenant owns; it survives deletion, so a revision number always names the same content."""
+    """An adapter's name, which a tenant owns. The row remains after a deletion, so a revision number always names the
+    same content.
+    """
 
     __tablename__ = "adapters"
     __table_args__ = (
@@ -48,9 +50,9 @@ class AdapterRow(Base):
     created_at: Mapped[int]
     deleted_at: Mapped[int | None]
     version: Mapped[int] = mapped_column(server_default=text("1"))
-    """The number of changes of the adapter and of everything under its name: its ETag."""
+    """The number of changes of the adapter and of all objects under its name, which is the adapter's ETag."""
     expires_at: Mapped[int | None]
-    """The time of its automatic deletion."""
+    """The time of the automatic deletion."""
 
 
 class RevisionRow(Base):
@@ -79,19 +81,23 @@ class RevisionRow(Base):
     base: Mapped[str]
     """Fingerprint of the base model against which the revision was last validated."""
     base_model: Mapped[str] = mapped_column(server_default=text("''"))
-    """That base's name; empty for revisions of releases with one base. The same files may be revisions of two bases."""
+    """The name of the revision's base; empty for revisions from releases that had only one base. The same files may be
+    revisions of two bases.
+    """
     bundle: Mapped[str | None] = deferred(mapped_column())
-    """A `loramux.common.bundle.Bundle` as JSON; null if there is none. It is not read with the row."""
+    """A `loramux.common.bundle.Bundle` as JSON; null if the revision has no bundle. The bundle is not read together
+    with the row.
+    """
     state: Mapped[str]
     created_at: Mapped[int]
     deleted_at: Mapped[int | None]
-    """The time of its deletion, which ends its storage charge."""
+    """The time of the revision's deletion, which ends its storage charge."""
     counted_until: Mapped[int | None]
-    """The time up to which its storage is billed; None: not billed yet."""
+    """The time up to which the revision's storage is billed; None: not billed yet."""
     purge_at: Mapped[int | None]
     """The time at which a deleted revision's content is removed. None: not deleted, or already removed."""
     expires_at: Mapped[int | None]
-    """The time of its automatic deletion."""
+    """The time of the automatic deletion."""
 
 
 KEPT = or_(RevisionRow.state == READY, RevisionRow.purge_at.is_not(None))
@@ -127,7 +133,7 @@ class DeletedAdapter(msgspec.Struct, frozen=True):
 
 
 class AdapterRepository(TenantScoped):
-    """One tenant's adapters; a deleted one is visible to `lock_deleted` only, until its name is uploaded again."""
+    """One tenant's adapters; a deleted adapter is visible only to `lock_deleted`, until its name is uploaded again."""
 
     async def count(self) -> int:
         """Count the tenant's adapters."""
@@ -135,14 +141,14 @@ class AdapterRepository(TenantScoped):
         return await self._session.scalar(statement.where(*self._visible())) or 0
 
     async def bytes_besides(self, digest: str) -> int:
-        """Sum the bytes of the tenant's kept revisions, without those that have this content."""
+        """Sum the bytes of the tenant's kept revisions, without revisions that have this content."""
         statement = select(func.sum(RevisionRow.size_bytes)).where(
             RevisionRow.tenant_id == self._tenant, KEPT, RevisionRow.digest != digest
         )
         return int(await self._session.scalar(statement) or 0)
 
     async def version(self, name: str) -> int:
-        """Return the adapter's version, the count of its changes; 0 if there is no such adapter."""
+        """Return the adapter's version, the count of its changes; 0 if the adapter does not exist."""
         statement = select(AdapterRow.version).where(*self._visible(), AdapterRow.name == name)
         return await self._session.scalar(statement) or 0
 
@@ -157,7 +163,7 @@ class AdapterRepository(TenantScoped):
     async def lock(self, name: str) -> AdapterRow | None:
         """Find the adapter of that name and lock it until this transaction ends. Every change begins here.
 
-        An adapter is locked before the rows that belong to it, and after the lock CONTENTS.
+        An adapter is locked before its other rows, and after the lock CONTENTS.
         """
         statement = select(AdapterRow).where(*self._visible(), AdapterRow.name == name)
         return await self._session.scalar(statement.with_for_update())
@@ -176,9 +182,9 @@ class AdapterRepository(TenantScoped):
         names: Collection[str] | None = None,
         search: str | None = None,
     ) -> Sequence[AdapterRow]:
-        """List at most `limit` adapters by name, after the adapter with that id, among these names or among all.
+        """List at most `limit` adapters by name, after the adapter with that id, among these names or among all names.
 
-        `search`: only those with this text in their name.
+        `search` limits the list to names that contain this text.
 
         `after` may be the id of a deleted adapter, so that a deletion does not break a listing in progress.
         """
@@ -197,7 +203,7 @@ class AdapterRepository(TenantScoped):
     ) -> list[DeletedAdapter]:
         """List at most `limit` adapters that `undelete` would restore, the newest deletion first.
 
-        `names`: only these; `search`: only those with this text in their name.
+        `names` limits the list to these names, `search` to names that contain this text.
         """
         statement = (
             select(AdapterRow.name, AdapterRow.deleted_at, func.min(RevisionRow.purge_at), func.count())
@@ -226,7 +232,7 @@ class AdapterRepository(TenantScoped):
         return (await self._session.scalars(statement.order_by(RevisionRow.number.desc()))).all()
 
     async def revision(self, adapter_id: str, number: int) -> RevisionRow | None:
-        """Find one of the adapter's kept revisions."""
+        """Find a kept revision of the adapter."""
         statement = select(RevisionRow).where(
             RevisionRow.tenant_id == self._tenant,
             RevisionRow.adapter_id == adapter_id,
@@ -236,7 +242,7 @@ class AdapterRepository(TenantScoped):
         return await self._session.scalar(statement)
 
     async def bundle(self, revision_id: str) -> str | None:
-        """Return a revision's bundle as JSON; None if it has none."""
+        """Return a revision's bundle as JSON; None if the revision has no bundle."""
         statement = select(RevisionRow.bundle).where(
             RevisionRow.tenant_id == self._tenant, RevisionRow.id == revision_id
         )
@@ -248,7 +254,9 @@ class AdapterRepository(TenantScoped):
         return await self._session.scalar(statement.where(*self._visible(), RevisionRow.state == READY)) or 0
 
     async def delete(self, adapter: AdapterRow, at: int, purge_at: int) -> Sequence[RevisionRow]:
-        """Delete the adapter and its revisions, whose contents stay until `purge_at`; return the callable ones."""
+        """Delete the adapter and its revisions, whose contents remain until `purge_at`; return the revisions that could
+        be called.
+        """
         adapter.deleted_at = at
         ready = [revision for revision in await self.revisions(adapter.id) if revision.state == READY]
         for revision in ready:
@@ -256,12 +264,12 @@ class AdapterRepository(TenantScoped):
         return ready
 
     async def retire(self, adapter: AdapterRow, revision: RevisionRow, at: int, purge_at: int) -> None:
-        """Delete a revision; its content stays until `purge_at`."""
+        """Delete a revision; its content remains until `purge_at`."""
         revision.state, revision.deleted_at, revision.purge_at = DELETED, at, purge_at
         await self._record_event(webhooks.RETIRED, adapter, revision, at)
 
     async def undelete(self, adapter: AdapterRow, at: int) -> int:
-        """Undo `delete`; return the number of restored revisions, 0 if their contents are removed."""
+        """Undo `delete`; return the number of restored revisions, which is 0 if their contents are removed."""
         statement = select(RevisionRow).where(
             RevisionRow.adapter_id == adapter.id,
             RevisionRow.deleted_at == adapter.deleted_at,
@@ -322,7 +330,7 @@ class AdapterRepository(TenantScoped):
 
 
 async def name_bases(session: AsyncSession, names: Mapping[str, str]) -> int:
-    """Set the base's name in all tenants' revisions without one: the name that `names` has for their fingerprint."""
+    """Set the base's name in all tenants' revisions without a name. `names` maps fingerprints of bases to names."""
     named = 0
     for fingerprint, name in names.items():
         nameless = update(RevisionRow).where(RevisionRow.base_model == "", RevisionRow.base == fingerprint)
@@ -337,7 +345,7 @@ class Overdue(msgspec.Struct, frozen=True, kw_only=True):
     tenant_name: str
     adapter: str
     number: int | None = None
-    """The revision's number; None: the whole adapter."""
+    """Number of the revision; None: the whole adapter."""
 
 
 class ExpiryRepository(Repository):

@@ -1,8 +1,8 @@
-"""Aliases: movable names of revisions, their targets and the history of both. Rows and statements.
+"""Aliases: movable names of revisions, their targets and their history. Rows and statements.
 
 An alias may have a release policy and a canary guard. A policy states the demands that a revision must meet before it
-gets most of the alias's requests. A guard removes a new revision that is worse. The policy outlives the alias; the
-guard is deleted with it.
+gets most of the alias's requests. A guard removes a new revision if it is worse than the others. The policy remains
+when the alias is deleted; the guard is deleted together with the alias.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT_ALIAS = "default"
 WHOLE = 100
 """The weight of an alias's only target."""
 KEPT_VERSIONS = 100
-"""The most versions that are kept of an alias. Older versions are in the audit log."""
+"""The maximum number of versions of an alias that are kept. Older versions are in the audit log."""
 
 
 class AliasRow(Base):
@@ -38,15 +38,15 @@ class AliasRow(Base):
     adapter_id: Mapped[str] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
     id: Mapped[str] = mapped_column(unique=True)
-    """The id, which keys the choice between targets, so that two aliases choose independently."""
+    """The alias's id, which keys the choice between targets, so that two aliases choose independently."""
     tenant_id: Mapped[TenantId]
     version: Mapped[int]
-    """The latest version of its history."""
+    """The latest version of the alias's history."""
     updated_at: Mapped[int]
 
 
 class AliasTargetRow(Base):
-    """One of an alias's revisions, and its share."""
+    """A target of an alias: a revision and its share."""
 
     __tablename__ = "alias_targets"
     __table_args__ = (
@@ -71,7 +71,7 @@ class AliasTargetRow(Base):
 
 
 class AliasVersionRow(Base):
-    """The targets of an alias from one change to the next; it outlives the alias."""
+    """The targets of an alias from one change to the next. The row remains when the alias is deleted."""
 
     __tablename__ = "alias_versions"
     __table_args__ = (ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),)
@@ -89,7 +89,9 @@ class AliasVersionRow(Base):
 
 
 class Target(msgspec.Struct, frozen=True):
-    """One of an alias's revisions, with its share: `weight` of the sum over all targets."""
+    """A target of an alias: a revision with its `weight`. The share of a target is its weight divided by the sum of all
+    weights.
+    """
 
     revision: RevisionRow
     weight: int
@@ -159,7 +161,7 @@ class AliasRepository(TenantScoped):
         return await self._session.get(AliasRow, (adapter_id, name))
 
     async def weights(self, adapter_id: str, name: str) -> dict[int, int]:
-        """Return the alias's targets; empty if there is no such alias."""
+        """Return the alias's targets; empty if the alias does not exist."""
         statement = (
             select(RevisionRow.number, AliasTargetRow.weight)
             .join(RevisionRow, RevisionRow.id == AliasTargetRow.revision_id)
@@ -176,7 +178,7 @@ class AliasRepository(TenantScoped):
     async def point(
         self, adapter_id: str, name: str, targets: Sequence[Target], stamp: Stamp, restores: int | None = None
     ) -> None:
-        """Point the alias, new or existing, at `targets`, at least one."""
+        """Point the alias, new or existing, at one or more `targets`."""
         weights = {target.revision.number: target.weight for target in targets}
         version = await self._add_version(adapter_id, name, weights, stamp, restores)
         alias = await self.get(adapter_id, name)
@@ -201,7 +203,7 @@ class AliasRepository(TenantScoped):
         await self._session.flush()
 
     async def remove(self, adapter_id: str, name: str, stamp: Stamp) -> None:
-        """Remove the alias; its history stays."""
+        """Remove the alias; its history remains."""
         await self._add_version(adapter_id, name, {}, stamp, None)
         await self._session.execute(delete(AliasRow).where(AliasRow.adapter_id == adapter_id, AliasRow.name == name))
 
@@ -235,7 +237,7 @@ class AliasRepository(TenantScoped):
 
 
 class ReleasePolicyRow(Base):
-    """The policy of one alias, by its name: it outlives the alias."""
+    """The policy of one alias, by the alias's name. The policy remains when the alias is deleted."""
 
     __tablename__ = "release_policies"
     __table_args__ = (ForeignKeyConstraint(["tenant_id", "adapter_id"], ["adapters.tenant_id", "adapters.id"]),)
@@ -257,7 +259,7 @@ class ReleasePolicyRepository(Repository):
         return await self._session.get(ReleasePolicyRow, (adapter_id, alias))
 
     async def put(self, row: ReleasePolicyRow) -> None:
-        """Insert the row, or replace the one of its alias."""
+        """Insert the row, or replace the row of the same alias."""
         await self._put(row)
 
     async def remove(self, adapter_id: str, alias: str) -> None:
@@ -284,7 +286,7 @@ class CanaryGuardRow(Base):
     measures: Mapped[str]
     """The measures that are compared, sorted, separated by spaces."""
     first_token_seconds: Mapped[float | None]
-    """The bound in seconds for `latency`: a first token within it is good."""
+    """The bound in seconds for `latency`: a first token within this time is good."""
     created_at: Mapped[int]
 
 
@@ -314,7 +316,7 @@ class CanaryGuardRepository(Repository):
         return await self._session.get(CanaryGuardRow, (adapter_id, alias))
 
     async def put(self, row: CanaryGuardRow) -> None:
-        """Insert the row, or replace the one of its alias."""
+        """Insert the row, or replace the row of the same alias."""
         await self._put(row)
 
     async def remove(self, row: CanaryGuardRow) -> None:

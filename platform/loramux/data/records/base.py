@@ -71,7 +71,7 @@ class Base(DeclarativeBase):
 
 
 def index_where_set(table: str, column: str) -> Index:
-    """Index `column` over the few rows that have a value in it."""
+    """Index `column` only over rows that have a value in it, which are few."""
     is_set = text(f"{column} IS NOT NULL")
     return Index(f"ix_{table}_{column}", column, sqlite_where=is_set, postgresql_where=is_set)
 
@@ -83,12 +83,12 @@ class Repository:
         self._session = session
 
     async def _insert(self, row: Base) -> None:
-        """Insert the row at once, so that a violated constraint is raised here."""
+        """Insert the row immediately, so that a violated constraint raises its error here."""
         self._session.add(row)
         await self._session.flush()
 
     async def _put(self, row: Base) -> None:
-        """Insert the row, or replace the one with its primary key."""
+        """Insert the row, or replace the row with the same primary key."""
         await self._session.merge(row)
         await self._session.flush()
 
@@ -106,14 +106,16 @@ class TenantScoped(Repository):
 
 
 class Viewpoint(msgspec.Struct, frozen=True):
-    """The rows of a tenant that a caller sees: its project's; `owner` narrows them to the caller's own."""
+    """The rows of a tenant that a caller sees: its project's rows. With `owner`, only the caller's own rows."""
 
     project: ProjectId
     owner: str | None = None
 
     @classmethod
     def of(cls, principal: Principal) -> Viewpoint:
-        """Return what the caller sees: a key that is confined to some models sees what it made itself."""
+        """Return the viewpoint of the caller. A key that is limited to some models sees only the objects that it made
+        itself.
+        """
         return cls(principal.project, None if principal.models is None else principal.owner)
 
     def conditions(self, row: Any) -> tuple[ColumnElement[bool], ...]:
@@ -123,13 +125,15 @@ class Viewpoint(msgspec.Struct, frozen=True):
 
 
 def table_of(model: type[DeclarativeBase]) -> Table:
-    """Return the table of a model. Statements over it bypass the session, whose identity map keeps every row."""
+    """Return the table of a model. Statements over the table bypass the session, because the session's identity map
+    keeps every row.
+    """
     assert isinstance(model.__table__, Table)
     return model.__table__
 
 
 def to_struct(kind: type[Struct], row: Any, **others: Any) -> Struct:
-    """Return a struct filled from the row's columns of the same names; `others` are the other fields."""
+    """Return a struct filled from the row's columns of the same names; `others` are all other fields."""
     columns = {name: getattr(row, name) for name in kind.__struct_fields__ if name not in others}
     return kind(**columns, **others)
 
@@ -145,7 +149,9 @@ async def insert_new(session: AsyncSession, model: type[DeclarativeBase], rows: 
 
 
 def insert_sums(session: AsyncSession, table: Table, sums: Collection[str]) -> postgresql.Insert | sqlite.Insert:
-    """Return an INSERT that adds its columns `sums` to those of the row with the same primary key, if there is one."""
+    """Return an INSERT. If a row with the same primary key exists, the statement adds its columns `sums` to those of
+    the row.
+    """
     dialect = postgresql if is_postgresql(session) else sqlite
     insert = dialect.insert(table)
     added = {name: table.c[name] + insert.excluded[name] for name in sums}
@@ -169,14 +175,14 @@ def oldest_first(statement: Select[Found], row: Any, tenant: TenantId, after: st
 
 
 def among(session: AsyncSession, column: SQLColumnExpression[str], values: Collection[str]) -> ColumnElement[bool]:
-    """Return `column IN values` with one parameter, so that it is compiled once for any number of values."""
+    """Return `column IN values` with one parameter, so that the statement is compiled once for any number of values."""
     if is_postgresql(session):
         return column == any_(literal(list(values), ARRAY(Text)))
     return column.in_(select(func.json_each(literal(json.dumps(list(values)))).table_valued("value").c.value))
 
 
 def model_name(session: AsyncSession, column: SQLColumnExpression[str]) -> SQLColumnExpression[str]:
-    """Return a column's resolved model without its revision: `tenant/adapter` for `tenant/adapter@3`."""
+    """Return the resolved model of a column without the revision: `tenant/adapter` for `tenant/adapter@3`."""
     if is_postgresql(session):
         return func.split_part(column, "@", 1)
     return func.substr(column, 1, func.instr(column + "@", "@") - 1)

@@ -1,7 +1,7 @@
 """Base models that differ from the servers' settings files, and migrations of adapters from base to base.
 
-A row of `bases` is a base that was added to running servers, or retired. A migration has one row, and one more for
-every revision that it checks.
+A row of `bases` is a base that was added to running servers, or retired. A migration has one row, and one item row per
+checked revision.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class BaseRepository(Repository):
         return [to_struct(BaseRecord, row) for row in rows]
 
     async def lock(self) -> list[BaseRecord]:
-        """List the bases, and lock them against other transactions until this one ends."""
+        """List the bases, and lock them against other transactions until this transaction ends."""
         await advisory_lock(self._session, BASES)
         return await self.all()
 
@@ -92,7 +92,7 @@ class BaseRepository(Repository):
 
 
 class BaseMigrationRow(LeasedRow, Base):
-    """A check of adapters of one base against another one, held by the server that runs it."""
+    """A check of adapters of one base on another base, with a lease of the server that runs the check."""
 
     __tablename__ = "base_migrations"
     __table_args__ = (
@@ -136,7 +136,7 @@ class BaseMigrationItemRow(Base):
     digest: Mapped[str]
     outcome: Mapped[str]
     code: Mapped[str | None]
-    """A stable code of the outcome; null if there is none."""
+    """A stable code of the outcome; null if the outcome has no code."""
     reason: Mapped[str | None]
     """The reason of the outcome, as a sentence."""
     new_number: Mapped[int | None]
@@ -283,7 +283,7 @@ class BaseUpgradeRepository(Repository):
     async def end(
         self, id: str, state: str, at: int, *, server_id: str | None = None, error: str | None = None
     ) -> bool:
-        """Write the end of a migration under way, if `server_id` holds it; return whether it was under way."""
+        """Write the end of a running migration if `server_id` holds it; return whether the migration was running."""
         mine = [BaseMigrationRow.id == id, BaseMigrationRow.state == RUNNING]
         if server_id is not None:
             mine.append(BaseMigrationRow.server_id == server_id)

@@ -1,4 +1,4 @@
-"""Batches, the files that they read and write, chunks of finished lines, and the jobs of the servers that run them.
+"""Batches, their input and output files, chunks of finished lines, and the jobs of the servers that run batches.
 
 The bytes of files and chunks are objects in the store. A file's object is stored before its row is inserted, and
 removed after its row is deleted.
@@ -38,7 +38,7 @@ COMPLETED, FAILED, EXPIRED, CANCELLED = "completed", "failed", "expired", "cance
 
 
 class FileRow(Base):
-    """A stored file. Its object is stored before the row is inserted, and removed after the row is deleted."""
+    """A stored file. The file's object is stored before the row is inserted, and removed after the row is deleted."""
 
     __tablename__ = "files"
     __table_args__ = (
@@ -94,7 +94,7 @@ class FileRepository(TenantScoped):
         ]
 
     async def total_size(self) -> int:
-        """Return the bytes of all files; no file of the tenant is added until this transaction ends."""
+        """Return the bytes of all files; until this transaction ends, no other one adds a file of the tenant."""
         await lock_tenant(self._session, self._tenant)
         statement = select(func.coalesce(func.sum(FileRow.size), 0)).where(FileRow.tenant_id == self._tenant)
         return int(await self._session.scalar(statement) or 0)
@@ -109,14 +109,14 @@ class FileRepository(TenantScoped):
 
 
 async def expired_files(session: AsyncSession, now: int, needed: Collection[str], limit: int) -> list[str]:
-    """Delete the rows of files past their expiry, of every tenant, but not of those `needed`; return their ids."""
+    """Delete the rows of expired files of every tenant, except `needed` files; return the ids of deleted files."""
     due = select(FileRow.id).where(FileRow.expires_at <= now, FileRow.id.not_in(needed)).limit(limit)
     statement = delete(FileRow).where(FileRow.id.in_(due)).returning(FileRow.id)
     return list(await session.scalars(statement))
 
 
 async def known_files(session: AsyncSession, ids: Collection[str]) -> frozenset[str]:
-    """Return those of `ids` that have a row."""
+    """Return the ids among `ids` that have a row."""
     return frozenset(await session.scalars(select(FileRow.id).where(FileRow.id.in_(ids))))
 
 
@@ -141,7 +141,7 @@ class BatchRow(LeasedRow, Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     project_id: Mapped[ProjectId]
     owner: Mapped[str]
-    """The first key of its creator's chain of rotations, or the member. The batch runs with this owner's rights."""
+    """The first key of the creator's chain of rotations, or the member. The batch runs with this owner's rights."""
     endpoint: Mapped[str]
     input_file_id: Mapped[str]
     completion_window: Mapped[str]
@@ -188,7 +188,7 @@ class BatchRepository(TenantScoped):
         await self._insert(BatchRow(**_columns(msgspec.structs.asdict(batch))))
 
     async def get(self, id: str, seen: Viewpoint, *, lock: bool = False) -> Batch | None:
-        """Find one of the batches that the caller sees, and lock it if wanted."""
+        """Find a batch that the caller sees, and lock it if requested."""
         statement = select(BatchRow).where(
             BatchRow.tenant_id == self._tenant, BatchRow.id == id, *seen.conditions(BatchRow)
         )
@@ -210,7 +210,7 @@ class BatchRepository(TenantScoped):
         await self._session.execute(delete(BatchRow).where(BatchRow.tenant_id == self._tenant, BatchRow.id == id))
 
     async def count_unfinished(self) -> int:
-        """Count the unfinished batches; no batch of the tenant is added until this transaction ends."""
+        """Count the unfinished batches. Until this transaction ends, no other one adds a batch of the tenant."""
         await lock_tenant(self._session, self._tenant)
         ours = (BatchRow.tenant_id == self._tenant, BatchRow.state.in_(UNFINISHED))
         return await self._session.scalar(select(func.count()).select_from(BatchRow).where(*ours)) or 0
@@ -234,10 +234,10 @@ class BatchRepository(TenantScoped):
 
 
 class BatchJobs(Repository):
-    """Every tenant's batches, as the servers that run them need them."""
+    """Every tenant's batches. The servers that run batches use this repository."""
 
     async def adopt_abandoned(self, server_id: str) -> bool:
-        """Move the unfinished batches of dead servers to this one; return whether any server is dead."""
+        """Move the unfinished batches of dead servers to this server; return whether any server is dead."""
         return await adopt_abandoned(self._session, BatchRow, BatchRow.state.in_(UNFINISHED), server_id)
 
     async def of(self, server_id: str) -> list[Batch]:
@@ -271,7 +271,7 @@ class BatchJobs(Repository):
         return list(await self._session.scalars(select(BatchRow.input_file_id).where(BatchRow.state.in_(UNFINISHED))))
 
     async def unfinished(self, ids: list[str]) -> frozenset[str]:
-        """Return those of `ids` that are unfinished batches."""
+        """Return the ids among `ids` that are unfinished batches."""
         statement = select(BatchRow.id).where(BatchRow.id.in_(ids), BatchRow.state.in_(UNFINISHED))
         return frozenset(await self._session.scalars(statement))
 

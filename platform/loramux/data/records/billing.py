@@ -15,7 +15,7 @@ from loramux.data.records.base import Base, Repository
 from loramux.data.records.ledger import GENESIS, LedgerRow
 
 CHUNK = 500
-"""The most values in one statement."""
+"""The maximum number of values in one statement."""
 
 
 class PlanRow(Base):
@@ -29,12 +29,14 @@ class PlanRow(Base):
     currency: Mapped[str]
     """The currency's code in ISO 4217."""
     minimum: Mapped[int]
-    """The least price of a period, in minor units."""
+    """Minimum price of a period, in minor units."""
     created_at: Mapped[int]
 
 
 class PriceRow(Base):
-    """One price of a plan. A later price for the same thing replaces it from the later `valid_from` on."""
+    """One price of a plan. Another price for the same meter with a later `valid_from` replaces this price from that
+    time on.
+    """
 
     __tablename__ = "prices"
     __table_args__ = (
@@ -67,7 +69,9 @@ class SubscriptionRow(Base):
 
 
 class PeriodRow(Base):
-    """A closed period: for good, the ledger's entries from first_sequence to last_sequence, whatever their date."""
+    """A closed period. The period permanently contains the ledger's entries from first_sequence to last_sequence, with
+    any date.
+    """
 
     __tablename__ = "periods"
     __table_args__ = (
@@ -88,7 +92,7 @@ class PeriodRow(Base):
 
 
 class InvoiceRow(Base):
-    """An invoice as it was sent."""
+    """An invoice in the form in which it was sent."""
 
     __tablename__ = "invoices"
     __table_args__ = (Index("ix_invoices_period_id", "period_id"),)
@@ -101,7 +105,7 @@ class InvoiceRow(Base):
     total: Mapped[int]
     """The total in minor units of the currency."""
     document: Mapped[str]
-    """The invoice as JSON, from which every other form is made."""
+    """The invoice as JSON, from which all other forms are made."""
     digest: Mapped[str]
     """The SHA-256 of the document."""
     created_at: Mapped[int]
@@ -115,7 +119,7 @@ class BillingProfileRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"), primary_key=True)
     name: Mapped[str]
     address: Mapped[str]
-    """The address; its lines are separated by newlines."""
+    """The postal address, whose lines are separated by newlines."""
     tax_id: Mapped[str | None]
     tax_exempt: Mapped[bool]
     updated_at: Mapped[int]
@@ -150,7 +154,7 @@ class PriceRepository(Repository):
         await self._session.execute(statement)
 
     async def add(self, row: PlanRow | PriceRow | SubscriptionRow) -> None:
-        """Insert a row at once, so that a violated constraint is raised here."""
+        """Insert a row immediately, so that a violated constraint raises its error here."""
         await self._insert(row)
 
 
@@ -178,7 +182,7 @@ class PeriodRepository(Repository):
         return await self._session.scalar(select(PeriodRow).order_by(PeriodRow.starts_at.desc()).limit(1))
 
     async def last_before(self, at: int) -> int:
-        """Return the last sequence whose entry was written before `at`; 0 if there is none."""
+        """Return the sequence of the last entry that was written before `at`; 0 if there is no such entry."""
         statement = select(func.max(LedgerRow.sequence)).where(LedgerRow.created_at < at)
         return await self._session.scalar(statement) or 0
 
@@ -188,7 +192,7 @@ class PeriodRepository(Repository):
         return await self._session.scalar(statement) or GENESIS
 
     async def hashes_at(self, sequences: Sequence[int]) -> dict[int, str]:
-        """Return the hashes of those of these entries that exist."""
+        """Return the hashes of the existing entries among these."""
         found: dict[int, str] = {}
         for start in range(0, len(sequences), CHUNK):
             statement = select(LedgerRow.sequence, LedgerRow.hash)

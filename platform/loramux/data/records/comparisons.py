@@ -1,7 +1,7 @@
-"""Comparisons of a candidate revision with the one that serves: evaluations and shadows. Rows and statements.
+"""Comparisons of a candidate revision with the serving revision: evaluations and shadows. Rows and statements.
 
-An evaluation asks two revisions one set of questions, as a batch. A shadow also runs a share of an adapter's requests
-on the candidate, and keeps sums of the likeness of the answers.
+An evaluation sends one set of questions to two revisions, as a batch. A shadow repeats a share of an adapter's requests
+on the candidate, and keeps sums of the similarity of the answers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ShadowEnd = Literal["stopped", "promoted", "revision_deleted", "adapter_deleted"
 
 
 class EvaluationRow(LeasedRow, Base):
-    """An evaluation, held by the server that grades it after its batch has ended."""
+    """An evaluation, with a lease of the server that grades it after its batch has ended."""
 
     __tablename__ = "evaluations"
     __table_args__ = (
@@ -57,7 +57,7 @@ class EvaluationRow(LeasedRow, Base):
     adapter: Mapped[str]
     """The adapter: `tenant/adapter`."""
     models: Mapped[str]
-    """The two revisions, `tenant/adapter@3 tenant/adapter@2`: with the candidate first."""
+    """The two revisions, `tenant/adapter@3 tenant/adapter@2`, with the candidate first."""
     file_id: Mapped[str]
     """The id of the file with the questions."""
     batch_id: Mapped[str]
@@ -104,9 +104,10 @@ class EvaluationRepository(TenantScoped):
     async def before(
         self, project: ProjectId, adapter: str | None, id: str | None, limit: int, candidate: str | None = None
     ) -> list[Evaluation]:
-        """List at most `limit` evaluations of the project that are older than the one with this id, newest first.
+        """List at most `limit` evaluations of the project that are older than the evaluation with this id, newest
+        first.
 
-        The evaluations are those of one adapter, of one candidate (`tenant/adapter@3`), or all.
+        The list has the evaluations of one adapter, of one candidate (`tenant/adapter@3`), or all evaluations.
         """
         statement = select(EvaluationRow).where(EvaluationRow.project_id == project)
         if adapter is not None:
@@ -132,14 +133,14 @@ def _completed_on(file_id: str | None) -> tuple[ColumnElement[bool], ...]:
 
 
 class EvaluationJobs(Repository):
-    """Every tenant's evaluations, as the servers that grade them need them."""
+    """Every tenant's evaluations. The servers that grade evaluations use this repository."""
 
     async def adopt_abandoned(self, server_id: str) -> None:
         """Move the unfinished evaluations of dead servers to this one."""
         await adopt_abandoned(self._session, EvaluationRow, EvaluationRow.state == RUNNING, server_id)
 
     async def ready(self, server_id: str, unfinished: tuple[str, ...]) -> list[Evaluation]:
-        """List the server's evaluations whose batch is in none of the states `unfinished`, or is deleted."""
+        """List the server's evaluations whose batch is deleted or has a state that is not in `unfinished`."""
         statement = (
             select(EvaluationRow)
             .outerjoin(BatchRow, BatchRow.id == EvaluationRow.batch_id)
@@ -160,7 +161,7 @@ class EvaluationJobs(Repository):
 
 
 class ShadowRow(Base):
-    """A shadow: one candidate revision, on which a share of the adapter's requests run again."""
+    """A shadow: one candidate revision, on which a share of the adapter's requests is repeated."""
 
     __tablename__ = "shadows"
     __table_args__ = (
@@ -185,7 +186,7 @@ class ShadowRow(Base):
     day: Mapped[int]
     """The day (UTC) that `day_tokens` count."""
     day_tokens: Mapped[int]
-    """Tokens used on that day, plus those that running requests may still use."""
+    """Tokens used on that day, plus the tokens that running requests may still use."""
 
 
 class ShadowSumRow(Base):
@@ -225,7 +226,7 @@ class RunningShadow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShadowRepository(Repository):
-    """Shadows of adapters that the caller has looked up; for the servers that run them, those of every tenant."""
+    """Shadows of adapters that the caller has looked up. Servers that run shadows see the shadows of every tenant."""
 
     async def add(self, shadow: Shadow) -> None:
         """Insert the row."""
@@ -262,7 +263,7 @@ class ShadowRepository(Repository):
     async def obsolete(self) -> list[tuple[Shadow, str, ShadowEnd]]:
         """List the running shadows whose candidate is deleted, or is now the default alias's only target.
 
-        Each comes with the adapter's own name and the reason.
+        Each shadow comes with the adapter's own name and the reason.
         """
         others = (
             select(AliasTargetRow.revision_id)
@@ -293,7 +294,7 @@ class ShadowRepository(Repository):
         return found
 
     async def reserve(self, id: str, tokens: int, day: int) -> Literal["day_limit", "stopped"] | None:
-        """Reserve tokens of the day. Return the reason if this fails: too few are left, or the shadow has ended."""
+        """Reserve tokens of the day. Return the reason of a failure: too few tokens, or the end of the shadow."""
         used = ShadowRow.day_tokens
         mine = (ShadowRow.id == id, ShadowRow.ended_at.is_(None))
         begun = update(ShadowRow).where(*mine, ShadowRow.day < day).values(day=day, day_tokens=0)

@@ -1,8 +1,9 @@
-"""Contents of adapters over their life: registered as revisions, metered for the bill, and freed when unused.
+"""Contents of adapters over their life: they are registered as revisions, metered for the bill, and freed when unused.
 
-`register_revision` makes an uploaded content a revision, over adapters, aliases and grants. `StorageMeterRepository`
-reads and writes the time up to which each stored or pinned revision is billed. `ContentRepository` finds, over all
-tenants, the contents that no revision keeps and no open request uses. This module has statements only.
+`register_revision` makes an uploaded content a revision, and uses the modules of adapters, aliases and grants.
+`StorageMeterRepository` reads and writes the time up to which each stored or pinned revision is billed.
+`ContentRepository` finds, over all tenants, the contents that no revision keeps and no open request uses. This module
+has statements only.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ FOREVER = 2**62
 async def register_revision(
     session: AsyncSession, tenant: TenantId, name: str, content: RevisionContent, stamp: Stamp, *, promote: bool = True
 ) -> tuple[AdapterRow, RevisionRow]:
-    """Make `content` a revision of `name`: a new one unless the adapter already has this content.
+    """Make `content` a new revision of `name`, unless the adapter already has this content.
 
     With `promote`, and always for an adapter's first revision, the default alias moves to a new or restored revision.
-    If that alias has a release policy, it does not move. If the adapter already has the content, nothing changes,
+    If the default alias has a release policy, it does not move. If the adapter already has the content, no row changes,
     because a repeated upload must not undo a later release. The caller holds the lock CONTENTS, so that revision
     numbers are assigned one at a time.
     """
@@ -75,7 +76,7 @@ async def register_revision(
 
 
 async def _revive(session: AsyncSession, tenant: TenantId, name: str, at: int) -> AdapterRow:
-    """Return the adapter of that name, inserted if necessary; a deleted one keeps only its revision numbers."""
+    """Return the adapter of that name; insert it if necessary. A deleted adapter keeps only its revision numbers."""
     adapters = AdapterRepository(session, tenant)
     adapter = await adapters.lock_deleted(name)
     if adapter is not None:
@@ -116,7 +117,7 @@ class UnbilledSpan(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     size_bytes: int
     counted_until: int
-    """The time up to which it is billed, in microseconds."""
+    """The time up to which the row is billed, in microseconds since the epoch."""
     until: int
     """The end of the span, or FOREVER."""
 
@@ -129,7 +130,7 @@ class StorageMeterRepository(Repository):
         self._rows = rows
 
     async def due(self, before: int, limit: int) -> list[UnbilledSpan]:
-        """List spans that began before that time and are not yet billed up to it, or up to their end."""
+        """List spans that began before that time and are not yet billed up to that time or up to their end."""
         row, ended, numbered = self._rows.row, self._rows.ended, aliased(RevisionRow)
         counted = func.coalesce(row.counted_until, self._rows.began)
         statement = (
@@ -189,21 +190,21 @@ class ContentRepository(Repository):
         return frozenset(await self._session.scalars(statement))
 
     async def unused(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that no revision keeps and no open request uses."""
+        """Return the digests that no revision keeps and no open request uses."""
         return await self.unkept(digests) - await self.running(digests)
 
     async def running(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that an open request uses."""
+        """Return the digests that an open request uses."""
         running = select(RequestRow.adapter_digest).where(RequestRow.status == "open").distinct()
         return frozenset(digests) & frozenset(await self._session.scalars(running))
 
     async def unkept(self, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that no revision keeps."""
+        """Return the digests that no revision keeps."""
         kept = select(RevisionRow.digest).where(among(self._session, RevisionRow.digest, digests), KEPT)
         return frozenset(digests) - frozenset(await self._session.scalars(kept))
 
     async def uncallable(self, tenant: TenantId, digests: Collection[str]) -> frozenset[str]:
-        """Return those of `digests` that no callable revision of the tenant has."""
+        """Return the digests that no callable revision of the tenant has."""
         callable_ = select(RevisionRow.digest).where(
             RevisionRow.tenant_id == tenant,
             among(self._session, RevisionRow.digest, digests),

@@ -1,7 +1,7 @@
-"""Credentials: API keys, and sessions of the web console with the sign-in links that open them. Rows and statements.
+"""Credentials: API keys, sessions of the web console, and the sign-in links that open sessions. Rows and statements.
 
 Only MACs of secrets are stored. `CredentialRepository` finds the verified tenant of a secret's MAC or of a person. A
-session stores no rights: it names the key or the member whose rights it has.
+session stores no rights: it names a key or a member, and has the rights of that key or member.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ class KeyRow(Base):
     expires_at: Mapped[int | None]
     last_used_at: Mapped[int | None]
     replaced_by: Mapped[str | None]
-    """The key that a rotation made of this one."""
+    """Id of the key that replaced this key in a rotation."""
     revoked_at: Mapped[int | None]
     lineage: Mapped[str] = mapped_column(server_default=text("''"))  # a trigger sets the key's own id
-    """Ids separated by spaces: the first key of this chain of rotations, then the lineage of its maker, if any."""
+    """Ids separated by spaces: the first key of this chain of rotations, followed by the lineage of the key's maker, if
+    any.
+    """
 
 
 class PepperCheckRow(Base):
-    """One row: a MAC under the pepper, which reveals a start with a wrong or a new pepper."""
+    """A table with one row: a MAC that is made with the pepper, and reveals a start with a wrong or a new pepper."""
 
     __tablename__ = "pepper_check"
     __table_args__ = (CheckConstraint("id = 1", name="single"),)
@@ -80,7 +82,7 @@ class PepperRepository(Repository):
     """The check value of the pepper."""
 
     async def check_value(self) -> bytes | None:
-        """Return the stored check value; None if no pepper was ever used."""
+        """Return the stored check value; None if no pepper has been used yet."""
         return await self._session.scalar(select(PepperCheckRow.mac))
 
     async def has_keys(self) -> bool:
@@ -88,7 +90,7 @@ class PepperRepository(Repository):
         return await self._session.scalar(select(KeyRow.id).where(KeyRow.revoked_at.is_(None)).limit(1)) is not None
 
     async def set_check_value(self, mac: bytes) -> None:
-        """Store the check value in place of an earlier one."""
+        """Store the check value, and replace an earlier value."""
         await self._put(PepperCheckRow(id=1, mac=mac))
 
     async def revoke_all(self, at: int) -> int:
@@ -149,7 +151,7 @@ class CredentialRepository(Repository):
         return (await self._session.scalars(statement)).all()
 
     async def lock_maker(self, id: str, now: int) -> bool:
-        """Return whether the key or member still works, and lock it against ending until this transaction ends."""
+        """Return whether the key or member still works, and lock it, so that it cannot end before this transaction."""
         key = select(KeyRow.id).where(KeyRow.id == id, *_live(now)).with_for_update(read=True)
         if await self._session.scalar(key) is not None:
             return True
@@ -210,7 +212,7 @@ class KeyRepository(TenantScoped):
         return (await self._session.scalars(statement)).all()
 
     async def after(self, key_id: str | None, limit: int) -> Sequence[KeyRow]:
-        """Return at most `limit` keys that are newer than that one, oldest first; None: from the first on."""
+        """Return at most `limit` keys newer than the key `after`, oldest first; None: from the first key on."""
         statement = select(KeyRow).where(KeyRow.tenant_id == self._tenant)
         if key_id is not None:
             last = aliased(KeyRow)
@@ -249,7 +251,7 @@ async def names_of_actors(session: AsyncSession, ids: Collection[str], tenant: T
 async def keys_made_by(session: AsyncSession, maker: str) -> Sequence[KeyRow]:
     """Return the keys that are not revoked and whose lineage goes back to `maker`, locked.
 
-    They may be in any tenant, because an operator also makes operators' keys in other tenants.
+    The keys may be in any tenant, because an operator also makes operators' keys in other tenants.
     """
     statement = select(KeyRow).where(
         KeyRow.revoked_at.is_(None), (KeyRow.lineage + " ").contains(f" {maker} ", autoescape=True)
@@ -264,7 +266,7 @@ async def owner_of_key(session: AsyncSession, key_id: str) -> TenantRow | None:
 
 
 class SessionRow(Base):
-    """A browser that is signed in, or a link that signs one in: the MAC of its secret, never the secret."""
+    """A signed-in browser, or a link that signs a browser in. The row has the MAC of the secret, never the secret."""
 
     __tablename__ = "console_sessions"
     __table_args__ = (
@@ -278,10 +280,10 @@ class SessionRow(Base):
     """`session`, or `link`: a secret that is exchanged once for a session's secret."""
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     holder: Mapped[str]
-    """The id of the key or the member whose rights the session has. It is looked up on each request."""
+    """The id of the key or the member whose rights the session has. The key or member is looked up on each request."""
     project_id: Mapped[ProjectId]
     is_operator: Mapped[bool]
-    """True: the issuer made the member an operator at sign-in. For a key, its scopes decide."""
+    """True: the issuer made the member an operator at sign-in. For a session of a key, the key's scopes decide."""
     viewed: Mapped[str]
     """Names of the tenants that the operator looks at, separated by spaces."""
     created_at: Mapped[int]
@@ -291,7 +293,7 @@ class SessionRow(Base):
 
 
 class SessionRepository(Repository):
-    """Sessions by their secret's MAC."""
+    """Sessions by the MAC of their secret."""
 
     async def add(self, row: SessionRow) -> None:
         """Insert the row."""
@@ -302,7 +304,7 @@ class SessionRepository(Repository):
         return await self._session.scalar(select(SessionRow).where(SessionRow.mac == mac, SessionRow.kind == kind))
 
     async def take(self, mac: bytes, kind: str) -> SessionRow | None:
-        """Delete the session or link with this MAC and return it. Of two simultaneous calls only one gets it."""
+        """Delete the session or link with this MAC and return it. Of two simultaneous calls only one gets the row."""
         statement = delete(SessionRow).where(SessionRow.mac == mac, SessionRow.kind == kind).returning(SessionRow)
         return (await self._session.scalars(statement)).one_or_none()
 

@@ -2,8 +2,8 @@
 
 A transaction either reads one snapshot or writes. A lock is held during a transaction (`advisory_lock`) or during the
 life of a server's process (`server_liveness`). A lease is a server's hold on a row of unfinished work. A server is
-alive as long as its process runs, so a lease needs no clock. Other servers adopt the rows of a dead server. A job that
-commits checks in the same transaction that this server still holds its row.
+alive as long as its process runs, so a lease needs no clock. Other servers adopt the rows of a dead server. A job
+checks in each transaction that it commits that this server still holds the job's row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SHARES = {"sqlite": (READERS, READERS // 2), "postgresql": (16, 8)}
 has the remaining ones. SQLite's only writer is not shared out: its transactions are short, and queue in order."""
 
 CONNECT_SECONDS = 5
-"""Seconds that a connection to PostgreSQL may take, and that a transaction waits for a free one.
+"""Seconds that a connection to PostgreSQL may take, and that a transaction waits for a free connection.
 
 The wait ends only if no other transaction gets a connection during this time. So if the database does not answer, every
 transaction ends within about ten seconds."""
@@ -63,13 +63,17 @@ _holds_share: ContextVar[bool] = ContextVar("holds_share", default=False)
 
 MIGRATIONS = 7_401_001
 CONTENTS = 7_401_002
-"""Lock for changes of stored contents and their rows: no content is removed while a row for it is added."""
+"""Lock for changes of stored contents and their rows: while the lock is held, no content is removed for which a row is
+being added.
+"""
 
 PRICES = 7_401_004
-"""Lock that is held while prices are added, and while a period is closed to which they would apply."""
+"""Lock that is held while prices are added, and while a period is closed."""
 
 PEPPER = 7_401_005
-"""Lock that is held while a server compares or replaces the pepper: servers that start together agree on one."""
+"""Lock that is held while a server compares or replaces the pepper: so servers that start at the same time agree on one
+pepper.
+"""
 
 BASES = 7_401_006
 """Lock that is held while the set of bases is compared and changed."""
@@ -78,7 +82,7 @@ DAILY_USAGE = 7_401_007
 """Lock that is held while entries are added to the daily sums, so that each entry is added once."""
 
 SERVERS = 7_401_003
-"""The first part of the two-part PostgreSQL locks of living servers; the second is the hash of the server's id."""
+"""The first part of the two-part PostgreSQL locks of living servers; the second part is the hash of the server's id."""
 
 
 def unix_microseconds() -> int:
@@ -87,7 +91,7 @@ def unix_microseconds() -> int:
 
 
 def parse_url(url: str) -> URL:
-    """Return `url` with the driver that loramux uses for it.
+    """Return `url` with the driver that loramux uses for this database.
 
     Raises UnsupportedUrl for another database, or for SQLite in memory (the migrations could not reach it).
     """
@@ -109,7 +113,7 @@ def sqlite_file(url: URL) -> Path | None:
 
 
 def is_postgresql(session: AsyncSession) -> bool:
-    """Return whether the session's database is PostgreSQL; else it is SQLite."""
+    """Return whether the session's database is PostgreSQL; otherwise it is SQLite."""
     return session.get_bind().dialect.name == "postgresql"
 
 
@@ -136,7 +140,7 @@ def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
 class Database:
     """Transactions over one database: `begin()` writes, `read()` sees one snapshot and cannot write.
 
-    Both raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
+    `begin` and `read` raise RowRefused for a broken constraint, ValueRefused for a value that no column can hold, and
     RecordsUnavailable for a database that does not answer.
 
     SQLite allows one writer at a time, so writers of this process share one connection and queue for it in order. They
@@ -218,8 +222,8 @@ class PoolWait:
     """The wait for a connection from PostgreSQL's pool, which distinguishes load from an outage.
 
     A connection is tested when it is taken from the pool (`pool_pre_ping`). While a transaction waits, other
-    transactions may get connections, or a probe on a separate connection may be answered: then the database is busy.
-    Otherwise it does not answer.
+    transactions may get connections, or a probe on a separate connection may be answered. In these cases the database
+    is busy. Otherwise the database does not answer.
     """
 
     def __init__(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> None:
@@ -289,7 +293,9 @@ def _probe_engine(url: URL) -> AsyncEngine:
 
 
 def _prepare_aiosqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
-    """Prepare an engine of aiosqlite, whose connections SQLAlchemy closes when the task that uses one is cancelled."""
+    """Prepare an engine of aiosqlite, whose connections SQLAlchemy closes if a task is cancelled while it uses a
+    connection.
+    """
     prepare_sqlite(engine, begin=begin, **pragmas)
 
     @event.listens_for(engine, "invalidate")
@@ -312,7 +318,9 @@ def _connect_args(url: URL) -> dict[str, int]:
 
 
 def _bound_lock_waits(engine: Engine) -> None:
-    """Set lock_timeout on every connection, by a statement: poolers such as PgBouncer refuse it at the start."""
+    """Set lock_timeout on every connection, by a statement, because poolers such as PgBouncer refuse it among the
+    parameters of the connection.
+    """
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: object) -> None:
@@ -354,7 +362,7 @@ async def advisory_lock(session: AsyncSession, lock: int) -> None:
 
 @asynccontextmanager
 async def server_liveness(database: Database, server_id: str) -> AsyncIterator[None]:
-    """While the block runs, `dead_servers` does not name this server. After the process has ended, it does."""
+    """Mark this server as alive while the block runs: `dead_servers` names it only after its process has ended."""
     if sqlite_file(database.url) is not None:
         yield
         return
@@ -371,7 +379,9 @@ async def server_liveness(database: Database, server_id: str) -> AsyncIterator[N
 
 
 async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
-    """Return the other servers that have ended. On SQLite these are all others: an embedded database has one server."""
+    """Return the other servers that have ended. On SQLite these are all other servers, because an embedded database has
+    only one server.
+    """
     if not is_postgresql(session):
         return list(server_ids)
     free = func.pg_try_advisory_xact_lock
@@ -382,7 +392,7 @@ class LeasedRow:
     """The columns of a row that a server holds by a lease."""
 
     server_id: Mapped[str | None]
-    """The server that works on the row; if that server dies, another one adopts the row."""
+    """The server that works on the row. If this server dies, another server adopts the row."""
     attempts: Mapped[int]
     """The number of servers that have started the work."""
 
@@ -390,7 +400,7 @@ class LeasedRow:
 async def adopt_abandoned(
     session: AsyncSession, row: type[LeasedRow], unfinished: ColumnElement[bool], server_id: str
 ) -> bool:
-    """Move the unfinished rows of dead servers to this one; return whether any server is dead."""
+    """Move the unfinished rows of dead servers to this server; return whether any server is dead."""
     others = select(row.server_id).where(unfinished, row.server_id != server_id).distinct()
     dead = await dead_servers(session, [server for server in await session.scalars(others) if server is not None])
     if dead:

@@ -38,11 +38,11 @@ class SchemaTooNew(RecordsError):
 
 
 class RowRefused(RecordsError):
-    """A row breaks a constraint or a trigger; the message is the database's own and names it."""
+    """A row breaks a constraint or a trigger; the message is the database's own and names the constraint."""
 
 
 class ValueRefused(RowRefused):
-    """A caller's value that no column can hold: a text with a NUL on PostgreSQL, an integer out of range."""
+    """A caller's value that no column can hold, such as a text with a NUL on PostgreSQL, or an integer out of range."""
 
     code = "invalid_value"
     status = HTTPStatus.BAD_REQUEST
@@ -59,7 +59,7 @@ class RecordsUnavailable(RecordsError):
 
 
 class ChainBroken(RecordsError):
-    """The ledger has been altered: `sequence` is the first entry that does not follow from the one before."""
+    """The ledger has been altered: `sequence` is the first entry that does not follow from the entry before it."""
 
     def __init__(self, sequence: int, reason: str) -> None:
         super().__init__(f"ledger entry {sequence}: {reason}")

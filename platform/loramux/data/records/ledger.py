@@ -1,4 +1,4 @@
-"""The ledger: its rows, its hash chain, the statements that append to it and verify it, and the engines' own counts.
+"""The ledger: its rows, its hash chain, the statements that append and verify entries, and the engines' own counts.
 
 The hash of entry n is the SHA-256 of all its other fields, including `prev_hash`. So a changed, deleted or moved entry
 is detected. Appending holds the lock of the head row, so sequences have no gaps and are committed in order.
@@ -103,17 +103,18 @@ class LedgerHeadRow(Base):
 
 
 class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A ledger entry before it has its place in the chain. Quantities are whole tokens and byte-seconds."""
+    """A ledger entry before it has its place in the chain. Quantities are integers of tokens and byte-seconds."""
 
     kind: str
     """The kind of entry: `usage`, `interrupted`, `storage`, `residency` or `correction`.
 
-    `interrupted`: a request whose server died; it is recorded and never billed. `storage` and `residency`: a revision
-    during a span of time. `correction`: a change of an earlier entry; only its quantities may be negative."""
+    `interrupted`: a request whose server died; the request is recorded and never billed. `storage` and `residency`: a
+    revision during a span of time. `correction`: a change of an earlier entry; only its quantities may be negative.
+    """
     tenant_id: TenantId
     key_id: str
     request_id: str
-    """The request's id; for other kinds the subject and its time, so that the entry is written once."""
+    """The request's id. For other kinds it is the subject and its time, so that the entry is written only once."""
     model: str
     """The resolved model: `tenant/adapter@3`, or the base model's name."""
     adapter_digest: str | None
@@ -142,7 +143,7 @@ class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     corrects: str | None = None
     """The event_id of the entry that this entry corrects."""
     occurred_at: int | None = None
-    """The time of the billed use, if it differs from created_at: the prices of that time apply."""
+    """The time of the billed use, if it differs from created_at. The prices of this time apply."""
 
     @property
     def billed(self) -> TokenCounts:
@@ -162,20 +163,20 @@ class LedgerEntry(EntryContent, frozen=True, kw_only=True, omit_defaults=True):
 
     sequence: int
     event_id: str
-    """The id of the event, derived from the entry's subject: an event is written once, however often it is tried."""
+    """The id of the event, derived from the entry's subject: an event is written once, even after several attempts."""
     prev_hash: str
     hash: str = ""
 
 
 def event_id(kind: str, request_id: str) -> str:
-    """Return the event id of a request, or of another subject that can have one entry of this kind."""
+    """Return the event id of a request, or of another subject, which can have only one entry of this kind."""
     return "evt_" + hashlib.sha256(f"{kind}:{request_id}".encode()).hexdigest()[:32]
 
 
 def chain_hash(entry: LedgerEntry) -> str:
     """Return the SHA-256 of all fields except `hash` as JSON: keys sorted, no spaces, ASCII.
 
-    Fields that were added later are left out if they have no value, so that old entries keep their hashes.
+    Fields that later releases added are left out if they have no value, so that old entries keep their hashes.
     """
     canonical = _encode(msgspec.structs.replace(entry, hash="") if entry.hash else entry)
     if not canonical.isascii():
@@ -239,7 +240,7 @@ class LedgerRepository(Repository):
         """Check the whole chain in this transaction's snapshot and return its head. Raises ChainBroken."""
         sequence, last = 0, GENESIS
         async for page in self._pages():
-            # in a thread: hashing a page takes tens of milliseconds
+            # in a thread, because hashing a page takes tens of milliseconds
             sequence, last = await run_blocking(SERVER, _verify_page, page, sequence, last)
         head = await self.head()
         if (head.sequence, head.hash) != (sequence, last):
@@ -256,7 +257,9 @@ class LedgerRepository(Repository):
 
 
 def _verify_page(entries: Sequence[LedgerEntry], sequence: int, last: str) -> tuple[int, str]:
-    """Check that entries follow the one with that sequence and hash, and return the last one's. Raises ChainBroken."""
+    """Check that entries follow the entry with that sequence and hash; return the sequence and hash of the last entry.
+    Raises ChainBroken.
+    """
     for entry in entries:
         sequence += 1
         if entry.sequence != sequence:
@@ -286,8 +289,8 @@ def _entry(row: Row[Any]) -> LedgerEntry:
 class EngineCountRow(Base):
     """Tokens that one server's engine has counted for settled requests, by revision.
 
-    `adapter_digest` is empty for the base model. Only its server writes a row, in the transactions that settle
-    requests.
+    `adapter_digest` is empty for the base model. Only the server itself writes its rows, in the transactions that
+    settle requests.
     """
 
     __tablename__ = "engine_counts"
@@ -331,7 +334,7 @@ class EngineCountRepository(Repository):
         return {(row[0], row[1]): _tokens(tuple(row)) for row in await self._session.execute(statement)}
 
     async def ledger(self) -> dict[Weights, TokenCounts]:
-        """Return the same counts from the ledger: billed and waived tokens, without corrections."""
+        """Return the counts of the same tokens in the ledger: billed and waived, without corrections."""
         keys = LedgerRow.base_model, func.coalesce(LedgerRow.adapter_digest, "")
         sums = (
             LedgerRow.input_tokens + LedgerRow.waived_input_tokens,

@@ -80,7 +80,7 @@ class HoldRow(Base):
 
 
 class BudgetRow(Base):
-    """A budget: the most money that a subject may spend in a period."""
+    """A budget: the maximum amount of money that a subject may spend in a period."""
 
     __tablename__ = "budgets"
     __table_args__ = (
@@ -99,7 +99,7 @@ class BudgetRow(Base):
 
 
 class SpendingRow(Base):
-    """The money spent from a budget in one period, and the most that open requests may still cost."""
+    """The money spent from a budget in one period, and the maximum that open requests may still cost."""
 
     __tablename__ = "budget_spendings"
     __table_args__ = (CheckConstraint("spent >= 0 AND held >= 0", name="quantities"),)
@@ -110,11 +110,13 @@ class SpendingRow(Base):
     spent: Mapped[int]
     held: Mapped[int]
     abandoned: Mapped[int] = mapped_column(server_default="0")
-    """The part of `spent` that is not billed: callers left before they could read it."""
+    """The part of `spent` that is not billed: the cost of tokens whose callers disconnected before they could read
+    them.
+    """
 
 
 class BudgetHoldRow(Base):
-    """The most that an open request can cost, reserved in a budget."""
+    """Maximum cost of an open request, which is reserved in a budget."""
 
     __tablename__ = "budget_holds"
 
@@ -128,7 +130,9 @@ class BudgetHoldRow(Base):
 
 
 class AlertRow(Base):
-    """A budget has passed a threshold. It is written once, with the settlement that passed it; sinks deliver it."""
+    """An alert: a budget has passed a threshold. The alert is written once, together with the settlement that passed
+    the threshold; sinks deliver it.
+    """
 
     __tablename__ = "budget_alerts"
     __table_args__ = (
@@ -178,7 +182,7 @@ class LimitRepository(Repository):
     async def subject(self, tenant: TenantId | None, id: str) -> str | None:
         """Return the subject that `id` names: the tenant, its project or member, or for a key the head of its lineage.
 
-        None if the tenant has no such object. Without a tenant, `id` names a tier.
+        Return None if the tenant has no such object. Without a tenant, `id` names a tier.
         """
         if tenant is None:
             return id if await self._session.get(TierRow, id.removeprefix("tier:")) is not None else None

@@ -1,4 +1,4 @@
-"""Pins: revisions that their tenants keep in the adapter pool, and pay for."""
+"""Pins: revisions that tenants keep in the adapter pool and pay for."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class PinRow(Base):
     until: Mapped[int | None]
     """The end of the pin; None while it is active."""
     counted_until: Mapped[int | None]
-    """The time up to which it is billed; None: not billed yet."""
+    """The time up to which the pin is billed; None: not billed yet."""
     ended_by: Mapped[str | None]
-    """The reason of the end: `unpinned`, `deleted`, `idle`, or the engine's code if it has no room."""
+    """The reason of the end: `unpinned`, `deleted`, `idle`, or the engine's code if the pool has no space."""
 
 
 class PinRepository(TenantScoped):
@@ -115,7 +115,7 @@ class ActivePin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActivePinRepository(Repository):
-    """Every tenant's active pins, as the system applies and ends them."""
+    """Every tenant's active pins. The system uses this repository to apply and end pins."""
 
     async def all(self) -> list[ActivePin]:
         """List the active pins, oldest first."""

@@ -1,15 +1,16 @@
-"""Requests: opened before the engine sees them, closed with the ledger entry that bills them; and idempotency keys.
+"""Requests: they are opened before the engine gets them, and closed with the ledger entry that bills them. Also
+idempotency keys.
 
-Requests are identified by their id, which only the server makes. The tenant of a settlement is read from the row and is
+A request is identified by its id, which only the server makes. The tenant of a settlement is read from the row and is
 never an argument. An idempotency key is claimed when its request's row is inserted, and gets its answer with the
 settlement.
 
-A request is charged at its tenant's tier. If its service tier is not `default`, it follows after a slash: `standard`,
-`standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices use this text, so a price for
-`standard` covers all of that tier's requests unless one for `standard/batch` or `*/batch` exists.
+A request is charged at its tenant's tier. If the request's service tier is not `default`, it follows after a slash:
+`standard`, `standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices use this text, so
+a price for `standard` covers all requests of this tier, unless a price for `standard/batch` or `*/batch` exists.
 
-`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to it, and
-all its tokens are waived.
+`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to a shadow,
+and all its tokens are waived.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ INTERRUPTED = "interrupted"
 
 
 class RequestRow(Base):
-    """One request, written before the engine sees it, with the largest number of tokens that it can use."""
+    """One request, written before the engine gets it, with the maximum number of tokens that it can use."""
 
     __tablename__ = "requests"
     __table_args__ = (
@@ -73,7 +74,7 @@ class RequestRow(Base):
     """The id of the API key, or of the member that sent the request."""
     project_id: Mapped[ProjectId | None]
     server_id: Mapped[str]
-    """The server process that runs it; after that process has ended, a sweep closes the request."""
+    """The server process that runs the request. After this process has ended, a sweep closes the request."""
     model: Mapped[str]
     adapter_digest: Mapped[str | None]
     base_model: Mapped[str] = mapped_column(server_default=text("''"))
@@ -83,18 +84,21 @@ class RequestRow(Base):
     prompt_tokens: Mapped[int]
     max_tokens: Mapped[int]
     has_holds: Mapped[bool] = mapped_column(server_default=true())
-    """False: it certainly holds nothing of limits and budgets, so the settlement does not read their tables."""
+    """False: the request certainly reserves nothing in limits and budgets, so the settlement does not read their
+    tables.
+    """
     has_claim: Mapped[bool] = mapped_column(server_default=true())
-    """False: it certainly has no idempotency key."""
+    """False: the request certainly has no idempotency key."""
     status: Mapped[str]
     created_at: Mapped[int]
     settled_at: Mapped[int | None]
 
 
 class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request before it is queued. Limits admit it, a row stores it, and the ledger entry takes its fields.
+    """A request before it is queued. The limits check the request, a row stores it, and the ledger entry copies its
+    fields.
 
-    `prompt_tokens` and `max_tokens` are the largest numbers that it can use.
+    `prompt_tokens` and `max_tokens` are the maximum numbers of tokens that the request can use.
     """
 
     id: str
@@ -110,7 +114,7 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tags: str = ""
     """A JSON object of texts with sorted keys; empty without tags."""
     user_id: str | None = None
-    """The caller's name for its end user; None: there is no name, or the tenant's requests may not be stored."""
+    """The caller's name for its end user; None: the caller sent no name, or the tenant's requests may not be stored."""
     prompt_tokens: int
     max_tokens: int
     waiting: int = 0
@@ -126,7 +130,7 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BilledRequest(msgspec.Struct, frozen=True):
-    """The fields of a closed request that its ledger entry takes, and whether it may have holds or a claim."""
+    """The fields of a closed request that its ledger entry copies, and two flags for holds and an idempotency key."""
 
     id: str
     tenant_id: TenantId
@@ -162,7 +166,7 @@ class RequestRepository(Repository):
         return await insert_new(self._session, RequestRow, rows) == len(rows)
 
     async def owners(self, ids: Collection[str]) -> dict[str, str]:
-        """Return the server that opened each of these requests, without those that do not exist."""
+        """Return the server that opened each of these requests. Requests that do not exist are left out."""
         statement = select(RequestRow.id, RequestRow.server_id).where(among(self._session, RequestRow.id, ids))
         return {id: server for id, server in await self._session.execute(statement)}
 
@@ -182,7 +186,7 @@ class RequestRepository(Repository):
         return list(await self._session.scalars(statement.order_by(RequestRow.id).limit(limit)))
 
     async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
-        """Close these requests; return by id those that were not yet settled."""
+        """Close these requests; return by id the requests that were not yet settled."""
         statement = (
             update(REQUESTS)
             .where(among(self._session, RequestRow.id, ids), REQUESTS.c.status != SETTLED)
@@ -204,8 +208,8 @@ class RequestRepository(Repository):
     ) -> list[AnsweredRequest]:
         """List the tenant's requests to `owner`'s adapter, which may be another tenant's, newest first.
 
-        `before` is a request's id. `project` is the only project whose requests are listed; None: all projects.
-        `background`: also list requests of the service tiers BACKGROUND.
+        `before` is a request's id. If `project` is set, only its requests are listed. With `background`, requests of
+        the service tiers BACKGROUND are listed too.
         """
         digests = (
             select(RevisionRow.digest)
@@ -237,7 +241,7 @@ def _row(request: OpenedRequest, has_holds: bool, server_id: str, now: int) -> d
 
 
 class ClaimRow(Base):
-    """One idempotency key of one caller; deleted when its request ends without an answer."""
+    """One idempotency key of one caller. The row is deleted if its request ends without an answer."""
 
     __tablename__ = "idempotency_claims"
     __table_args__ = (
@@ -269,9 +273,9 @@ class ClaimRepository(Repository):
     """Idempotency keys."""
 
     async def claim(self, rows: Sequence[dict[str, Any]], now: int) -> Mapping[Claimed, Any]:
-        """Insert the claims that are free; return the present rows of all of them.
+        """Insert claims whose keys are free; return the current rows of all claims.
 
-        It waits for another transaction that claims the same keys at this time.
+        The statement waits for another transaction that claims the same keys at the same time.
         """
         keys = sorted({(row["tenant_id"], row["key_id"], row["name"]) for row in rows})
         await self._session.execute(delete(CLAIMS).where(tuple_(*KEY).in_(keys), CLAIMS.c.expires_at <= now))
@@ -292,7 +296,7 @@ class ClaimRepository(Repository):
         await self._session.execute(delete(CLAIMS).where(among(self._session, CLAIMS.c.request_id, request_ids)))
 
     async def remove_before(self, tenant: TenantId, holder: str, name: str | None) -> None:
-        """Delete the holder's claims with names before `name`, or all of them."""
+        """Delete the holder's claims with names before `name`, or all claims of the holder."""
         mine = (CLAIMS.c.tenant_id == tenant, CLAIMS.c.key_id == holder)
         before = () if name is None else (CLAIMS.c.name < name,)
         await self._session.execute(delete(CLAIMS).where(*mine, *before))
@@ -308,7 +312,9 @@ class ClaimRepository(Repository):
 
 SHADOW: ServiceTier = "shadow"
 BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
-"""Service tiers without a waiting caller. Their requests begin when there is room, and do not count for latency."""
+"""Service tiers without a waiting caller. Requests of these tiers begin when the server has free capacity, and do not
+count for latency.
+"""
 ANY = "*"
 """A price's wildcard: any base model, or any tier."""
 
@@ -336,7 +342,7 @@ def is_shadow(charged: str) -> bool:
 def tier_match(priced: str, charged: str) -> int | None:
     """Return how closely a price's tier fits a charged tier (a larger number is closer); None if it does not fit.
 
-    For `gold/batch`, the closest first: `gold/batch`, `*/batch`, `gold`, `*`.
+    For `gold/batch` the order, closest first, is: `gold/batch`, `*/batch`, `gold`, `*`.
     """
     of_tenant, _, of_request = priced.partition("/")
     if of_tenant not in (ANY, tenant_tier(charged)) or of_request not in ("", charged.partition("/")[2]):

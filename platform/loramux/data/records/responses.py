@@ -1,7 +1,7 @@
 """Stored responses: a tenant's rows with an expiry, each of which may continue an earlier one.
 
-Texts are encrypted before they come here. A tenant's rows are bounded in number and bytes: adding one deletes the
-oldest beyond the bounds.
+Texts are encrypted before this module gets them. A tenant's rows are limited in number and bytes: adding a row deletes
+the oldest rows above the limits.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ class ResponseRow(Base):
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     project_id: Mapped[ProjectId]
     owner: Mapped[str]
-    """The first key of the chain of rotations that made it, or the member."""
+    """The first key of the chain of rotations that made the response, or the member."""
     previous_id: Mapped[str | None]
-    """The response that it continues; that one may be deleted first, so that this is no foreign key."""
+    """Id of the response that this response continues. That response may be deleted first, so this column is no foreign
+    key.
+    """
     items: Mapped[bytes]
     items_size: Mapped[int]
     content: Mapped[bytes]
@@ -53,10 +55,10 @@ class ResponseLink(msgspec.Struct, frozen=True):
 
 
 class ResponseRepository(TenantScoped):
-    """One tenant's stored responses; those past their expiry are not found."""
+    """One tenant's stored responses. Expired responses are not found."""
 
     async def add(self, response: StoredResponse, most: int, most_bytes: int) -> None:
-        """Insert the row, and delete the tenant's oldest beyond `most` rows or `most_bytes`; the tenant is locked."""
+        """Lock the tenant, insert the row, and delete the tenant's oldest rows above `most` rows or `most_bytes`."""
         await self._insert(ResponseRow(tenant_id=self._tenant, **msgspec.structs.asdict(response)))
         mine = ResponseRow.tenant_id == self._tenant
         totals = select(func.count(), func.coalesce(func.sum(ResponseRow.size), 0)).where(mine)
@@ -82,9 +84,9 @@ class ResponseRepository(TenantScoped):
         return None if row is None else to_struct(StoredResponse, row)
 
     async def chain(self, id: str, seen: Viewpoint, now: int, most: int) -> list[ResponseLink]:
-        """Return the response and those that it continues, newest first, at most `most`.
+        """Return the response and the responses that it continues, newest first, at most `most`.
 
-        The chain ends at the first one without a predecessor, or before the first one that is gone.
+        The chain ends at the first response without a predecessor, or before a response that was deleted.
         """
         columns = (ResponseRow.id, ResponseRow.previous_id, ResponseRow.items_size)
         first = select(*columns, literal(1).label("place")).where(*self._found(seen, now), ResponseRow.id == id)
@@ -114,7 +116,7 @@ class ResponseRepository(TenantScoped):
         return {row.id: row.items for row in await self._session.execute(statement)}
 
     async def remove(self, id: str, seen: Viewpoint, now: int) -> bool:
-        """Delete one of the responses that the caller sees; return whether there was one."""
+        """Delete a response that the caller sees; return whether it existed."""
         statement = delete(ResponseRow).where(*self._found(seen, now), ResponseRow.id == id).returning(ResponseRow.id)
         return await self._session.scalar(statement) is not None
 
@@ -129,7 +131,7 @@ class ResponseRepository(TenantScoped):
 
 
 async def remove_expired_responses(session: AsyncSession, now: int, limit: int) -> int:
-    """Delete at most `limit` responses past their expiry, of every tenant; return their number."""
+    """Delete at most `limit` expired responses of all tenants; return their number."""
     due = select(ResponseRow.id).where(ResponseRow.expires_at <= now).limit(limit)
     statement = delete(ResponseRow).where(ResponseRow.id.in_(due)).returning(ResponseRow.id)
     return len(list(await session.scalars(statement)))

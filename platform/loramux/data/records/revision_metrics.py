@@ -34,7 +34,9 @@ COUNTED = (
     "decode_us",
     *FIRST_TOKENS,
 )
-"""Columns of counts: requests by end; choices by finish reason; tokens; tokens after the first, and their time."""
+"""Columns of counts: requests by their end, choices by finish reason, tokens, and tokens after the first token with
+their time.
+"""
 
 REVISION_HOURS = Table(
     "revision_hours",
@@ -48,7 +50,7 @@ REVISION_HOURS = Table(
 )
 """Rows of sums. `hour` is the beginning of the hour in microseconds.
 
-`tenant_id` and `project_id` are the caller's; `project_id` is empty if the caller has none."""
+`tenant_id` and `project_id` are the caller's; `project_id` is empty if the caller has no project."""
 
 Counts = dict[str, int]
 """Counts by column; the columns are some of COUNTED."""
@@ -64,7 +66,7 @@ class RevisionHour(NamedTuple):
 
 
 class FeedbackRow(Base):
-    """The caller's opinion of one answer. A later opinion replaces it."""
+    """The caller's rating of one answer. A later rating replaces it."""
 
     __tablename__ = "request_feedback"
     __table_args__ = (Index("ix_request_feedback_tenant_id_model", "tenant_id", "model", "created_at"),)
@@ -79,7 +81,7 @@ class FeedbackRow(Base):
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True):
-    """Opinions of one revision's answers with the same label."""
+    """Ratings of one revision's answers with the same label."""
 
     model: str
     label: str | None
@@ -99,7 +101,7 @@ class RevisionMetricsRepository(Repository):
     """Every tenant's rows, to which servers add."""
 
     async def add(self, counts: Mapping[RevisionHour, Counts]) -> None:
-        """Add to the rows; insert missing ones."""
+        """Add the counts to the rows; insert missing rows."""
         rows = [
             {"tenant_id": key.tenant, "project_id": key.project, "model": key.model, "hour": key.hour}
             | {name: one.get(name, 0) for name in COUNTED}
@@ -150,7 +152,7 @@ def _made_by(caller: Caller) -> list[ColumnElement[bool]]:
 
 
 class FeedbackSums(NamedTuple):
-    """Opinions of a revision's answers: their number, and the sum of the scores in thousandths."""
+    """Ratings of a revision's answers: their number, and the sum of the scores in thousandths."""
 
     number: int
     total: int

@@ -47,9 +47,12 @@ from loramux.data.records.database import BUSY_SECONDS, MIGRATIONS, parse_url, p
 from loramux.data.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 
 METADATA = Base.metadata
-"""The metadata of every table. All modules that declare tables are imported above for this."""
+"""The metadata of every table. All modules that declare tables are imported above, so that their tables are included.
+"""
 FLOOR = Table("schema_floor", METADATA, Column("revision", Text, primary_key=True, nullable=False))
-"""One row: the oldest revision whose release may use this database. A migration that breaks older ones raises it."""
+"""A table with one row: the oldest revision whose release may use this database. A migration that older releases cannot
+use raises it.
+"""
 
 
 def migrations_folder() -> Path:
@@ -67,7 +70,7 @@ def head_revision() -> str:
 
 
 def current_revision(url: str) -> str | None:
-    """Return the revision of the database; None for an empty or absent one. Creates nothing."""
+    """Return the revision of the database; None for an empty or absent database. The function creates no file."""
     parsed = parse_url(url)
     file = sqlite_file(parsed)
     if file is not None and not file.exists():
@@ -97,8 +100,8 @@ def check(url: str) -> None:
 def migrate(url: str) -> str:
     """Bring the database to this release's revision and return the one it has then.
 
-    It does nothing if the database has that revision already, or a newer one that this release may use. It makes a
-    missing SQLite file and its folder. All steps run in one transaction. Raises SchemaTooNew.
+    If the database already has this revision, or a newer revision that this release may use, it is not changed. A
+    missing SQLite file and its folder are created. All steps run in one transaction. Raises SchemaTooNew.
     """
     parsed = parse_url(url)
     file = sqlite_file(parsed)
@@ -130,7 +133,8 @@ def migrate(url: str) -> str:
 def _make_private(file: Path) -> None:
     """Create a missing database file with mode 0600, and remove other users' access to an existing one.
 
-    SQLite gives the files `-wal` and `-shm` next to it the same mode. A mode that cannot be changed stays.
+    SQLite gives the files `-wal` and `-shm` next to it the same mode. If the mode cannot be changed, it is left
+    unchanged.
     """
     with suppress(OSError):  # the connection reports the error of the path
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
@@ -166,7 +170,7 @@ def _connect(url: URL) -> Iterator[Connection]:
     is_sqlite = sqlite_file(url) is not None
     engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else {})
     if is_sqlite:
-        # a rebuilt table is dropped while others refer to it, so `migrate` checks the foreign keys at its end
+        # a rebuilt table is dropped while other tables refer to it, so `migrate` checks the foreign keys at its end
         prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys="OFF")
     try:
         with engine.connect() as connection:

@@ -1,4 +1,4 @@
-"""Sinks: each one's cursor into the ledger, the lease of the server that delivers, and events that were parked."""
+"""Sinks: the cursor of each sink into the ledger, the lease of the server that delivers, and parked events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ class SinkRow(Base):
     cursor: Mapped[int]
     """Every entry up to this sequence was delivered or parked."""
     trying_until: Mapped[int | None]
-    """The last sequence of the batch that is being sent. It is sent again with the same entries until it is done."""
+    """The last sequence of the batch that is being sent. The batch is sent again with the same entries until the sink
+    has accepted it.
+    """
     trying_since: Mapped[int | None]
     """The time of the batch's first attempt. After the sink's window, another attempt could be counted twice."""
     lease_holder: Mapped[str | None]
@@ -30,7 +32,7 @@ class SinkRow(Base):
 
 
 class ParkedRow(Base):
-    """An event that a sink refused, or that it may have accepted without an answer."""
+    """An event that a sink refused, or that the sink may have accepted without answering."""
 
     __tablename__ = "parked_events"
 
@@ -50,7 +52,7 @@ class SinkState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SinkRepository(Repository):
-    """One sink, as the holder of its lease uses it."""
+    """One sink, as the server that holds its lease sees it."""
 
     def __init__(self, session: AsyncSession, name: str, holder: str) -> None:
         super().__init__(session)
@@ -81,12 +83,16 @@ class SinkRepository(Repository):
         return SinkState(cursor=row.cursor, trying_until=row.trying_until, trying_since=row.trying_since)
 
     async def trying(self, until: int, since: int | None) -> bool:
-        """Record the batch to be sent; `since` None: it did not arrive. Return False without the lease."""
+        """Record the batch to be sent; If `since` is None, the batch did not arrive. Return False if this server does
+        not have the lease.
+        """
         values = {"trying_until": until if since is not None else None, "trying_since": since}
         return await self._update(values)
 
     async def advance(self, cursor: int) -> bool:
-        """Move the cursor: every entry up to it is delivered or parked. Return False without the lease."""
+        """Move the cursor after every entry up to it was delivered or parked. Return False if this server does not have
+        the lease.
+        """
         return await self._update({"cursor": cursor, "trying_until": None, "trying_since": None})
 
     async def release(self) -> None:

@@ -1,6 +1,7 @@
-"""The requests of one subject of limits and budgets: a tenant, or a project, key or member of it.
+"""The requests of one subject of limits and budgets: a tenant, or a project, key or member of a tenant.
 
-A budget that is made within its period begins with what these requests have cost, and holds what the open ones may.
+A budget that is made within its period begins with the cost of these requests, and reserves the maximum cost of open
+requests.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from loramux.data.records.requests import OPEN, SHADOW, OpenedRequest, RequestRo
 from loramux.data.records.usage import Span
 
 HELD_FOR = ("id", "tenant_id", "key_id", "model", "adapter_digest", "base_model", "tier", "prompt_tokens", "max_tokens")
-"""The columns of an open request that decide what it may cost."""
+"""The columns of an open request that decide its maximum cost."""
 CANCELLED = "cancelled"
-"""The status of an entry whose caller left."""
+"""The status of an entry whose caller disconnected."""
 SUMMED = ("input_tokens", "cached_tokens", "output_tokens", "adapter_load")
 
 
@@ -34,12 +35,14 @@ class SubjectUsage(msgspec.Struct, frozen=True):
     tier: str
     tokens: TokenCounts
     abandoned: TokenCounts
-    """Computed for callers that left before they could read it, each prompt once, and not billed."""
+    """Tokens that were computed for callers that disconnected before they could read them. Each prompt counts once;
+    these tokens are not billed.
+    """
     adapter_loads: int
 
 
 class SubjectRepository(TenantScoped):
-    """One subject's requests, ended and open. Shadows are none of them: no caller asked for them."""
+    """One subject's requests, both ended and open. Shadows are not included, because no caller sent them."""
 
     def __init__(self, session: AsyncSession, tenant: TenantId, subject: str) -> None:
         super().__init__(session, tenant)
@@ -88,9 +91,9 @@ def _usage(row: Any) -> SubjectUsage:
 
 
 def _abandoned() -> dict[str, ColumnElement[int]]:
-    """Return what an entry's caller left unread, as `money.usage.settlement.prompts_once` has it."""
+    """Return the tokens that an entry's caller did not read, as computed by `money.usage.settlement.prompts_once`."""
     is_abandoned = LedgerRow.status == CANCELLED
-    # looked up for these entries alone: a join would look up every request of the period
+    # looked up only for these entries, because a join would look up every request of the period
     asked = select(RequestRow.prompt_tokens).where(RequestRow.id == LedgerRow.request_id).scalar_subquery()
     prompts = func.coalesce(asked, LedgerRow.input_tokens + LedgerRow.waived_input_tokens)
     left = _least(LedgerRow.waived_input_tokens, prompts - LedgerRow.input_tokens)

@@ -16,7 +16,7 @@ from loramux.data.records.base import Base, Repository, TenantScoped, insert_new
 
 
 class TierRow(Base):
-    """A level of service: the scheduler's class, the tenant's weight in it, and the service tiers that it allows."""
+    """A level of service: the scheduler's class, the tenant's weight in the class, and the allowed service tiers."""
 
     __tablename__ = "tiers"
     __table_args__ = (
@@ -43,9 +43,9 @@ class TenantRow(Base):
     created_at: Mapped[int]
     suspended_at: Mapped[int | None]
     zero_retention: Mapped[bool] = mapped_column(server_default=false())
-    """True: no prompt and no answer of its requests is stored."""
+    """True: no prompt and no answer of the tenant's requests is stored."""
     allow_judges: Mapped[bool] = mapped_column(server_default=false())
-    """True: its evaluations may show prompts and answers to judges, which are third parties."""
+    """True: the tenant's evaluations may send prompts and answers to judges, which are third parties."""
 
 
 class ProjectRow(Base):
@@ -108,7 +108,7 @@ class TenantRepository(Repository):
     """Tenants."""
 
     async def add(self, row: TenantRow) -> bool:
-        """Insert the row; return False if the name is taken, also by a concurrent transaction."""
+        """Insert the row; return False if the name is taken, even by a concurrent transaction."""
         values = {"id": row.id, "name": row.name, "tier": row.tier, "created_at": row.created_at}
         return await insert_new(self._session, TenantRow, [values]) == 1
 
@@ -134,7 +134,7 @@ class TenantRepository(Repository):
 
 
 async def lock_tenant(session: AsyncSession, tenant: TenantId) -> None:
-    """Lock the tenant until this transaction ends. Under this lock, rows can be counted exactly before one is added."""
+    """Lock the tenant until this transaction ends. Under this lock, rows can be counted before a row is added."""
     await session.execute(select(TenantRow.id).where(TenantRow.id == tenant).with_for_update(key_share=True))
 
 
@@ -235,7 +235,7 @@ class AuditRepository(Repository):
         await self._insert(row)
 
     async def before(self, sequence: int | None, limit: int, tenant: TenantId | None) -> Sequence[AuditRow]:
-        """Return at most `limit` entries older than `sequence`; of one tenant, or of all tenants."""
+        """Return at most `limit` entries older than `sequence`, of one tenant or of all tenants."""
         statement = select(AuditRow).order_by(AuditRow.sequence.desc()).limit(limit)
         if sequence is not None:
             statement = statement.where(AuditRow.sequence < sequence)

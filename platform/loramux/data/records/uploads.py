@@ -1,4 +1,4 @@
-"""Uploads: their rows, the files and parts of each, and the jobs of the servers that check them."""
+"""Uploads: their rows, their files and parts, and the jobs of the servers that check uploads."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UploadRow(LeasedRow, Base):
     id: Mapped[str] = mapped_column(primary_key=True)
     tenant_id: Mapped[TenantId] = mapped_column(ForeignKey("tenants.id"))
     adapter: Mapped[str]
-    """The adapter's own name; it need not exist."""
+    """The adapter's own name. The adapter need not exist."""
     promote: Mapped[bool]
     """True: the default alias moves to the new revision."""
     source: Mapped[str | None]
@@ -68,7 +68,7 @@ class UploadRow(LeasedRow, Base):
 
 
 class UploadFileRow(Base):
-    """An announced file, and the bytes of it that are stored."""
+    """An announced file, and the number of its stored bytes."""
 
     __tablename__ = "upload_files"
     __table_args__ = (
@@ -147,7 +147,7 @@ class UploadRepository(TenantScoped):
         return await self._found(id, lock=False)
 
     async def locked(self, id: str) -> Upload | None:
-        """Find one of the tenant's uploads and lock it until this transaction ends."""
+        """Find an upload of the tenant and lock it until this transaction ends."""
         return await self._found(id, lock=True)
 
     async def before(self, id: str | None, limit: int, adapters: Collection[str] | None = None) -> list[Upload]:
@@ -161,7 +161,7 @@ class UploadRepository(TenantScoped):
         return [_upload(row, files.get(row.id, ())) for row in rows]
 
     async def open_now(self) -> tuple[int, int]:
-        """Count the open uploads and their announced bytes; the tenant opens no upload until this transaction ends."""
+        """Count the open uploads and their announced bytes; until this transaction ends, no upload is opened."""
         await lock_tenant(self._session, self._tenant)
         ours = (UploadRow.tenant_id == self._tenant, UploadRow.state.in_(OPEN))
         count = await self._session.scalar(select(func.count()).select_from(UploadRow).where(*ours))
@@ -181,14 +181,16 @@ class UploadRepository(TenantScoped):
         return [to_struct(UploadPart, row) for row in await self._session.scalars(statement)]
 
     async def part_count(self, id: str, file: str) -> int:
-        """Count the parts of one of the upload's files."""
+        """Count the parts of a file of the upload."""
         statement = select(func.count()).select_from(UploadPartRow)
         return (
             await self._session.scalar(statement.where(UploadPartRow.upload_id == id, UploadPartRow.file == file)) or 0
         )
 
     async def add_part(self, id: str, part: UploadPart, expires_at: int) -> None:
-        """Append a part to its file. The caller has the upload `locked`; the part begins where the file ends."""
+        """Append a part to its file. The caller has locked the upload by `locked`. The part begins at the end of the
+        file's stored bytes.
+        """
         self._session.add(UploadPartRow(upload_id=id, **msgspec.structs.asdict(part)))
         await self._session.execute(
             update(UploadFileRow)
@@ -288,7 +290,7 @@ class UploadJobs(Repository):
         return list(await self._session.scalars(statement))
 
     async def closed(self, ids: Collection[str]) -> frozenset[str]:
-        """Return those of `ids` whose parts are not needed any more."""
+        """Return the uploads among `ids` whose parts are not needed any more."""
         statement = select(UploadRow.id).where(UploadRow.id.in_(ids), UploadRow.state.in_(OPEN))
         return frozenset(ids) - frozenset(await self._session.scalars(statement))
 

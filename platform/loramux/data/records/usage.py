@@ -2,13 +2,14 @@
 
 Quantities by day are added up once, in `daily_usage`, and queries over long spans read them instead of single entries.
 For this purpose the ledger is divided into segments: ranges of sequences that follow one another without a gap from
-entry 1 on. A segment ends before the first entry of a later day (UTC, by `created_at`). So it holds about one day, and
-a closed month begins with a new segment. The newest segment grows. Rows of `daily_usage` hold the sums of a segment.
-Entries after the last segment are not added up yet: a query reads them from the ledger, in the same snapshot. So a
-query's sums always agree with the ledger, however far `advance` is, and the settlement of a request writes no row here.
+entry 1 on. A segment ends before the first entry of a later day (UTC, by `created_at`). So a segment holds about one
+day, and a closed month begins with a new segment. The newest segment grows. Rows of `daily_usage` hold the sums of a
+segment. Entries after the last segment are not added up yet: a query reads them from the ledger, in the same snapshot.
+So a query's sums always agree with the ledger, at any progress of `advance`. The settlement of a request writes no row
+here.
 
-If `daily_usage` has the columns of a query, the query reads its whole days from there. It reads the parts of days at
-both ends, and entries that are not added up yet, from the ledger. Invoices and reconciliations read only the ledger.
+If `daily_usage` has the columns of a query, the query reads whole days from `daily_usage`. From the ledger it reads the
+parts of days at both ends, and entries that are not added up yet. Invoices and reconciliations read only the ledger.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ class UsageSegmentRow(Base):
     first_sequence: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     last_sequence: Mapped[int]
     first_day: Mapped[int]
-    """The earliest day of its entries. A server whose clock is slow may write entries of the day before."""
+    """The earliest day of the segment's entries. A server whose clock is slow may write entries of the day before."""
     last_day: Mapped[int]
     earliest_subject: Mapped[int]
-    """The earliest day that one of its entries is about. Corrections and storage are about earlier days."""
+    """The earliest day that an entry of the segment is about. Corrections and storage are about earlier days."""
 
 
 class DailyUsageRow(Base):
@@ -86,7 +87,7 @@ class DailyUsageRow(Base):
     base_model: Mapped[str] = mapped_column(primary_key=True)
     tier: Mapped[str] = mapped_column(primary_key=True)
     project_id: Mapped[str] = mapped_column(primary_key=True)
-    """The project; empty if the entries have none."""
+    """Id of the project; empty if the entries have no project."""
     key_id: Mapped[str] = mapped_column(primary_key=True)
     model: Mapped[str] = mapped_column(primary_key=True)
     requests: Mapped[int]
@@ -121,7 +122,9 @@ class DailyUsageRepository(Repository):
     """Segments of the whole ledger."""
 
     async def within(self, start: int, end: int | None) -> Summed | None:
-        """Return the segments that are wholly inside these sequences, both inclusive; None if there are none."""
+        """Return the segments that are wholly inside these sequences, both inclusive; None if there are no such
+        segments.
+        """
         inside = [UsageSegmentRow.first_sequence >= start]
         if end is not None:
             inside.append(UsageSegmentRow.last_sequence <= end)
@@ -150,7 +153,7 @@ class DailyUsageRepository(Repository):
         return await self._session.scalar(entries if end is None else entries.where(LedgerRow.sequence <= end))
 
     async def last_sequence(self) -> int:
-        """Return the sequence of the last entry that has been added up; 0 if there is none."""
+        """Return the sequence of the last entry that has been added up; 0 if no entry has been added up."""
         return await self._session.scalar(select(func.max(UsageSegmentRow.last_sequence))) or 0
 
     async def _summed(self, conditions: Sequence[ColumnElement[bool]]) -> Summed | None:
@@ -275,7 +278,7 @@ class UsageTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
-    """The entries to add up: times in microseconds, `start` inclusive, `end` exclusive."""
+    """The selection of entries to add up. Times are in microseconds, `start` is inclusive, `end` exclusive."""
 
     start: int
     end: int
@@ -293,7 +296,9 @@ class UsageWindow(msgspec.Struct, frozen=True, kw_only=True):
     project_id: str | None = None
     """The only project that counts (`Principal.bound_project`); None: all projects."""
     named: tuple[str, ...] | None = None
-    """The models that keep their names in groups; the names of others become None. None: all models keep them."""
+    """The models that keep their names in groups; the names of other models become None. None: all models keep their
+    names.
+    """
 
 
 Row = type[LedgerRow] | type[DailyUsageRow]
@@ -328,7 +333,7 @@ class UsageRepository(TenantScoped):
     async def top_models(self, window: UsageWindow, number: int) -> list[str]:
         """Return the models with the most tokens, the largest first."""
         rows = [part.subquery() for part in await self._parts(window, ("model",))]
-        # sum each part first: SQLite would materialise all rows of a union
+        # sum each part first, because SQLite would materialise all rows of a union
         sums = [
             select(one.c.model, func.sum(one.c.prompt + one.c.output).label("tokens")).group_by(one.c.model)
             for one in rows
@@ -350,7 +355,7 @@ class UsageRepository(TenantScoped):
         return [_totals(dict(row)) for row in (await self._session.execute(statement)).mappings()]
 
     async def _parts(self, window: UsageWindow, group_by: Sequence[str]) -> list[Select[Any]]:
-        """Return the rows to add up, from the ledger and from its daily sums. Each entry is in exactly one of them."""
+        """Return the rows to add up, from the ledger and from its daily sums. Each entry is in one of the two."""
         first_day, end_day = -(-window.start // DAY), window.end // DAY
         by_user = "user_id" in group_by or window.user_ids
         days = DailyUsageRepository(self._session)
@@ -363,7 +368,7 @@ class UsageRepository(TenantScoped):
         in_segments = DailyUsageRow.segment.between(summed.first, summed.last)
         bucket = DailyUsageRow.created_day // (window.width // DAY)
         sums = self._rows(DailyUsageRow, bucket, DailyUsageRow.requests, window, group_by).where(in_days, in_segments)
-        # the tail is short: find it by its sequence, not by the tenant's index
+        # the tail is short, so it is found by its sequence, not by the tenant's index
         tail = LedgerRow.sequence > await days.last_sequence(), _unindexed(LedgerRow.tenant_id) == self._tenant
         parts = [sums, self._entries(window, group_by, first_day * DAY, end_day * DAY).where(*tail)]
         edges = (window.start, first_day * DAY), (end_day * DAY, window.end)
@@ -400,7 +405,9 @@ class UsageRepository(TenantScoped):
 
 
 def _column(row: Row, name: str, named: Sequence[str] | None = None) -> Column:
-    """Return a column of either table. A missing project is NULL in both, and so is a model that is not in `named`."""
+    """Return a column of either table. A missing project is NULL in both tables, and so is a model that is not in
+    `named`.
+    """
     if row is DailyUsageRow and name == "project_id":
         return func.nullif(DailyUsageRow.project_id, "")
     column: Column = getattr(row, name)
@@ -425,7 +432,7 @@ def _totals(row: dict[str, Any]) -> UsageTotals:
 
 
 def meters_of(row: Any) -> dict[str, Any]:
-    """Return every meter: an expression over a table's columns, or an entry's number."""
+    """Return the expressions of every meter over a table's columns, or over an entry's numbers."""
     return {
         "input_uncached": row.input_tokens - row.cached_tokens,
         "input_cached": row.cached_tokens,
@@ -465,13 +472,15 @@ class Division(msgspec.Struct, frozen=True):
 
     group_by: tuple[str, ...]
     days: range | None = None
-    """The days that are divided; on other days the groups are None."""
+    """The days whose quantities are divided by group. On other days the groups are None."""
     named: tuple[str, ...] | None = None
-    """The models that keep their names; the names of others become None."""
+    """The models that keep their names; the names of other models become None."""
 
 
 class DailyQuantities(msgspec.Struct, frozen=True):
-    """One day's sums (days since the epoch, UTC) for one base model, tier and group; only meters that are not 0."""
+    """One day's sums (days since the epoch, UTC) for one base model, tier and group; The sums contain only meters that
+    are not 0.
+    """
 
     day: int
     base_model: str
@@ -523,7 +532,7 @@ class QuantityRepository(TenantScoped):
         sums = [part for meter in METERS for part in exact_sum(source.c[meter])]
         statement = select(*keys, *sums).group_by(*keys).order_by(*keys).limit(limit)
         rows = (await self._session.execute(statement)).all()
-        # in a thread: tens of thousands of groups take a while
+        # in a thread, because tens of thousands of groups take long
         return await run_blocking(self._tenant, lambda: [_daily_quantities(tuple(row), len(group_by)) for row in rows])
 
 

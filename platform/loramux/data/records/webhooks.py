@@ -1,7 +1,7 @@
 """Adapter events and their webhooks: the events, the endpoints, and the deliveries of events to endpoints.
 
-An event and its deliveries are written in the transaction in which it happened (an outbox), so neither can be lost
-without the other. After delivery they stay as the log of sent messages.
+An event and its deliveries are written in the transaction of the event itself (an outbox), so no event loses its
+deliveries. After a delivery, these rows remain as the log of sent messages.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EventRow(Base):
 
 
 class EndpointRow(Base):
-    """A tenant's webhook address. Its secret is derived from its id and stored nowhere."""
+    """A tenant's webhook address. The secret of a webhook is derived from its id and is not stored."""
 
     __tablename__ = "webhook_endpoints"
     __table_args__ = (UniqueConstraint("tenant_id", "id"),)
@@ -102,7 +102,7 @@ class EndpointRow(Base):
 
 
 class DeliveryRow(Base):
-    """The delivery of one event to one endpoint; after it, the log entry of the delivery."""
+    """The delivery of one event to one endpoint. After the delivery, the row is its log entry."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (
@@ -158,7 +158,9 @@ class EventRepository(TenantScoped):
         await self._session.flush()
 
     async def before(self, event_id: str | None, limit: int, adapters: Collection[str] | None = None) -> list[Event]:
-        """List at most `limit` events older than the one with this id, newest first; of these adapters, or of all."""
+        """List at most `limit` events older than the event with this id, newest first, of these adapters or of all
+        adapters.
+        """
         statement = select(EventRow)
         if adapters is not None:
             statement = statement.where(EventRow.adapter.in_(adapters))
@@ -232,7 +234,7 @@ class EndpointRepository(TenantScoped):
         await self._insert(row)
 
     async def count(self) -> int:
-        """Return the number of endpoints. Until this transaction ends, no other one adds an endpoint."""
+        """Return the number of endpoints. Until this transaction ends, no other transaction adds an endpoint."""
         await lock_tenant(self._session, self._tenant)
         statement = select(func.count()).select_from(EndpointRow).where(EndpointRow.tenant_id == self._tenant)
         return await self._session.scalar(statement) or 0
@@ -274,7 +276,7 @@ class DeliveryRepository(Repository):
         return [DeliveryKey(*row) for row in await self._session.execute(statement)]
 
     async def lease(self, keys: Sequence[DeliveryKey], now: int, until: int) -> list[DueDelivery]:
-        """Lease those of `keys` that no other server has leased or delivered since they were read."""
+        """Lease the deliveries among `keys` that no other server has leased or delivered since they were read."""
         leased = update(DeliveryRow).where(
             tuple_(DeliveryRow.endpoint_id, DeliveryRow.event_id).in_([key[:2] for key in keys]),
             DeliveryRow.state == "pending",

@@ -1,4 +1,4 @@
-"""Adapters' files under their digest: kept in an object store, served from a cache on this machine.
+"""Adapters' files by their digest, kept in an object store and served from a cache on this machine.
 
 A content's digest is the SHA-256 of the lines that `sha256sum adapter_config.json adapter_model.safetensors` prints, so
 a shell can compute it. If a content has a bundle, `bundle.json` adds a third line.
@@ -34,7 +34,7 @@ class BlobMissing(StorageError):
 
 
 class BlobCorrupt(StorageError):
-    """The stored files have another digest than their name. Uploading the same files again repairs it."""
+    """The stored files have another digest than their name. Uploading the same files again repairs the content."""
 
 
 def digest_of(hashes: Mapping[str, str]) -> str:
@@ -70,7 +70,7 @@ def place_of(digest: str) -> str:
 
 
 def digest_at(place: str) -> str | None:
-    """Return the digest of the content that is, or has a file, at this path; None for any other path."""
+    """Return the digest of the content that is, or has a file, at this path; None for other paths."""
     parts = place.split("/")
     digest = f"sha256:{''.join(parts[1:3])}"
     return digest if is_digest(digest) and place_of(digest) == "/".join(parts[:3]) else None
@@ -79,9 +79,9 @@ def digest_at(place: str) -> str | None:
 class BlobStore:
     """The contents of one store, shared by any number of processes on any number of machines.
 
-    A content is complete once FILES are stored, each of which is complete or absent; a bundle is stored before them. An
-    object's name is the digest of its content, so nothing is ever renamed or locked. Everything here blocks: call it
-    from a thread.
+    A content is complete when FILES are stored. Each file is complete or absent, and a bundle is stored before FILES.
+    An object's name is the digest of its content, so objects are never renamed or locked. All methods block, so call
+    them from a thread.
     """
 
     def __init__(self, objects: Objects, cache: Path, faults: StorageFaults) -> None:
@@ -112,7 +112,7 @@ class BlobStore:
             self.objects.put_file(f"{place_of(digest)}/{name}", folder / name)
 
     def adopt(self, folder: Path, digest: str) -> None:
-        """Move a sealed folder into the cache, so that it is not fetched and read again."""
+        """Move a sealed folder into the cache, so that its content is not fetched and read again."""
         with self.faults.of_disk():
             self._cache.adopt(folder, digest)
 
@@ -122,7 +122,7 @@ class BlobStore:
         return {f"{place}/{name}" for name in FILES} <= set(self.objects.names(place))
 
     def directory(self, digest: str) -> Path:
-        """Return a local folder with the content's files. Their digest was checked when they were fetched.
+        """Return a local folder with the content's files. The digest of the files was checked when they were fetched.
 
         Raises BlobMissing, BlobCorrupt or StorageUnavailable.
         """
@@ -136,7 +136,9 @@ class BlobStore:
             return folder
 
     def known_directory(self, digest: str) -> Path | None:
-        """Return the same folder if no file needs to be read, else None. Fast enough for an event loop."""
+        """Return the content's folder if no file needs to be read; otherwise None. The call is fast enough for an event
+        loop.
+        """
         return self._cache.known(digest)
 
     def digests(self) -> list[str]:
@@ -153,7 +155,7 @@ class BlobStore:
         self._cache.discard(digest)
 
     def remove(self, digest: str) -> None:
-        """Remove a content from the store and the cache; does nothing if it is absent."""
+        """Remove a content from the store and the cache; an absent content is ignored."""
         self.objects.delete_under(place_of(digest))
         self._cache.discard(digest)
 
@@ -215,12 +217,12 @@ class ContentCache:
             return None
         try:
             os.utime(folder)
-        except FileNotFoundError:  # it was evicted just now
+        except FileNotFoundError:  # the content was evicted just now
             return None
         return folder
 
     def verified(self, digest: str) -> Path | None:
-        """Return the content's folder; read its files if necessary. A folder with another content is removed."""
+        """Return the content's folder; read its files if necessary. A folder with wrong content is removed."""
         folder = self.known(digest)
         if folder is not None:
             return folder
@@ -233,7 +235,7 @@ class ContentCache:
         return self.known(digest)
 
     def adopt(self, folder: Path, digest: str) -> None:
-        """Move a folder with this content to its place, unless another process has done that."""
+        """Move a folder with this content to its place, unless another process has already done this."""
         signature = _signature(folder)
         assert signature is not None, "only a complete folder is adopted"
         place = self._root / place_of(digest)
@@ -248,7 +250,7 @@ class ContentCache:
                 self._verified[digest] = signature
 
     def discard(self, digest: str) -> None:
-        """Remove a content; does nothing if it is absent."""
+        """Remove a content; an absent content is ignored."""
         self._verified.pop(digest, None)
         self._staging.discard(self._root / place_of(digest))
 

@@ -9,8 +9,8 @@
         ├── StorageAbsent      the folder, the disk or the bucket is not there
         └── StorageSlow        it does not answer in time
 
-All of them are answered with 503, because a caller causes none of them. Only `StorageFaults.translated` makes them from
-the system's and obstore's errors. It logs each with its cause and errno, and counts it.
+All these errors are answered with 503, because callers cannot cause them. Only `StorageFaults.translated` makes them
+from the system's and obstore's errors. This function logs and counts each error with its cause and errno.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class StorageError(LoramuxError):
 
 
 class StorageUnavailable(StorageError):
-    """The store does not answer, or refuses. The message has the store's answer: only operators see it."""
+    """The store does not answer, or refuses. The message has the store's answer, which only operators see."""
 
     cause: Cause = "unavailable"
 
 
 class StorageFull(StorageUnavailable):
-    """There is no space for more."""
+    """The store or the disk has no space left."""
 
     cause = "full"
     code = "storage_full"
@@ -97,7 +97,8 @@ BY_ERRNO: dict[int, type[StorageUnavailable]] = {
     **dict.fromkeys((errno.ETIMEDOUT, errno.EAGAIN, errno.EBUSY), StorageSlow),
     **dict.fromkeys((errno.EIO, errno.EMFILE, errno.ENFILE), StorageUnavailable),
 }
-"""System errors that an operator repairs, by errno. ENOENT is not among them: an absent file is a valid answer."""
+"""System errors that an operator repairs, by errno. ENOENT is not included, because an absent file is a valid answer.
+"""
 
 _BY_WORDS: tuple[tuple[re.Pattern[str], type[StorageUnavailable]], ...] = (
     (re.compile(r"InsufficientStorage|StorageFull|QuotaExceeded|\b507\b", re.IGNORECASE), StorageFull),
@@ -120,7 +121,7 @@ class StorageFaults:
 
     @contextmanager
     def of_disk(self) -> Iterator[None]:
-        """Raise the StorageUnavailable of its cause if a disk is full, refuses or fails. Other errors pass."""
+        """If a disk is full, refuses or fails, raise the StorageUnavailable of this cause. Other errors pass."""
         try:
             yield
         except OSError as error:
@@ -146,7 +147,9 @@ class StorageFaults:
             number = int(found[1]) if found else None
             raise self._noted(_kind_of(error), f"the object store: {error}", number) from error
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # from obstore's Rust code; it derives from BaseException
+            if (
+                type(error).__name__ != "PanicException"
+            ):  # raised in obstore's Rust code; this error derives from BaseException
                 raise
             message = f"the object store: its options do not fit together: {error}"
             raise self._noted(StorageUnavailable, message, None) from error

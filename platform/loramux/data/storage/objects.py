@@ -1,9 +1,10 @@
-"""Objects: named bytes in a folder or in an object store. Each is complete or absent, and never changed in place.
+"""Objects: named bytes in a folder or in an object store. Each object is complete or absent, and never changed in
+place.
 
-Unfinished files are in staging areas, one for each process, which holds a lock on its area while it lives. An area
-without a holder therefore belongs to a dead process, and is safe to remove.
+Unfinished files are in staging areas. Each process has an area, and holds a lock on it while it lives. An area whose
+lock is free therefore belongs to a dead process, and is safe to remove.
 
-Everything here blocks: call it from a thread.
+All calls block, so use them from a thread.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ PARTS_AT_ONCE = 4
 """Parts that are sent at the same time. PARTS_AT_ONCE * PART is the memory for a large object."""
 RETRIES: RetryConfig = {"max_retries": 5, "retry_timeout": timedelta(seconds=30)}
 SILENCE = timedelta(seconds=30)
-"""The time without any byte from the store after which a transfer fails. One that makes progress may take LONGEST."""
+"""The time without any byte from the store after which a transfer fails. A transfer that makes progress may take
+LONGEST.
+"""
 LONGEST = timedelta(hours=1)
 
 
@@ -74,7 +77,7 @@ class Objects:
             return sorted(islice(found, count))
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; absent ones are ignored."""
+        """Remove objects. Absent objects are ignored."""
         with self._faults.of_store():
             try:
                 obstore.delete(self._store, names)
@@ -96,9 +99,10 @@ class Objects:
 
 
 class Folder(Objects):
-    """A folder of this machine, shared by its processes: an object is on the disk before it gets its name.
+    """A folder of this machine, shared by its processes: an object is synced to the disk before it gets its name.
 
-    obstore's own writer for folders neither syncs nor tidies up after a kill, so this class writes by itself.
+    obstore's own writer for folders does not sync, and does not remove leftovers after a kill. So this class writes the
+    files itself.
     """
 
     def __init__(self, root: Path, faults: StorageFaults) -> None:
@@ -155,7 +159,7 @@ def open_objects(where: str, options: Mapping[str, str], faults: StorageFaults |
     client: ClientConfig = {"timeout": LONGEST, "read_timeout": SILENCE}
     if any(value.startswith("http://") for value in options.values()):
         client["allow_http"] = True
-    config = cast("S3Config", dict(options))  # or Google's, or Azure's: obstore checks the names
+    config = cast("S3Config", dict(options))  # or the options of Google or Azure, whose names obstore checks
     with faults.of_store():
         made = from_url(where, config=config, client_options=client, retry_config=RETRIES)
     return Objects(made, faults)
@@ -166,7 +170,7 @@ def _link_or_copy(file: Path, target: Path) -> None:
         os.link(file, target)
     except FileNotFoundError:
         raise
-    except OSError:  # another disk, or one without links
+    except OSError:  # another disk, or a disk without links
         shutil.copyfile(file, target)
 
 
@@ -190,10 +194,11 @@ class Staging:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """Yield an empty folder, removed when the block ends; finished files are renamed out of it.
+        """Yield an empty folder, which is removed when the block ends. Finished files are renamed out of it.
 
-        A disk that is full, refuses or fails in the block raises StorageUnavailable: all writes to disks go this way.
-        If the disk is no longer mounted, there is no area, and nothing is written to the disk below it.
+        A disk that is full, refuses or fails in the block raises StorageUnavailable. All writes to disks use this
+        method. If the disk is no longer mounted, the area does not exist, so nothing is written to the folder below the
+        mount point.
         """
         with self._faults.of_disk():
             folder = self._area / secrets.token_hex(8)
@@ -207,7 +212,7 @@ class Staging:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def discard(self, path: Path) -> None:
-        """Remove a folder of the same file system in one step for all readers; does nothing if it is absent."""
+        """Remove a folder of the same file system in one atomic step. An absent folder is ignored."""
         doomed = self._area / secrets.token_hex(8)
         try:
             with self._faults.of_disk():

@@ -2,10 +2,11 @@
 
 KV is paged as in vLLM (Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
 SOSP 2023): a sequence's tokens are in pages of `block_size` tokens, which its block table lists in order. Adapters are
-in the same pages, each at its true rank, as in S-LoRA's unified paging (Sheng et al., MLSys 2024). So neither has a
-reserved part of memory. Whatever saves least for its pages is evicted first, and only when pages are needed.
+in the same pages, each at its true rank, as in S-LoRA's unified paging (Sheng et al., MLSys 2024). So neither KV nor
+adapters have a reserved part of memory. The content that saves the least time per page is evicted first, and only when
+pages are needed.
 
-The savings of all pages are compared in one unit, the time that a page takes over the host link:
+All savings are compared in one unit, the time to copy a page over the host link:
 
 - a cached page of KV saves the time to compute its tokens, times its expected uses;
 - a page of an idle adapter saves its copy over the link and a share of the fixed cost of a load, times expected uses.

@@ -2,9 +2,8 @@
 
 **Adapters** are PEFT files on disk, copies in the host's memory, and weights in the pool. An inspection brings an
 adapter into the host's memory while its requests queue. Reading and copying have separate threads: an adapter that is
-in the host's memory never waits for others that are still being read. The host's memory keeps the adapters that are
-used often, expensive to read and small, by GreedyDual-Size-Frequency (Cherkasova, 1998), as `residency` does in the
-pool.
+in the host's memory never waits for the reading of other adapters. The host's memory keeps adapters that are small, are
+used often and take long to read, by GreedyDual-Size-Frequency (Cherkasova, 1998), as `residency` does in the pool.
 
 **KV**: `HostPages` holds pages of preempted sequences as tensors; `memory.KvSwap` decides which pages.
 
@@ -38,7 +37,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 MAX_HUNG_READS = 64
-"""Most reads that may hang. Beyond it the storage counts as down, and loads fail at once."""
+"""Maximum number of hanging reads. If more reads hang, the storage counts as down, and loads fail immediately."""
 OVERHEAD_BYTES = float(1 << 20)
 """Cost of opening and checking an adapter, in addition to reading it: the bytes that take the same time to read."""
 
@@ -56,10 +55,10 @@ class _CachedAdapter:
 
 
 class HostCache:
-    """Adapters in the host's memory, at most `max_bytes` of them. Any thread may call it."""
+    """A cache of adapters in the host's memory, with at most `max_bytes`. Any thread may call the cache's methods."""
 
     def __init__(self, max_bytes: int, clock: Callable[[], float], half_life: float = 300.0) -> None:
-        """`half_life`: seconds after which a use counts half."""
+        """The parameter `half_life` is the time in seconds after which a use counts half."""
         self._max_bytes = max_bytes
         self._clock = clock
         self._half_life = half_life
@@ -75,7 +74,7 @@ class HostCache:
         return num_bytes <= self._max_bytes
 
     def get(self, digest: str) -> AdapterWeights | None:
-        """Return the revision's weights if they are here, and count a use."""
+        """Return the revision's weights if they are in the cache, and count a use."""
         with self._lock:
             kept = self._kept.get(digest)
             if kept is None:
@@ -104,8 +103,9 @@ class HostCache:
         return self._clock() / self._half_life
 
     def _displaced_by(self, kept: _CachedAdapter) -> list[str] | None:
-        """Return the adapters of the lowest scores to remove for `kept`; None if it is too large or one of them is
-        worth more."""
+        """Return the adapters with the lowest scores to remove for `kept`. Return None if `kept` is too large or has a
+        lower score than one of these adapters.
+        """
         leaving, excess = [], self.num_bytes + kept.num_bytes - self._max_bytes
         for digest in sorted(self._kept, key=lambda digest: self._kept[digest].retention_score):
             if excess <= 0:
@@ -122,10 +122,10 @@ class HostCache:
 
 
 class AdapterTarget(Protocol):
-    """The place that adapters are served from: an AdapterBank, or the banks of several ranks."""
+    """The place from which adapters are served: an AdapterBank, or the banks of several ranks."""
 
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
-        """Lay out the blocks of a validated adapter. Raises AdapterRejected if its rank is too large."""
+        """Lay out the blocks of a validated adapter. Raises AdapterRejected if the adapter's rank is too large."""
 
     def fence(self) -> torch.cuda.Event | None:
         """Return the end of all steps launched so far; None on a CPU, where a launch returns after its step."""
@@ -176,7 +176,7 @@ class LoaderThreads:
             self._start_thread()
 
     def submit(self, key: str, read: Callable[[], R], write: Callable[[R], T]) -> StoreJob[T]:
-        """Queue a job. It fails at once if a read of the same key hangs, or if too many reads hang."""
+        """Queue a job. The job fails immediately if a read of the same key hangs, or if too many reads hang."""
         job: StoreJob[T] = StoreJob()
         if key in self._hung or len(self._hung) >= MAX_HUNG_READS:
             job.set_exception(TimeoutError("the storage does not answer: earlier reads of it have not ended."))
@@ -186,7 +186,7 @@ class LoaderThreads:
         return job
 
     def close(self) -> None:
-        """End the threads once their present work is done; threads that hang are not waited for."""
+        """End the threads after their current jobs, without waiting for threads that hang."""
         for _ in range(self._threads):
             self._jobs.put(None)
 
@@ -199,7 +199,9 @@ class LoaderThreads:
                 return
 
     def _run(self, key: str, job: StoreJob[T], read: Callable[[], R], write: Callable[[R], T]) -> bool:
-        """Run a job. Return False if it was cancelled after it began: another thread has replaced this one."""
+        """Run a job. Return False if the job was cancelled after its beginning, because another thread has then
+        replaced this thread.
+        """
         with self._lock:
             if job.cancelled():
                 return True
@@ -222,8 +224,7 @@ class LoaderThreads:
 
 
 class DiskStore:
-    """An `AdapterStore` over PEFT files. It checks the files again at a load, except their values: the digest fixes
-    them."""
+    """An `AdapterStore` over PEFT files. A load checks the files again, except the values, which the digest fixes."""
 
     def __init__(
         self,
@@ -254,7 +255,7 @@ class DiskStore:
         return self._readers.submit(ref.digest, partial(self._inspect, ref), lambda inspected: inspected)
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
-        """Copy the weights into `pages`; the result is their slot."""
+        """Copy the weights into `pages`, and return their slot."""
         fence = self._bank.fence()  # steps launched until now may still read the pages' old content; later steps do not
         return self._copiers.submit(ref.digest, partial(self._weights, ref), partial(self._install, pages, fence))
 
@@ -267,7 +268,7 @@ class DiskStore:
         self._host.forget(digest)
 
     def close(self) -> None:
-        """Stop the threads once their present work is done."""
+        """Stop the threads after their current jobs."""
         for threads in (self._readers, self._copiers):
             threads.close()
 
@@ -295,17 +296,20 @@ SAMPLE_PAGES = 16
 
 
 class HostPages:
-    """A `HostKv` for a bank's pool: tensors on a CPU; on a GPU pinned memory, copied in the order of its stream.
+    """A `HostKv` for a bank's pool: the pages are tensors on a CPU; on a GPU they are pinned memory, copied in the
+    order of the GPU's stream.
 
-    The host waits for no copy. The device does, before its next step: a page takes some tens of microseconds over the
-    link, and few steps preempt sequences.
+    The host does not wait for copies. The device waits for copies before its next step. This is a short time: a page
+    takes some tens of microseconds over the link, and few steps preempt sequences.
     """
 
     def __init__(self, pool: torch.Tensor, page_elements: int, num_bytes: int) -> None:
-        """`pool` is flat; at most `num_bytes` bytes are kept, and never more pages than the pool has."""
+        """The parameter `pool` is flat. The host keeps at most `num_bytes` bytes, and never more pages than the pool
+        has.
+        """
         self._pool = pool[: pool.numel() // page_elements * page_elements].view(-1, page_elements)
         self.num_slots = min(num_bytes // (page_elements * pool.element_size()), len(self._pool))
-        # Uninitialised on purpose: a CPU holds no memory that was never touched.
+        # Uninitialised on purpose, because a CPU allocates memory only when it is first written.
         shape = (self.num_slots, page_elements)
         self._slots = torch.empty(shape, dtype=pool.dtype, pin_memory=pool.device.type == "cuda")
         self.seconds_per_page = self._measured()

@@ -1,15 +1,17 @@
-"""The room in the pool: what is evicted when pages are needed, what is swapped to the host, and what pins keep.
+"""The free space in the pool: evictions when pages are needed, swaps to the host, and pins.
 
-**Room** (`Memory`): one pool for KV and adapters. When pages are needed, the page that saves least is evicted first.
+**Room** (`Memory`): one pool for KV and adapters. When pages are needed, the page that saves the least time is evicted
+first.
 
 **Swap** (`KvSwap`): KV of preempted sequences is kept in the host's memory if copying it out and back takes less time
-than computing it again. This is vLLM's swapping, decided by two measured times (decision 0016). One is 2 x pages x the
-seconds that a page takes over the link; the other is the seconds to compute the tokens. A slot belongs to one waiting
-sequence, and no other sequence ever reads it.
+than computing it again. This is vLLM's swapping, decided by two measured times (decision 0016). The first time is 2 x
+pages x the seconds that a page takes over the link. The second time is that to compute the tokens. A slot belongs to
+one waiting sequence, and no other sequence ever reads it.
 
-**Pins** (`AdapterPins`): revisions that an operator or a tenant wants in the pool, even without requests. A pin is
-loaded as soon as room for it is free, without evicting what a request waits for, and is kept until every owner has
-unpinned it. All pins together may hold a share of the pool; the rest is always left to traffic.
+**Pins** (`AdapterPins`): revisions that an operator or a tenant wants in the pool, even without requests. A pinned
+revision is loaded as soon as enough pages are free, without evicting an adapter that a request waits for. The revision
+is kept until every owner has unpinned it. All pins together may hold a limited share of the pool; other pages always
+remain for traffic.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class PageCounts:
 
 
 class Memory:
-    """One pool for KV and adapters: the page that saves least goes first, whichever it is.
+    """One pool for KV and adapters. The page that saves the least time is evicted first, for both kinds of content.
 
     Only leaves are evicted: KV that no other KV builds on, and revisions without cached KV under them. No timer evicts.
     """
@@ -66,7 +68,9 @@ class Memory:
         return PageCounts(pool.num_pages, kv - cached, cached, adapters - idle, idle, pool.num_free)
 
     def next_evictions(self, limit: int) -> list[Evictable]:
-        """Return what would be evicted next, in order, among what can be evicted now. Changes nothing."""
+        """Return the contents that would be evicted next, in order, among the contents that can be evicted now. This
+        changes no state.
+        """
         # More pages than entries, because consecutive pages of one identity become one entry.
         pages, residents = self.cache.eviction_order(4 * limit), self.residency.eviction_order(limit)
         residents = [one for one in residents if not one.num_trees]
@@ -109,13 +113,15 @@ class Memory:
         self._pool.give_back(pages, PageUse.KV)
 
     def take_kv(self, num_pages: int) -> list[int] | None:
-        """Take pages for KV, evicting what is idle; return None if that is not enough."""
+        """Take pages for KV, and evict idle contents if necessary. Return None if there are still not enough pages."""
         return self._pool.take(num_pages, PageUse.KV) if self._make_room(num_pages) else None
 
     def load(self, digest: str, *, claimed: bool, spare_wanted: bool, leave_free: int = 0) -> bool:
-        """Start to load a KNOWN revision; return False if its pages, or a place among the loads, are not available now.
+        """Start to load a KNOWN revision; return False if its pages or a place among the running loads are not
+        available now.
 
-        `leave_free` more pages must stay free. With `spare_wanted`, a revision that a request waits for is not evicted.
+        In addition, `leave_free` pages must remain free. With `spare_wanted`, a revision that a request waits for is
+        not evicted.
         """
         if self.residency.is_saturated:
             return False
@@ -148,8 +154,9 @@ class Memory:
         return True
 
     def _evict_one(self) -> None:
-        """Evict the leaf that saves least. A revision that a request waits for is evicted only if nothing else is
-        left."""
+        """Evict the leaf that saves least. A revision that a request waits for is evicted only if no other content is
+        left.
+        """
         page, resident = self.cache.eviction_candidate, self.residency.eviction_candidate
         if resident is not None and not resident.num_trees and (page is None or self._goes_before(resident, page)):
             self.residency.evict(resident)
@@ -165,7 +172,7 @@ class HostKv(Protocol):
     """Slots for pages of KV outside the pool, numbered from 0.
 
     Copies keep the order of the steps: a copy runs after the steps launched before its call and before the steps
-    launched later. So the caller may give the pages, or the slots, to another sequence at once.
+    launched later. So the caller may give the pages or the slots to another sequence immediately.
     """
 
     num_slots: int
@@ -183,7 +190,7 @@ class KvSwap:
     """Saves the KV of sequences that are preempted and restores it when they run again."""
 
     def __init__(self, host: HostKv | None, costs: PageCosts, counters: Counters) -> None:
-        """Without a `host`, or before steps were measured, nothing is swapped."""
+        """Without a `host`, or before steps were measured, no KV is swapped."""
         self.num_slots = host.num_slots if host else 0
         self._host = host
         self._costs = costs
@@ -199,11 +206,11 @@ class KvSwap:
         """Return whether copying the KV of `sequence` out and back takes less time than computing it again."""
         if (copying := self._costs.copy_seconds) is None:
             return False
-        # Twice: out now, and back later.
+        # Two copies: out now, and back later.
         return 2.0 * self._num_pages(sequence) * copying < self._costs.compute_seconds(sequence.num_computed)
 
     def save(self, sequence: SequenceKv) -> None:
-        """Copy out the KV of a `sequence` that is about to lose its pages, if that pays and slots are free."""
+        """Copy out the KV of a `sequence` that is about to lose its pages, if this saves time and slots are free."""
         pages = sequence.pages[: self._num_pages(sequence)]
         if self._host is None or not (0 < len(pages) <= len(self._free) and self.pays(sequence)):
             return
@@ -215,7 +222,7 @@ class KvSwap:
         self._counters.kv_pages_swapped_out += len(pages)
 
     def restore(self, sequence: SequenceKv) -> None:
-        """Fill the pages of a `sequence` that runs again, except those that the prefix cache had."""
+        """Fill the pages of a `sequence` that runs again, except pages that the prefix cache had."""
         found = len(sequence.prefix_pages)
         if self._host is not None and (slots := sequence.swap_slots[found:]):
             self._host.restore(slots, sequence.pages[found : found + len(slots)])
@@ -238,11 +245,11 @@ class PinLimits:
     """Bounds on the pages and revisions that pins may hold."""
 
     max_pages: int
-    """Most pages of all pins together."""
+    """Maximum number of pages of all pins together."""
     leave_free: int = 0
     """Pages that must stay free when a pin is loaded."""
     per_tenant: int = 2
-    """Most revisions that one tenant may pin; the operator's pins are not limited."""
+    """Maximum number of revisions that one tenant may pin; the operator's pins are not limited."""
 
 
 @dataclass(eq=False, slots=True)
@@ -250,7 +257,7 @@ class _Pin:
     owners: set[str] = field(default_factory=set)
     is_in_pool: bool = False
     claims: bool = False
-    """True if its load was started here: the claim keeps it in the pool until the pin does."""
+    """True if the load was started for this pin: the claim keeps the revision in the pool until it is pinned."""
 
 
 class AdapterPins:
@@ -283,7 +290,7 @@ class AdapterPins:
             self._outcomes.append(Pinned(ref.digest, owner))
 
     def unpin(self, digest: str, owner: str) -> None:
-        """Release `owner`'s pin; the weights stay until their room is needed. An unknown pin is ignored."""
+        """Release `owner`'s pin; the weights stay until their pages are needed. An unknown pin is ignored."""
         if (pin := self._pins.get(digest)) and owner in pin.owners:
             pin.owners.remove(owner)
             if not pin.owners:
@@ -320,7 +327,9 @@ class AdapterPins:
                 pass
 
     def _excess(self, digest: str) -> str | None:
-        """Return why `digest` does not fit next to the pins that are loaded or loading; None if it fits."""
+        """Return the reason why `digest` does not fit together with the pins that are loaded or loading; None if it
+        fits.
+        """
         limit, size = self._limits.max_pages, self._residency.num_pages(digest)
         others = [other for other in self._pins if other != digest and self._residency.state(other) in _IN_POOL]
         taken = sum(map(self._residency.num_pages, others))

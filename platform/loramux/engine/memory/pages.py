@@ -27,7 +27,7 @@ class OutOfPages(RuntimeError):
 
 
 class PagePool:
-    """Hands out page ids; every page has one holder or none."""
+    """Allocates page ids. Every page has at most one holder."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -66,7 +66,7 @@ class PageCosts:
     """Measured seconds to compute a page of KV, and to copy it over the host link."""
 
     compute_seconds: Callable[[int], float]
-    """Seconds that a number of tokens take in steps that run anyway; 0 before steps were measured."""
+    """Additional seconds that a number of tokens take in steps that run anyway; 0 before steps were measured."""
     block_size: int
     copy_seconds: float | None
     """Seconds to copy a page one way; None if pages are never copied."""
@@ -83,7 +83,8 @@ class PageCosts:
 # ---- the prefix tree
 
 Tokens = tuple[int, ...]
-"""The block_size token ids of a page. They are compared whole: two different texts are never taken for one."""
+"""The block_size token ids of a page. All ids are compared, so two different texts are never mistaken for each other.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,7 +95,7 @@ class PrefixTree:
     children: dict[Tokens, CachedPage] = field(default_factory=dict)
     num_pages: int = 0
     closed: bool = False
-    """True once its revision was retired: no lookup finds the tree, and each page goes with its last user."""
+    """True if the tree's revision was retired: no lookup finds the tree, and each page is freed with its last user."""
     num_published: int = 0
     """Pages ever published in this tree."""
     num_reused: int = 0
@@ -121,7 +122,7 @@ class CachedPage:
     parent: CachedPage | None
     tokens: Tokens
     page: int
-    """Page number in the pool; -1 once it was evicted."""
+    """Number of the page in the pool; -1 after its eviction."""
     users: int = 0
     """Running sequences whose block tables contain this page."""
     recency: float = NEVER_USED
@@ -130,17 +131,17 @@ class CachedPage:
 
     @property
     def siblings(self) -> dict[Tokens, CachedPage]:
-        """Pages that continue its parent, itself included."""
+        """Pages that continue the same parent, including this page."""
         return self.tree.children if self.parent is None else self.parent.children
 
     @property
     def is_evicted(self) -> bool:
-        """True if its KV is gone; that of its parents may still be there."""
+        """True if the page's KV was evicted; the KV of its parents may still be cached."""
         return self.page < 0
 
     @property
     def is_leaf(self) -> bool:
-        """True if it may be evicted: no sequence uses it and no page builds on it."""
+        """True if the page may be evicted: no sequence uses it and no page builds on it."""
         return not (self.users or self.children)
 
 
@@ -148,7 +149,7 @@ class CachedPage:
 
 
 class SequenceKv:
-    """The tokens of a sequence, the number of them that have KV, and the pages that hold it."""
+    """The tokens of a sequence, the number of tokens with KV, and the pages that hold the KV."""
 
     __slots__ = (
         "activation",
@@ -173,18 +174,22 @@ class SequenceKv:
         self.num_computed = 0
         """Leading tokens whose KV is in `pages`."""
         self.num_ever_computed = len(self.token_ids) - 1 if request.output_token_ids else 0
-        """Leading tokens that had been computed, or found in the cache, when the sequence last began to run. They are
-        not charged again. Tokens that another engine computed count too, except the last one, which leads to the next
-        token."""
+        """Leading tokens that had been computed, or found in the cache, when the sequence last began to run. These
+        tokens are not charged again. Tokens that another engine computed count too, except the last one, which leads to
+        the next token.
+        """
         self.num_cached = 0
         """Prompt tokens found in the cache before the sequence had computed them itself."""
         self.pages: array[int] = array("i")
-        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). It is an array because the
-        runner copies it into a tensor in every step."""
+        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). The table is an array because
+        the runner copies it into a tensor in every step.
+        """
         self.prefix_pages: list[CachedPage] = []
-        """Cached pages that `pages` begins with; while the sequence waits, cached pages that it could begin with."""
+        """Cached pages at the beginning of `pages`. While the sequence waits, these are the cached pages that it could
+        use.
+        """
         self.swap_slots: list[int] = []
-        """Slots with the host's copy of its KV while it waits: slot i holds the tokens that page i held."""
+        """Slots with the host's copy of a waiting sequence's KV: slot i holds the KV that page i held."""
         self.num_saved = 0
         """Leading tokens whose KV is in `swap_slots`."""
         self.activation: int | None = None
@@ -205,7 +210,9 @@ class SequenceKv:
 
     @property
     def num_shareable(self) -> int:
-        """Leading tokens whose KV others may use: after an invocation, KV depends on the invocation's position."""
+        """Number of leading tokens whose KV other sequences may use. After an invocation, KV depends on the
+        invocation's position.
+        """
         return len(self.token_ids) if self.activation is None else min(self.activation, len(self.token_ids))
 
     def resume_from_prefix(self, block_size: int) -> None:

@@ -57,10 +57,11 @@ class PrefixCache:
     # one sequence
 
     def look_up(self, sequence: SequenceKv) -> None:
-        """Find the cached pages that a waiting `sequence` could begin with now. This does not reserve its
+        """Find the cached pages that a waiting `sequence` could begin with now. The look-up does not reserve
         `prefix_pages`.
 
-        At least one token is left to compute, because logits are needed. A second call continues where the first ended.
+        At least one token is left to compute, because its logits are needed. A second call continues after the pages
+        that the first call found.
         """
         prefix, size = sequence.prefix_pages, self._block_size
         # Since an earlier call, pages may have been evicted or their revision retired.
@@ -78,7 +79,7 @@ class PrefixCache:
             children = found.children
 
     def acquire(self, sequence: SequenceKv) -> None:
-        """Begin to run `sequence` with its `prefix_pages`, which stay until the sequence is released."""
+        """Begin to run `sequence` with its `prefix_pages`, which are not evicted until the sequence is released."""
         prefix = sequence.prefix_pages
         if prefix:
             # Only the last page can be a leaf, because each other page has a child.
@@ -112,7 +113,7 @@ class PrefixCache:
             prefix.append(found)
 
     def release(self, sequence: SequenceKv) -> None:
-        """Give back the own pages of a `sequence` that stops; its cached pages stay until their room is needed."""
+        """Give back the own pages of a `sequence` that stops; its cached pages remain until pages are needed."""
         prefix, pages = sequence.prefix_pages, sequence.drop_kv()
         self._pool.give_back(pages[len(prefix) :], PageUse.KV)
         # From the last page to the first: removing a page of a closed tree makes its parent a leaf.
@@ -153,7 +154,7 @@ class PrefixCache:
     def _count(self, page: CachedPage) -> None:
         """Note a new page of a tree."""
         tree = page.tree
-        # A new page counts as a part of a use: the estimated chance that it is ever used again.
+        # A new page counts as a fraction of a use: the estimated probability that it is used again.
         page.recency = self._residency.now + math.log2(tree.reuse_share)
         tree.num_published += 1
         tree.num_pages += 1

@@ -1,13 +1,13 @@
 """A priority queue whose ranks change while items are queued, and a measure of recent use that needs no refresh.
 
 `RankedItems` is a binary heap with lazy repair. An entry whose rank has grown since it was pushed is pushed down again
-when it reaches the top; an entry that was dropped is discarded there. So a growing rank costs nothing, and `first` is
-O(log n) amortised. If a rank falls, the caller must call `put`.
+when it reaches the top; a dropped entry is discarded when it reaches the top. So a growing rank costs nothing, and
+`first` is O(log n) amortised. If a rank falls, the caller must call `put`.
 
 `recency` is the logarithm of a use count that decays by half every half-life (the "aging" of
 GreedyDual-Size-Frequency). Because all items decay at the same rate, the number is stored relative to a fixed origin:
-it changes only when the item is used, and items keep their order while time passes. With it, eviction is O(log n) and
-needs no timer.
+it changes only when the item is used, and items keep their order while time passes. With this measure, eviction is
+O(log n) and needs no timer.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class RankedItems(Generic[ItemT, RankT]):
             self._discard_stale_entries()
 
     def drop(self, item: ItemT) -> None:
-        """Remove `item`, if it is present."""
+        """Remove `item` if the queue contains it."""
         self._tickets.pop(item, None)
 
     def first(self) -> ItemT | None:
-        """Return the lowest item; of equals, the one that was put first."""
+        """Return the lowest item; among equal items, the item that was put first."""
         while self._heap:
             rank, ticket, item = self._heap[0]
             if self._tickets.get(item) != ticket:
@@ -88,11 +88,11 @@ class RankedItems(Generic[ItemT, RankT]):
     def peek(self, limit: int) -> list[ItemT]:
         """Return the `limit` lowest items, the lowest first, and change nothing: a best-first walk down the heap.
 
-        A stored rank is a lower bound of the present one, and no entry is below its parent. So an item whose present
-        rank has reached the front of the walk is the next. The walk is bounded: if many entries are stale, it returns
-        fewer items.
+        A stored rank is a lower bound of the current rank, and no entry is below its parent. So an item whose current
+        rank has reached the front of the walk is the next item. The walk is bounded: if many entries are stale, it
+        returns fewer items.
         """
-        front: list[tuple[RankT, int, int, bool]] = []  # rank, ticket, place in the heap, is it the present rank?
+        front: list[tuple[RankT, int, int, bool]] = []  # rank, ticket, place in the heap, is the rank current?
         if self._heap:
             front.append((self._heap[0][0], self._heap[0][1], 0, False))
         found: list[ItemT] = []

@@ -1,17 +1,18 @@
-"""The adapters in the pool: inspected and loaded outside the step loop, pinned while in use, evicted on demand.
+"""The adapters in the pool: they are inspected and loaded outside the step loop, pinned while in use, and evicted on
+demand.
 
     INSPECTING -> KNOWN -> LOADING -> READY        FAILED: from an inspection or a load, tried again after a quarantine
                     ^---- evicted ------'
 
 - **A load is a claim.** A load is started for one waiting sequence. The revision stays pinned from the first page taken
   until a sequence runs under it or the claim is released. Without claims, two cold revisions that do not fit together
-  would evict each other for ever, each before it has served a request.
-- **Eviction** takes unpinned revisions in order of GreedyDual-Size-Frequency: recency of use, plus the logarithm of
-  what a miss costs for each page. A revision with cached KV goes after that KV; a revision that a waiting request wants
-  goes after all others.
+  would evict each other again and again before either has served a request.
+- **Eviction** takes unpinned revisions in order of GreedyDual-Size-Frequency: recency of use, plus the logarithm of the
+  cost of a miss per page. A revision with cached KV is evicted after this KV. A revision that a waiting request wants
+  is evicted after all other revisions.
 - **Bounded time**: an inspection or a load that takes longer than `load_timeout` is cancelled; its revision is FAILED.
-- **Bounded memory**: a revision that holds no pages and that no request wants is forgotten once MAX_DORMANT others were
-  used after it. Its size is then read again.
+- **Bounded memory**: a revision that holds no pages and that no request wants is forgotten after MAX_DORMANT other
+  revisions were used. At the revision's next request its size is read again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from loramux.engine.metrics import Counters
 T = TypeVar("T")
 
 MAX_DORMANT = 16_384
-"""Most revisions to remember in addition to those that hold pages or are wanted."""
+"""Maximum number of remembered revisions that hold no pages and that no request wants."""
 
 
 class Inspected(NamedTuple):
@@ -47,7 +48,7 @@ class Inspected(NamedTuple):
 
 
 class StoreJob(Future[T]):
-    """A running job of a store. It can be cancelled until its result is being written into the pool."""
+    """A running job of a store. A job can be cancelled until its result is being written into the pool."""
 
     started_at: float | None = None
     """Time at which a thread began the job, by the engine's clock; None: no thread has begun it."""
@@ -57,11 +58,11 @@ class AdapterStore(Protocol):
     """A source of weights. Every method returns at once; other threads do the work."""
 
     def inspect(self, ref: AdapterRef) -> StoreJob[Inspected]:
-        """Check the files; this also brings them into the host's memory."""
+        """Check the files, and copy the weights into the host's memory."""
         ...
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
-        """Read the weights into `pages`; the result is the bank slot that serves them."""
+        """Read the weights into `pages`. The result is the bank slot from which they are served."""
         ...
 
     def drop(self, slot: int) -> None:
@@ -90,16 +91,16 @@ class ResidencyPolicy:
     """Times between retries, the number of concurrent loads, and how use is remembered."""
 
     first_retry: float = 1.0
-    """Seconds before a failed revision is tried again (its quarantine); doubled with every failure in a row."""
+    """Seconds before a failed revision is tried again (its quarantine); doubled with every consecutive failure."""
     last_retry: float = 600.0
     half_life: float = 300.0
     """Seconds after which a use counts half."""
     max_loading: int = 4
-    """Loads that run at a time; the others wait in the scheduler's order."""
+    """Maximum number of loads that run at the same time; other loads wait in the scheduler's order."""
     load_timeout: float = 120.0
     """Seconds that an inspection or a load may take after a thread has begun it."""
     overhead_pages: float = 8.0
-    """Fixed cost of a load in addition to its bytes, in units of the time that a page takes."""
+    """Fixed cost of a load, in addition to the cost of its bytes, in units of the time to copy a page."""
 
     def quarantine(self, failures: int) -> float:
         """Return the seconds to wait after `failures` failures in a row."""
@@ -112,31 +113,31 @@ class Resident:
 
     ref: AdapterRef
     pending: StoreJob[Inspected] | StoreJob[int] | None = None
-    """An inspection or a load that runs; None: neither does."""
+    """A running inspection or load; None: no job runs."""
     state: AdapterState = AdapterState.INSPECTING
     num_pages: int = 0
     invocation: tuple[int, ...] | None = None
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     users: int = 0
-    """Running sequences under it; a permanent pin counts as one."""
+    """Number of running sequences that use the revision; a permanent pin counts as one."""
     wanted_by: int = 0
     """Waiting and running requests, and permanent pins."""
     is_claimed: bool = False
-    """True while it is loaded or loading for a sequence that has not run yet."""
+    """True while the revision is loaded or loading for a sequence that has not run yet."""
     num_trees: int = 0
-    """Prefix trees with cached KV under it; it can be evicted only when they are empty."""
+    """Number of prefix trees with cached KV of the revision. The revision can be evicted only if there are none."""
     recency: float = NEVER_USED
     loading_since: float = 0.0
     ready_at: float = 0.0
-    """End of its latest load."""
+    """End of the revision's latest load."""
     is_retired: bool = False
     failures: int = 0
     retry_at: float = 0.0
     reason: str = ""
 
     def retention_score(self, overhead_pages: float) -> float:
-        """Return log2 of expected uses x cost of a miss / pages; copying a page over the host link costs one."""
+        """Return log2 of (expected uses x cost of a miss / pages). Copying a page over the host link costs 1."""
         return self.recency + math.log2(1.0 + overhead_pages / max(self.num_pages, 1))
 
 
@@ -187,21 +188,21 @@ class Residency:
         return self._known[digest].state
 
     def is_known(self, digest: str) -> bool:
-        """Return whether it was requested and not forgotten since."""
+        """Return whether the revision was requested and has not been forgotten since."""
         return digest in self._known
 
     def has_failed(self, digest: str) -> bool:
-        """Return whether it is known and FAILED."""
+        """Return whether the revision is known and FAILED."""
         return digest in self._known and self._known[digest].state is AdapterState.FAILED
 
     def failure(self, digest: str) -> str:
-        """Return why it FAILED, and when it is tried again."""
+        """Return the reason why the revision FAILED, and the time of the next attempt."""
         failed = self._known[digest]
         wait = max(0.0, failed.retry_at - self.clock())
         return f"{failed.reason} It failed {failed.failures} times in a row and is tried again in {wait:.0f} s."
 
     def load_times(self, digest: str) -> tuple[float, float]:
-        """Return the begin and the end of its latest load, by the clock; zeros if no load has ended."""
+        """Return the begin and the end of the revision's latest load, by the clock; zeros if no load has ended."""
         resident = self._known[digest]
         return resident.loading_since, resident.ready_at
 
@@ -210,15 +211,17 @@ class Residency:
         return digest in self._known and self._known[digest].users > 0
 
     def num_pages(self, digest: str) -> int:
-        """Return the pages that it takes; 0 while INSPECTING."""
+        """Return the number of pages that the revision takes; 0 while INSPECTING."""
         return self._known[digest].num_pages
 
     def invocation(self, digest: str) -> tuple[int, ...] | None:
-        """Return the tokens that activate it, if it is an activated LoRA and its files have been checked."""
+        """Return the tokens that activate the revision if it is an activated LoRA and its files have been checked."""
         return self._known[digest].invocation
 
     def expected_wait(self, digest: str) -> float:
-        """Return the seconds until a wanted revision is likely to be READY, by the mean of the loads so far."""
+        """Return the seconds until a wanted revision is likely to be READY, estimated from the mean time of all loads
+        so far.
+        """
         resident, counters = self._known.get(digest), self.counters
         if not counters.adapter_loads or (resident and resident.state is AdapterState.READY):
             return 0.0
@@ -253,7 +256,9 @@ class Residency:
 
     @property
     def eviction_candidate(self) -> Resident | None:
-        """The unpinned revision to evict first: without cached KV if possible, then one that no request waits for."""
+        """The unpinned revision to evict first: if possible a revision without cached KV, then a revision that no
+        request waits for.
+        """
         return self._by_score.first()
 
     def eviction_order(self, limit: int) -> list[Resident]:
@@ -265,8 +270,7 @@ class Residency:
         return resident.retention_score(self._policy.overhead_pages)
 
     def pinned_pages(self, candidate: str | None = None) -> int:
-        """Return the pages of every revision in use, claimed or loading, and of `candidate` as if it were one of
-        them."""
+        """Return the number of pages of all revisions in use, claimed or loading, including `candidate`."""
         pinned = self._pool.num_taken(PageUse.ADAPTER) - self.idle_pages
         resident = self._known.get(candidate) if candidate else None
         if resident is None or (resident.pages and candidate not in self._idle):
@@ -282,7 +286,9 @@ class Residency:
     # requests come and go
 
     def acquire(self, ref: AdapterRef) -> None:
-        """Note a request for `ref`: learn its size if it is unknown, and retry a FAILED one after its quarantine."""
+        """Note a request for `ref`: start an inspection if the revision's size is unknown, and retry a FAILED revision
+        after its quarantine.
+        """
         resident = self._known.get(ref.digest)
         if resident is None:
             resident = self._known[ref.digest] = Resident(ref)
@@ -300,7 +306,7 @@ class Residency:
         resident.recency = used_at(resident.recency, self.now)
 
     def release(self, digest: str) -> None:
-        """Note that a request for it has ended, in whatever way."""
+        """Note that a request for the revision has ended."""
         resident = self._known[digest]
         self._count_unwanted(resident, -1)
         resident.wanted_by -= 1
@@ -310,7 +316,7 @@ class Residency:
         self._forget_if_unneeded(resident)
 
     def load(self, digest: str, *, claimed: bool = False) -> None:
-        """Start to load a KNOWN revision; the pages it takes are free."""
+        """Start to load a KNOWN revision. The revision's pages must be free."""
         resident = self._known[digest]
         resident.pages = self._pool.take(resident.num_pages, PageUse.ADAPTER)
         self._resident[digest] = None
@@ -336,7 +342,7 @@ class Residency:
         return resident.slot
 
     def unpin(self, digest: str) -> None:
-        """Undo one `pin`; the weights stay until their room is needed."""
+        """Undo one `pin`; the weights stay until their pages are needed."""
         resident = self._known[digest]
         resident.users -= 1
         self._update_idle(resident)
@@ -376,7 +382,7 @@ class Residency:
         self._forget_if_unneeded(resident)
 
     def add_tree(self, digest: str) -> None:
-        """Count a prefix tree that has begun under it."""
+        """Count a new prefix tree with cached KV of the revision."""
         self._known[digest].num_trees += 1
 
     def remove_tree(self, digest: str) -> None:
@@ -402,7 +408,7 @@ class Residency:
         resident.pending = pending
 
         def end(_: Future[Inspected] | Future[int]) -> None:
-            # First the entry, then the wake-up. In the other order the loop could look, find nothing, and sleep.
+            # The entry is added before the wake-up. In the opposite order the loop could find no entry and sleep.
             self._ended.put(resident)
             self._wake()
 
@@ -414,8 +420,9 @@ class Residency:
         heapq.heappush(self._timeouts, (at, self._num_jobs, resident, pending))
 
     def _cancel_expired(self) -> None:
-        """Cancel jobs that began too long ago. A job that is writing cannot be cancelled, and ends soon: it does not
-        wait."""
+        """Cancel jobs that began too long ago. A job that is writing cannot be cancelled; it ends soon, because writing
+        does not wait.
+        """
         now, timeout = self.clock(), self._policy.load_timeout
         while self.next_timeout <= now:
             _, _, resident, pending = heapq.heappop(self._timeouts)
@@ -484,7 +491,7 @@ class Residency:
             self._awaited.discard(resident.ref.digest)
 
     def _rank(self, resident: Resident) -> None:
-        """Rank it again: a change made it easier to evict."""
+        """Rank the revision again after a change that made it easier to evict."""
         if resident in self._by_score:
             self._by_score.put(resident)
 
@@ -500,8 +507,9 @@ class Residency:
         self._note_awaited(resident)
 
     def _forget_if_unneeded(self, resident: Resident) -> None:
-        """Forget a retired revision. Make one dormant that holds no pages and no KV; forget the one that has been
-        dormant longest."""
+        """Forget a retired revision. Make a revision dormant if it holds no pages and no KV, and forget the revision
+        that has been dormant longest.
+        """
         if resident.users or resident.wanted_by or resident.pending or resident.is_claimed:
             return
         digest = resident.ref.digest

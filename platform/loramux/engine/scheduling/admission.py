@@ -1,27 +1,29 @@
-"""Admission: which waiting sequences join, which running ones leave, and whose adapters are loaded.
+"""Admission: which waiting sequences join, which running sequences leave, and which adapters are loaded.
 
-**Capacity** (`CapacityPolicy`) is a set of checks that change no state. They apply the page budget, and the pages and
-rows that are kept for some sequences and from others:
+**Capacity** (`CapacityPolicy`) is a set of checks that change no state. The checks apply the page budget, and the pages
+and rows that are reserved for some sequences:
 
-- `PageBudget.reserve_share`: kept for flows that hold little, so a newcomer gets into a full pool at once.
-- `Policy.reserved_pages`: kept for a class while it holds less.
-- `Policy.tenant_guaranteed_pages`: a tenant borrows its pages beyond this guarantee. It gives them back when a tenant
-  below its own guarantee needs them. `Policy.tenant_max_pages`: the most that a tenant may hold.
+- `PageBudget.reserve_share`: reserved for flows that hold few pages, so a new flow gets into a full pool immediately.
+- `Policy.reserved_pages`: reserved for a class while it holds less.
+- `Policy.tenant_guaranteed_pages`: a tenant borrows its pages beyond this guarantee. A tenant gives borrowed pages back
+  when a tenant below its own guarantee needs them. `Policy.tenant_max_pages`: the maximum that a tenant may hold.
 - Claims: the KV of sequences whose adapters are being loaded. See `has_pages`.
 
 **Admission** goes in the order of the queue (lowest projected service first). A sequence whose adapter is in the pool
 joins if a row and its pages are free. A sequence whose adapter is not in the pool starts its load instead, if two
-conditions hold. Together they make sure that any ratio of adapters to memory makes progress:
+conditions hold. Together these conditions make sure that requests progress at any ratio of adapters to memory:
 
-- it would be admitted now if its adapter were in the pool: no adapter is loaded whose request cannot run;
-- it fits together with all other claimants: the adapters being loaded never exceed what can run at the same time.
+- the sequence would be admitted now if its adapter were in the pool, so no adapter is loaded for a request that cannot
+  run;
+- the sequence fits together with all other claimants, so the requests of all loading adapters can run at the same time.
 
-The head of the queue keeps its place. While it waits for pages, no later sequence joins, except claimants, whose room
-is already theirs. While it waits for a row, adapters of later sequences are loaded if that takes nothing from the head.
+The head of the queue keeps its place. While it waits for pages, no later sequence joins, except claimants, which
+already have their pages. While the head waits for a row, adapters of later sequences are loaded if these loads take
+nothing from the head.
 
 Every empty plan is followed by progress. If nothing runs and nothing is loading, all claimants are READY. Claimants
-that are not suspended join, because their room is theirs. If all are suspended, the sequence that they are ahead of
-gets its room back: claims are revoked, the newest first, until it fits.
+that are not suspended join, because they already have their pages. If all claimants are suspended, the sequence that
+they are ahead of gets their pages: claims are revoked, the newest first, until the sequence fits.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ class CapacityPolicy:
         )
 
     def is_over_quota(self, sequence: Sequence) -> bool:
-        """Return whether its tenant would hold more than it may. A tenant that holds nothing was checked on arrival."""
+        """Return whether the sequence's tenant would hold more pages than it may. If the tenant holds no pages, the
+        sequence was checked on arrival.
+        """
         most = self._policy.max_pages(self._budget.num_pages)
         if most >= self._budget.num_pages:
             return False
@@ -102,12 +106,12 @@ class CapacityPolicy:
         to_load: bool = False,
         after: Sequence | None = None,
     ) -> bool:
-        """Return whether the pool has room for `sequence`, once `leaving` have left.
+        """Return whether the pool has enough pages for `sequence` after the sequences in `leaving` have left.
 
-        A claimant whose adapter is READY counts as if it ran, because its room is its own. A claimant whose adapter is
-        still loading counts only if the room is wanted `to_load` another adapter. So all claimants can run at the same
-        time later, and until then requests that need no load may use the room. `after` is a waiting sequence that
-        counts as well.
+        A claimant whose adapter is READY counts as if it ran, because its pages are reserved. A claimant whose adapter
+        is still loading counts only if the pages are needed `to_load` another adapter. So all claimants can run at the
+        same time later. Until then, requests that need no load may use these pages. `after` is a waiting sequence that
+        counts too.
         """
         state = self._state
         others = [s for s in state.running if s not in leaving] if leaving else state.running
@@ -123,7 +127,7 @@ class CapacityPolicy:
         adapters = self._residency.pinned_pages(sequence.digest)
         reserved, reserve = self._kept_for_other_classes(sequence, leaving), self._budget.reserve
         likely = self._likely_pages(sequence)
-        # Only flows that hold less than the reserve may use it.
+        # Only flows that hold less than the reserve may use the reserved pages.
         if likely > reserve or sequence.flow.num_pages + likely > reserve:
             reserved += reserve
         if not leaving:  # answers most calls if the pool is large
@@ -133,8 +137,9 @@ class CapacityPolicy:
         return self._budget.admits(sequence, others, adapters, reserved)
 
     def has_pages_now(self, sequence: Sequence, *, to_load: bool = False, after: Sequence | None = None) -> bool:
-        """Return `has_pages`, memoised: a rejected sequence is checked again once a sequence left or other adapters are
-        pinned."""
+        """Return the memoised result of `has_pages`. A rejected sequence is checked again after another sequence has
+        left or the pinned adapters have changed.
+        """
         state = self._state
         version = (state.num_departures, self._residency.pinned_pages(), len(state.claims), to_load, after)
         if self._rejected.get(sequence) == version:
@@ -148,8 +153,9 @@ class CapacityPolicy:
         return False
 
     def adapter_read_ratio(self) -> float:
-        """Return the bytes of the adapters in use over the bytes that a step reads anyway: they slow it down at least
-        by this ratio."""
+        """Return the bytes of the adapters in use, divided by the bytes that a step reads anyway. Adapters slow the
+        step down at least by this ratio.
+        """
         held = self._state.memory.num_kv
         return self._residency.pinned_pages() / (self._policy.weight_pages + held) if held else 0.0
 
@@ -160,16 +166,16 @@ class CapacityPolicy:
         if not (self._policy.tenant_guaranteed_pages or self._state.queue.can_interrupt_any(sequence.flow)):
             return []
         candidates = [running for running in self._state.running if self.must_yield(running, sequence)]
-        candidates.sort(key=self.retention_order, reverse=True)  # stable: of equals the newest goes first
+        candidates.sort(key=self.retention_order, reverse=True)  # stable: among equal sequences the newest is first
         return candidates
 
     def must_yield(self, running: Sequence, sequence: Sequence) -> bool:
-        """Return whether `running` must make room for `sequence`.
+        """Return whether `running` must be preempted for `sequence`.
 
-        It must yield in two cases. In the first, its class is lower and has taken more than its share. In the second,
-        its class is not higher, its tenant has borrowed pages, and `sequence` stays within its own tenant's guarantee.
-        In both it must first have made progress since it began to run. Otherwise two sequences could displace each
-        other and recompute for ever.
+        `running` must yield in two cases. In the first case, its class is lower and has taken more than its share. In
+        the second case, its class is not higher, its tenant has borrowed pages, and `sequence` stays within its
+        tenant's guarantee. In both cases, `running` must have made progress since it began to run. Otherwise two
+        sequences could preempt each other and recompute for ever.
         """
         if not running.made_progress:
             return False
@@ -185,7 +191,7 @@ class CapacityPolicy:
         """Return the running sequence to preempt when memory runs out.
 
         The order is: sequences on borrowed pages first, then the class of lowest weight, then the most-served tenant;
-        of equals the newest.
+        among equal sequences the newest.
         """
         return min(reversed(self._state.running), key=self.retention_order)
 
@@ -199,9 +205,9 @@ class CapacityPolicy:
         return self._budget.pages_for(sequence.likely_len)
 
     def _promised_to_tenant(self, sequence: Sequence) -> int:
-        """Return the pages that the running sequences of its tenant hold, or are expected to hold.
+        """Return the number of pages that the running sequences of the sequence's tenant hold, or are expected to hold.
 
-        The sum is made once a step and after a departure; each sequence that joins in between is added once.
+        The sum is computed once per step and after a sequence leaves. Sequences that join in between are added to it.
         """
         state, now = self._state, (self._state.num_departures, self._state.num_commits)
         if self._counted_at != now:
@@ -233,8 +239,9 @@ class CapacityPolicy:
 
 
 class Admission:
-    """Moves sequences between the queue and the batch. It keeps state of the present plan, and how the latest plan
-    ended."""
+    """Moves sequences between the queue and the batch. Keeps the state of the current plan, and the result of the
+    latest plan.
+    """
 
     def __init__(self, state: SchedulerState, capacity: CapacityPolicy) -> None:
         self._state = state
@@ -243,19 +250,22 @@ class Admission:
         self._queue = state.queue
         self._residency = state.residency
         self._blocked: Sequence | None = None
-        """The head that waits for pages or a row, which lets no later sequence join; None if any sequence may join."""
+        """The head of the queue if it waits for pages or a row, so that no later sequence may join; None if any
+        sequence may join.
+        """
         self._search_affinity = True
         """True if the affinity window may hold a flow that adds no adapter to the batch."""
         self._any_sits_out = False
-        """True if a running sequence has no row in this step; only then can a suspended one be preempted."""
+        """True if a running sequence has no row in this step; only then can a suspended sequence be preempted."""
         self.is_blocked = False
         """True if the latest plan ended with a head that waits for pages or a row, and not for tokens of a step."""
 
     def preempt_for_next(self) -> Flow | None:
-        """Preempt, between two steps, the running sequences that must yield to the next one; return its flow.
+        """Preempt, between two steps, the running sequences that must yield to the next sequence; return the next
+        sequence's flow.
 
-        Preempts only if the next sequence can join at once and the room is then enough: else preemption would be
-        wasted.
+        A preemption happens only if the next sequence can then join immediately; otherwise the preemption would be
+        useless.
         """
         flow = self._queue.first
         sequence = self._next_of(flow) if flow and not flow.is_suspended else None
@@ -283,7 +293,7 @@ class Admission:
             priority_flow = None
             num_seen += not self._admit_next(flow, builder)
             if self._blocked is not None and not self._residency.awaits_any:
-                break  # no other may join, and there is nothing to load
+                break  # no other sequence may join, and no adapter needs a load
         self._join_claimants(builder)
         if not (builder.chunks or self._state.running or self._residency.num_loading):
             self._make_room_for_first(builder)
@@ -291,7 +301,7 @@ class Admission:
         self._queue.reset_skips()
 
     def _admit_next(self, flow: Flow, builder: StepBuilder) -> bool:
-        """Bring the next sequence of `flow` one stage further; if that is not possible, park or skip the flow."""
+        """Bring the next sequence of `flow` to its next stage. If this is not possible, park or skip the flow."""
         if flow.is_suspended:
             self._queue.spend_lifts_for(flow)
         sequence = self._next_of(flow)
@@ -319,7 +329,7 @@ class Admission:
     def _next_of(self, flow: Flow) -> Sequence | None:
         """Return the first sequence of `flow` that waits neither for its files nor for a place among the loads.
 
-        If all wait, the flow is parked: while it waits it keeps no other flow out.
+        If all sequences wait, the flow is parked. A parked flow blocks no other flow.
         """
         events = []
         for sequence in self._queue.head(flow, self._policy.window):
@@ -332,10 +342,11 @@ class Admission:
         return None
 
     def _choose(self, builder: StepBuilder) -> Flow | None:
-        """Return the first flow. If adapters crowd the batch, return the first in its affinity window that adds none.
+        """Return the first flow. If the batch has too many adapters, return the first flow in its affinity window that
+        adds no adapter.
 
-        The window is searched only if a sequence may join, and once for every adapter that comes into use. Otherwise a
-        plan would take time in proportion to the square of `lookahead`.
+        The window is searched only if a sequence may join, and only once for every adapter that becomes used. Otherwise
+        a plan would take time in proportion to the square of `lookahead`.
         """
         first = self._queue.first
         may_join = builder.rows_left and builder.tokens_left and self._blocked is None
@@ -363,10 +374,10 @@ class Admission:
     # joining
 
     def _prepare(self, sequence: Sequence) -> None:
-        """Find the token from which its adapter serves, which of its KV is cached, and how long the sequence may get.
+        """Find the sequence's first token that the adapter serves, its cached KV, and its maximum length.
 
-        This is repeated before it joins, because pages may have been evicted since. A claimant's estimates stay as they
-        were when its load was started: its room was measured by them.
+        This is repeated before the sequence joins, because pages may have been evicted. A claimant keeps the estimates
+        of the time when its load was started, because its pages were computed from them.
         """
         invocation = self._residency.invocation(sequence.digest) if sequence.digest else None
         if invocation and sequence.activation is None:
@@ -399,12 +410,15 @@ class Admission:
         builder.joined.append(sequence)
 
     def _preempt_suspended(self, sequence: Sequence, builder: StepBuilder) -> bool:
-        """Preempt suspended sequences until `sequence` fits: those of the most-served first, the newest of equals
-        first."""
+        """Preempt suspended sequences until `sequence` fits: first those of the most-served tenant; among equal
+        sequences the newest first.
+        """
         if not self._any_sits_out:
             return False
         suspended = [s for s in self._state.running if s.flow.is_suspended and s not in builder.chunks]
-        suspended.sort(key=lambda s: (s.flow.group.served, s.flow.served))  # stable: of equals, pop() takes the newest
+        suspended.sort(
+            key=lambda s: (s.flow.group.served, s.flow.served)
+        )  # stable: among equal sequences, pop() takes the newest
         while suspended:
             self._state.preempt(suspended.pop())
             if self._capacity.has_pages(sequence, to_load=self._is_cold(sequence)):
@@ -414,7 +428,9 @@ class Admission:
     # loads and claims
 
     def _load(self, sequence: Sequence, builder: StepBuilder) -> bool:
-        """Start the load of a cold `sequence`, if it could run and if the load takes nothing from a blocked head."""
+        """Start the load of the adapter of `sequence` if the sequence could run and the load takes no pages from a
+        blocked head.
+        """
         if sequence.flow.is_suspended:
             return False
         self._prepare(sequence)
@@ -423,7 +439,8 @@ class Admission:
             return self._start_load(sequence, spare_wanted=blocked is not None)
         if blocked is not None:
             return False
-        # Sequences that must yield will do so when it joins; until then they run on, if the adapter's pages are free.
+        # Sequences that must yield are preempted when this sequence joins. Until then they continue to run if the
+        # adapter's pages are free.
         yielding = set(self._capacity.preemption_candidates(sequence))
         if yielding and self._capacity.has_pages(sequence, yielding, to_load=True) and self._start_load(sequence):
             return True
@@ -442,10 +459,10 @@ class Admission:
         return [sequence for digest, sequence in claims if self._state.is_ready_claim(digest)]
 
     def _blocked_claimant(self) -> Sequence | None:
-        """Return a claimant whose adapter is READY and whose room others took while it loaded: no sequence overtakes
-        it.
+        """Return a claimant whose adapter is READY and whose pages were taken by other sequences during the load. No
+        sequence may overtake this claimant.
 
-        A claimant that waits for its turn or its quota keeps no sequence out.
+        A claimant that waits for its turn or its quota blocks no other sequence.
         """
         for sequence in self._ready_claimants():
             may_join = not (sequence.flow.is_suspended or self._capacity.is_over_quota(sequence))
@@ -454,7 +471,7 @@ class Admission:
         return None
 
     def _join_claimants(self, builder: StepBuilder) -> None:
-        """Let claimants take the rows that are left before their turn, because they hold their memory already."""
+        """Give remaining rows to claimants before their turn, because they already hold their memory."""
         for sequence in self._ready_claimants():
             if not self._capacity.is_over_quota(sequence):
                 self._try_to_join(sequence, builder)

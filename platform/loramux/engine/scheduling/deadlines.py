@@ -1,13 +1,14 @@
-"""First-token deadlines: predicted when a request arrives, refused early with the numbers, watched while it waits.
+"""First-token deadlines: they are predicted when a request arrives, and watched while it waits. A request that would
+miss its deadline is refused early.
 
-A deadline belongs to a *request group*: the choices of one API request. It is decided for the group before any choice
-has begun. The group is refused on arrival if the prediction misses the deadline, and ended if the deadline passes while
-all choices wait. Once a choice has begun, the deadline ends none: a client that reads one choice never sees its request
-fail.
+A deadline belongs to a *request group*: the choices of one API request. The deadline is decided for the group before
+any choice has begun. The group is refused on arrival if the prediction misses the deadline, and ended if the deadline
+passes while all choices wait. After a choice has begun, the deadline ends no choice: a client that reads one choice
+never sees its request fail.
 
 The prediction (`predict_ttft`) is the longest of three waits: until rows and pages come free, until the earlier prompts
-are computed, and until the adapter is loaded. It does not know of later requests or of answers that end early.
-`WaitBias` corrects it by what the flow's requests have seen.
+are computed, and until the adapter is loaded. The prediction does not include later requests or answers that end early.
+`WaitBias` corrects it with the waits of the flow's earlier requests.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Deadlines:
         self._learn(sequence, now)
 
     def expired(self, now: float) -> list[tuple[Sequence, EngineFault]]:
-        """Return the sequences of groups whose deadline has passed before any of them began, each with its fault."""
+        """Return the sequences of groups whose deadline has passed before any choice began, each with its fault."""
         expired: list[tuple[Sequence, EngineFault]] = []
         while (group := self._state.deadlines.first()) is not None and group.start_by is not None:
             if group.start_by > now:
@@ -86,8 +87,8 @@ class Deadlines:
     def predict_ttft(self, candidate: Sequence) -> float:
         """Return the seconds until `candidate`, not queued yet, has its first token; 0 before steps were measured.
 
-        It waits until running sequences have left room for the requests admitted before it, until every prompt before
-        its own is computed, and for its adapter. The longest of these waits counts.
+        The candidate waits for three things: free pages and rows after the requests that are admitted before it, the
+        computation of all earlier prompts, and its adapter. The longest of these waits counts.
         """
         state = self._state
         if not state.step_time.is_known:
@@ -116,8 +117,9 @@ class Deadlines:
         return state.step_time.seconds(math.ceil(steps), steps * decoding + prompts)
 
     def _steps_to_admission(self, before: QueuedWork, candidate: Sequence | None = None) -> float:
-        """Return the steps until enough has come free at one token a step; sequences that must yield free theirs at
-        once."""
+        """Return the number of steps until enough pages and rows are free, at one token per step. Sequences that must
+        yield free theirs immediately.
+        """
         state, budget = self._state, self._state.budget
         yields = self._capacity.must_yield
         left_of = {s: 0 if candidate and yields(s, candidate) else s.likely_left for s in state.running}
@@ -149,10 +151,10 @@ def _deadline_exceeded(group: RequestGroup) -> EngineFault:
 
 
 def _steps_until(needed: float, freed: list[int], left: list[int], generation: float) -> float:
-    """Return the steps until the sequences that end have freed `needed`.
+    """Return the number of steps until ending sequences have freed `needed`.
 
-    The i-th sequence to end frees `freed[i]` after `left[i]` steps. The sequence that takes its place is assumed to be
-    like it and to take `generation` steps. So the same amount comes free again in every round.
+    The i-th sequence to end frees `freed[i]` after `left[i]` steps. The sequence that takes its place is assumed to
+    have the same size and to take `generation` steps. So the same amount becomes free again in every round.
     """
     if needed <= 0.0 or not freed:
         return 0.0

@@ -1,12 +1,12 @@
-"""Estimates that planning is based on: step times, answer lengths, the work that waits, and the tokens that may follow.
+"""Estimates that planning is based on: step times, answer lengths, waiting work, and the tokens that may follow.
 
-Estimates are not promises. They decide how memory is planned, in which order tenants are admitted, which deadlines
+Estimates are not promises. Estimates decide how memory is planned, in which order tenants are admitted, which deadlines
 can be met and which tokens are drafted. A wrong estimate costs a preemption, a refusal or a row, never a wrong answer.
 
-A draft is the estimate of a sequence's next tokens, by prompt lookup (Saxena, 2023; vLLM's n-gram speculation). It
-needs no second model: it finds an earlier copy of the sequence's last tokens in the sequence and drafts the tokens that
-followed that copy. Extraction, rewriting and code edits copy from their prompts. `Acceptance` counts how many drafted
-tokens were right so far.
+A draft is the estimate of a sequence's next tokens, by prompt lookup (Saxena, 2023; vLLM's n-gram speculation). Prompt
+lookup needs no second model: it finds an earlier copy of the sequence's last tokens in the sequence, and drafts the
+tokens that followed this copy. Answers of extraction, rewriting and code edits repeat parts of their prompts.
+`Acceptance` counts how many drafted tokens were right so far.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ class StepTimeModel:
         return self.seconds(0, tokens)
 
     def tokens_in(self, share: float) -> float:
-        """Return the tokens that lengthen a step by `share` of its fixed time; infinite before enough is known."""
+        """Return the number of tokens that lengthen a step by `share` of its fixed time; infinite before enough steps
+        were measured.
+        """
         if not self.is_known:
             return math.inf
         fixed, per_token = self._line()
         return share * fixed / per_token if per_token else math.inf
 
     def _line(self) -> tuple[float, float]:
-        """Return (fixed, per_token), neither of them negative."""
+        """Return (fixed, per_token), both at least 0."""
         x, y = self._x / self._weight, self._y / self._weight
         variance = self._xx / self._weight - x * x
         slope = (self._xy / self._weight - x * y) / variance if variance > self.SPREAD * x * x else 0.0
@@ -78,8 +80,8 @@ class StepTimeModel:
 class DecodeTimes:
     """Measured seconds of steps without a prompt, as a function of their rows that never falls.
 
-    It keeps one mean for each quarter of an octave of row counts, joined by lines. Beyond the most rows that were
-    measured, a row costs what a token costs in steps of all kinds.
+    The function has one mean for each quarter of an octave of row counts, joined by lines. Beyond the largest measured
+    number of rows, a row costs as much as a token in steps of all kinds.
     """
 
     MEMORY = 16.0
@@ -122,7 +124,7 @@ class DecodeTimes:
 
 
 def _ascending(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points by x; points whose y falls are merged into their mean (pool adjacent violators)."""
+    """Return the points in order of x. Neighbours with falling y are merged into a mean (pool adjacent violators)."""
     merged: list[list[tuple[float, float]]] = []
     for point in sorted(points):
         merged.append([point])
@@ -138,9 +140,10 @@ def _mean(points: list[tuple[float, float]]) -> float:
 class OutputLengths:
     """Expected length of an answer: the mean of its revision's latest answers.
 
-    Before there are enough of them it is the mean of all answers, and before that the request's limit. It is a mean
-    because the plan is for a sum: of requests that run together, some end earlier than expected and some later. A high
-    quantile of each length would leave a twentieth of the pool unused and spare no preemption (decision 0004).
+    Before a revision has enough answers, the expected length is the mean of all answers, and before that the request's
+    limit. A mean is right because the plan needs a sum: of requests that run together, some end earlier than expected
+    and some later. A high quantile of each length would leave a twentieth of the pool unused and spare no preemption
+    (decision 0004).
     """
 
     WINDOW = 64
@@ -148,7 +151,7 @@ class OutputLengths:
     ENOUGH = 8
     """Answers from which a mean is useful."""
     MAX_KEYS = 16_384
-    """Revisions remembered; the one whose last answer is oldest is forgotten first."""
+    """Maximum number of remembered revisions. The revision whose last answer is oldest is forgotten first."""
 
     def __init__(self) -> None:
         self._by_key: OrderedDict[Hashable, _Lengths] = OrderedDict()
@@ -195,7 +198,7 @@ class QueuedWork:
     output: float = 0.0
     """Tokens to generate."""
     kv_tokens: float = 0.0
-    """Tokens of KV that the requests hold at their ends."""
+    """Number of tokens of KV that the requests hold when they end."""
 
     @property
     def units(self) -> float:
@@ -203,7 +206,7 @@ class QueuedWork:
         return self.prompt + 2.0 * self.output
 
     def add(self, other: QueuedWork, times: float = 1.0) -> None:
-        """Add `other`, or a part of it; with -1 subtract it."""
+        """Add `other` times a factor; with -1 subtract it."""
         self.requests += times * other.requests
         self.prompt += times * other.prompt
         self.output += times * other.output
@@ -215,22 +218,24 @@ class QueuedWork:
 
 
 WAIT_MEMORY = 0.95
-"""Share of the past that is kept with every request."""
+"""Share of the past ratio that is kept after each request."""
 WAIT_MARGIN = 1.1
 
 
 @dataclass(slots=True)
 class WaitBias:
-    """Ratio of a flow's waits to their predictions, because a prediction cannot know of later requests that go
-    first."""
+    """Ratio of a flow's waits to their predictions, because a prediction cannot include later requests that are served
+    first.
+    """
 
     waited: float = 1.0
     predicted: float = 1.0
 
     @property
     def factor(self) -> float:
-        """Factor on a predicted wait. At least 1, with a margin, because half of all requests wait longer than the
-        mean."""
+        """Factor for a predicted wait. The factor is at least 1 and has a margin, because half of all requests wait
+        longer than the mean.
+        """
         return max(1.0, WAIT_MARGIN * self.waited / self.predicted)
 
     def add(self, waited: float, predicted: float) -> None:
@@ -251,7 +256,7 @@ class Acceptance:
     """Drafted tokens that were verified, the latest counting most, and the totals for statistics."""
 
     keep: float
-    """Share of the past that is kept with every draft."""
+    """Share of the past acceptance that is kept after each draft."""
     tried: float = 0.0
     accepted: float = 0.0
     num_drafted: int = 0
@@ -262,29 +267,29 @@ class Acceptance:
         return (self.accepted + PRIOR_TOKENS * first_guess) / (self.tried + PRIOR_TOKENS)
 
     def add(self, drafted: int, accepted: int) -> None:
-        """Count a draft whose first `accepted` tokens were right; tokens after a wrong one give no information."""
+        """Count a draft whose first `accepted` tokens were right; tokens after a wrong token give no information."""
         self.tried = self.keep * self.tried + min(accepted + 1, drafted)
         self.accepted = self.keep * self.accepted + accepted
         self.num_drafted += drafted
         self.num_accepted += accepted
 
     def fade(self, keep: float) -> None:
-        """Forget a part of the past: the first guess gains weight with time."""
+        """Forget a part of the past, so that the first guess gains weight with time."""
         self.tried *= keep
         self.accepted *= keep
 
 
 class PromptLookup:
-    """The history of one sequence, and the place in it that the sequence repeats at present."""
+    """The history of one sequence, and the place in the history that the sequence currently repeats."""
 
     def __init__(self) -> None:
         self._history: NDArray[np.int32] = np.empty(256, dtype=np.int32)
         self._length = 0
         self._next: int | None = None
-        """Place of the token that is expected next; None while the sequence repeats nothing."""
+        """Place of the next expected token; None while the sequence does not repeat an earlier part."""
 
     def draft(self, token_ids: list[int], most: int) -> list[int]:
-        """Return up to `most` tokens that may follow `token_ids`, which begin with those of the last call.
+        """Return up to `most` tokens that may follow `token_ids`, which begin with the token ids of the last call.
 
         If the end of a text repeats itself, the repetition is expected to continue.
         """
@@ -299,10 +304,10 @@ class PromptLookup:
         return drafted
 
     def _append(self, token_ids: list[int]) -> None:
-        """Append the new tokens; keep the place that was found if it predicted them, else drop it."""
+        """Append the new tokens. Keep the found place if it predicted these tokens; otherwise drop the place."""
         start, stop = self._length, len(token_ids)
         if stop > len(self._history):
-            # Doubled: appending a token takes constant time, amortised.
+            # Doubled, so that appending a token takes amortised constant time.
             self._history = np.resize(self._history, 2 * stop)
         self._history[start:stop] = token_ids[start:]
         self._length = stop

@@ -1,41 +1,44 @@
-"""Fair shares by virtual token counters: the party to serve next, the parties that sit out, the start of a newcomer.
+"""Fair shares by virtual token counters: the party to serve next, the suspended parties, and the counter of a new
+party.
 
-The idea is VTC's (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each party has a counter of
-the service that it received, over its weight, and the party with the lowest counter is admitted next. VTC's bound grows
+The idea is VTC's (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024). Each party has a counter: the
+service that it received, divided by its weight. The party with the lowest counter is admitted next. VTC's bound grows
 with the pool, because every admitted request runs to its end. Here a party that is too far ahead is *suspended*: its
-rows sit out a step and keep their memory. That bounds the drift whatever the pool's size (decision 0004).
+rows sit out a step and keep their memory. This limits the difference between parties for any size of the pool (decision
+0004).
 
 Parties that compete (classes; the tenants of one class) are in one `FairQueue` while they have eligible work waiting. L
 is `max_service_lead`, and three rules hold:
 
-1. A party that comes back is raised to the lowest counter of the parties that wait. If none waits, it is raised to the
-   highest counter of all, because a debt to parties that are gone is void. Counters never fall.
-2. A party more than L above the lowest of those that wait sits out the step.
+1. A party that returns is raised to the lowest counter of the waiting parties. If no party waits, it is raised to the
+   highest counter of all parties, because no waiting party is at a disadvantage. Counters never fall.
+2. A party more than L above the lowest waiting party is suspended in this step.
 3. One step charges one party at most delta.
 
-By rule 1, the lowest counter m of the waiting parties never falls while any waits, and when the first party comes none
-is above it. By rules 2 and 3, no counter ever exceeds m + L + delta. So the counters of two waiting parties differ by
-at most L + delta at every moment, and the service that they received over any interval by at most 2 * (L + delta). A
-party may be admitted before its turn, by at most an affinity window Q, because its adapter is in the batch. The bound
-is then 2 * (L + Q + delta).
+By rule 1, the lowest counter m of the waiting parties never falls while any party waits. When the first party arrives,
+no counter is above its own. By rules 2 and 3, no counter ever exceeds m + L + delta. So the counters of two waiting
+parties differ by at most L + delta at every moment, and the service that they received over any interval by at most 2 *
+(L + delta). A party may be admitted before its turn, by at most an affinity window Q, because its adapter is in the
+batch. The bound is then 2 * (L + Q + delta).
 
 The *order* of admission uses another number, `projected_service`: the counter plus the service that admitted requests
 are still expected to take. If the order used received service alone, it would admit too many requests of the party with
 the least service before the first of them is charged, and would oscillate.
 
-In a fleet, engines tell each other the service of tenants, and each engine *lifts* a tenant by what the others served:
+In a fleet, engines exchange the service of tenants, and each engine *lifts* a tenant by the service of the other
+engines:
 
-- The tenant's projected service grows by all of it, so the order of admission follows the service of the whole fleet.
-  Between two admissions it grows at most to `max_lift` above the party that was first at that time. So the tenant waits
-  for at most that much service of others, however much it gets elsewhere.
-- The tenant's counter does not grow at once. Otherwise rule 2 would make the first in order sit out until the lifted
-  tenant, which had its share elsewhere, has caught up here. The part of the projection that the counter lacks is the
-  *pending lift*.
-- The pending lift is spent as others are served: whenever the first in order would sit out because of the lifted
-  tenant, that tenant's counter follows. Otherwise the first in order would soon be `max_service_lead` ahead, and the
-  lifted tenant would be admitted although it comes much later in the order.
-- A party that comes back pays with its pending lift for its place among those that wait (rule 1): they were served
-  while it was away.
+- The tenant's projected service grows by this whole service, so the order of admission follows the service of the whole
+  fleet. Between two admissions it grows at most to `max_lift` above the party that was first at that time. So the
+  tenant waits for at most this much service of other tenants, independently of its service on other engines.
+- The tenant's counter does not grow at once. Otherwise rule 2 would suspend the first party until the lifted tenant,
+  which had its share on other engines, has caught up here. The part of the projection that is not yet in the counter is
+  the *pending lift*.
+- The pending lift is spent while other parties are served. Whenever the first party would be suspended because of the
+  lifted tenant, the counter of the lifted tenant grows. Otherwise the first party would soon be `max_service_lead`
+  ahead, and the lifted tenant would be admitted although it is much later in the order.
+- A party that returns is raised by rule 1; its pending lift is reduced by this raise, because the other parties were
+  served while it was absent.
 
 So a lift suspends no party, and no counter exceeds m + L + delta.
 """
@@ -54,13 +57,13 @@ from loramux.engine.scheduling.estimates import QueuedWork, WaitBias
 
 @dataclass(eq=False, slots=True)
 class VirtualTokenCounter:
-    """One party's service, in units over its weight."""
+    """One party's service, in units divided by its weight."""
 
     weight: float = 1.0
     served: float = 0.0
-    """Executed service, what rule 1 credited, and the part of the lift that was spent."""
+    """Executed service, plus the raise of rule 1, plus the part of the lift that was spent."""
     projected_service: float = 0.0
-    """`served` plus the pending lift and what its admitted requests are still expected to take."""
+    """`served`, plus the pending lift, plus the service that admitted requests are still expected to take."""
     credited: float = 0.0
     """Service that rule 1 added."""
     lifted: float = 0.0
@@ -68,7 +71,9 @@ class VirtualTokenCounter:
     pending_lift: float = 0.0
     """Service on other engines that `projected_service` includes and `served` does not yet."""
     lift_limit: float | None = None
-    """Projection that lifts may reach before it is admitted again; None: no lift has come since its last admission."""
+    """Maximum projection that lifts may reach before the party is admitted again; None: no lift has arrived since its
+    last admission.
+    """
     executed: float = 0.0
     """Executed units, without division by the weight."""
     queued: QueuedWork = field(default_factory=QueuedWork)
@@ -96,7 +101,7 @@ class VirtualTokenCounter:
         self.projected_service += units / self.weight
 
     def settle(self) -> None:
-        """Reset the projection, because no request is admitted any more: rounding errors must not accumulate."""
+        """Reset the projection when no admitted request is left, so that rounding errors do not accumulate."""
         self.projected_service = self.counted
 
     def lift(self, units: float, first: VirtualTokenCounter, max_lift: float) -> None:
@@ -122,7 +127,7 @@ class VirtualTokenCounter:
         return spent
 
     def reweigh(self, weight: float) -> None:
-        """Change the weight; service that is projected and not yet executed is counted by the new one."""
+        """Change the weight; projected service that is not yet executed counts with the new weight."""
         self.projected_service = self.served + (self.projected_service - self.served) * self.weight / weight
         self.pending_lift *= self.weight / weight
         self.weight = weight
@@ -140,7 +145,7 @@ CounterT = TypeVar("CounterT", bound=VirtualTokenCounter)
 
 
 class FairQueue(Generic[CounterT]):
-    """Parties with eligible work waiting: `enter` when work comes, `leave` when none is left."""
+    """Parties with eligible work waiting: `enter` when work arrives, `leave` when no work is left."""
 
     def __init__(self) -> None:
         self._by_served: RankedItems[CounterT, float] = RankedItems(attrgetter("served"))
@@ -160,13 +165,13 @@ class FairQueue(Generic[CounterT]):
 
     @property
     def floor(self) -> float | None:
-        """The lowest counter of the parties that wait; None if none waits."""
+        """The lowest counter of the waiting parties; None if no party waits."""
         lowest = self._by_served.first()
         return None if lowest is None else lowest.served
 
     @property
     def start(self) -> float:
-        """The counter at which a party that comes back starts (rule 1)."""
+        """The counter at which a returning party starts (rule 1)."""
         floor = self.floor
         return self.peak if floor is None else floor
 
@@ -184,7 +189,9 @@ class FairQueue(Generic[CounterT]):
         return self._by_projected.lowest(suits, limit, up_to=lowest.projected_service + span)
 
     def entry(self, party: CounterT) -> float:
-        """Return the projected service of `party`; if it does not wait, the one that rule 1 would give it."""
+        """Return the projected service of `party`. If the party does not wait, return the projected service that rule 1
+        would give it.
+        """
         if party in self:
             return party.projected_service
         return party.projected_service + max(0.0, self.start - party.counted)
@@ -219,8 +226,8 @@ class FairQueue(Generic[CounterT]):
         self.peak = max(self.peak, party.served)
 
     def lift(self, party: CounterT, units: float, max_lift: float) -> None:
-        """Count service on other engines. Without another waiting party there is no order to change."""
-        # Skipped parties wait too: the first in order may be one of them.
+        """Count service on other engines. If no other party waits, the lift changes nothing."""
+        # Skipped parties wait too, and the first in order may be skipped.
         self.reset_skips()
         first = self._by_projected.first()
         if first is not None and (len(self._by_projected) > 1 or first is not party):
@@ -250,13 +257,13 @@ class FairQueue(Generic[CounterT]):
 
 @dataclass(eq=False, slots=True)
 class ClassCounter(VirtualTokenCounter):
-    """A service class, and its tenants that wait."""
+    """A service class, and its waiting tenants."""
 
     tenants: FairQueue[Flow] = field(default_factory=FairQueue)
     num_running: int = 0
     """Sequences that hold memory."""
     left_at: float = -math.inf
-    """Time at which the latest of them left, by the scheduler's clock."""
+    """Time at which the last waiting tenant left, by the scheduler's clock."""
     ceiling: float = math.inf
     """Counter above which a flow sits out this step (rule 2)."""
 
@@ -271,9 +278,9 @@ class Flow(VirtualTokenCounter):
     num_running: int = 0
     """Sequences that hold memory."""
     num_pages: int = 0
-    """Pages of KV in their block tables."""
+    """Number of pages of KV in the block tables of the flow's sequences."""
 
     @property
     def is_suspended(self) -> bool:
-        """True if it sits out this step (rule 2)."""
+        """True if the flow is suspended in this step (rule 2)."""
         return self.served > self.group.ceiling

@@ -1,9 +1,9 @@
 """The bounds of planning, frozen: the limits of a step, the operator's policy, and the page budget.
 
-`PageBudget` computes exactly the most pages that a set of sequences will hold at once, and says whether one more
-sequence fits. The bound of vLLM and S-LoRA takes every sequence at its longest, which leaves a third of a pool unused.
-Sequences grow by a token a step and end one after the other; their peak is lower and can be computed exactly: see
-`kv_peak`.
+`PageBudget` computes the exact maximum of pages that a set of sequences will hold at one time, and decides if another
+sequence fits. vLLM and S-LoRA assume the maximum length of all sequences at once, which leaves a third of a pool
+unused. In fact, sequences grow by one token per step and end one after the other, so their peak is lower. `kv_peak`
+computes this peak exactly.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.sequence import Sequence
 
 CPU_MIXED_PREFILL_TOKENS = 256
-"""Most prompt tokens of a CPU's step in which sequences decode. More would not be faster per token, in adapters either.
-These take a third of a second with a model of 0.5B parameters."""
+"""Maximum number of prompt tokens in a CPU's step in which sequences decode. More tokens would not be faster per token,
+also not in adapters. This number of tokens takes a third of a second with a model of 0.5B parameters.
+"""
 
 GPU_MIXED_PREFILL_TOKENS = 512
 """The same for a GPU. A model of 8B parameters computes these tokens in about twice the time of reading its weights."""
@@ -37,7 +38,7 @@ GPU_ROW_TILE = 128
 
 
 def default_mixed_prefill_tokens(*, on_cpu: bool) -> int:
-    """Return the most prompt tokens of a step in which sequences decode, if the operator sets none."""
+    """Return the default for the maximum number of prompt tokens in a step in which sequences decode."""
     return CPU_MIXED_PREFILL_TOKENS if on_cpu else GPU_MIXED_PREFILL_TOKENS
 
 
@@ -46,7 +47,7 @@ class SchedulerLimits:
     """The usual limits of a step and of a sequence."""
 
     max_num_seqs: int
-    """Most rows of a step."""
+    """Maximum number of rows in a step."""
     max_num_batched_tokens: int
     max_model_len: int
     max_mixed_prefill_tokens: int = sys.maxsize
@@ -86,54 +87,70 @@ class Policy:
     class_shares: Mapping[ServiceClass, float] = field(default_factory=_shares)
     """Weights of the classes, never strict priority: every class with work makes progress."""
     max_service_lead: float = 8192.0
-    """Units over weight that a party may be ahead of another that waits; further ahead it sits out. It should exceed
-    the units of one large request, else requests are preempted all the time: a fifth of the requests of the Azure
-    conversation trace then are."""
+    """Maximum lead of a party over a waiting party, in units divided by weight. A party further ahead is suspended. The
+    lead should exceed the units of one large request. Otherwise requests are preempted very often (a fifth of the
+    requests of the Azure conversation trace).
+    """
     max_lift: float = 131_072.0
-    """Units over weight by which service on other engines may put a tenant after the first that waits here. So the
-    tenant waits for at most that much service of others: some seconds of a GPU."""
+    """Maximum distance, in units divided by weight, by which service on other engines puts a tenant after the first
+    waiting tenant of this engine. So the tenant waits for at most this much service of other tenants, which is some
+    seconds of a GPU.
+    """
     affinity_window: float = 512.0
-    """Units over weight by which a flow may be admitted early because its adapter is in the batch already. It applies
-    once the batch's adapters cost more than `adapter_overhead_target`."""
+    """Maximum units, divided by weight, by which a flow may be admitted early because its adapter is already in the
+    batch. The window applies if the batch's adapters cost more than `adapter_overhead_target`.
+    """
     adapter_overhead_target: float = 0.1
-    """Bytes of a step's adapters, over the bytes that it reads anyway, above which `affinity_window` applies."""
+    """Ratio of the bytes of a step's adapters to the bytes that the step reads anyway, above which `affinity_window`
+    applies.
+    """
     weight_pages: float = math.inf
-    """Pages of the base's weights, which every step reads; infinite if unknown: adapters then cost nothing."""
+    """Number of pages of the base's weights, which every step reads. Infinite if unknown; adapters then count as free.
+    """
     reserved_pages: Mapping[ServiceClass, float] = field(default_factory=dict)
-    """Share of the pool kept for a class while it holds less."""
+    """Share of the pool that is reserved for a class while it holds less."""
     tenant_guaranteed_pages: float = 0.0
-    """Share of the pool, times its weight, that a tenant gets back from tenants that hold more than theirs."""
+    """Guaranteed share of the pool per weight of a tenant. A tenant gets these pages back from tenants that hold more
+    than their guarantee.
+    """
     tenant_max_pages: float = 1.0
     """Share of the pool that a tenant may hold, guaranteed and borrowed pages together."""
     deadlines_ms: Mapping[ServiceClass, int] = field(default_factory=dict)
     """Milliseconds to the first token; applies to requests of a class that set no deadline themselves."""
     background_prefill_tokens: int = 128
-    """Most prompt tokens of class batch in a step that also serves a class above it (`RequestQueue.background`)."""
+    """Maximum number of prompt tokens of class batch in a step that also serves a higher class
+    (`RequestQueue.background`).
+    """
     background_step_share: float = 0.25
-    """Share of a step's fixed time by which those prompt tokens may lengthen the step. A GPU that reads 16 GB of
-    weights computes about 80 tokens in that time, a CPU far fewer."""
+    """Share of a step's fixed time by which prompt tokens of class batch may lengthen the step. A GPU that reads 16 GB
+    of weights computes about 80 tokens in this time, a CPU far fewer.
+    """
     quiet_seconds: float = QUIET_SECONDS
-    """Seconds for which class batch still gives way to a class that has run. Between two questions of a conversation
-    nothing runs, and the next question must wait for the step that is running when it comes."""
+    """Seconds for which class batch still comes after a class that has run. Between two questions of a conversation no
+    request of it runs, and the next question must wait for the step that is running on its arrival.
+    """
     load_units_per_page: float = 1.0
     """Units charged for each page of a loaded adapter: a page crosses the host link in about the time of one token's
-    prefill. 2 MiB at 50 GB/s take 42 microseconds, 16 GFLOP at 400 TFLOP/s take 40."""
+    prefill. Copying 2 MiB at 50 GB/s takes 42 microseconds; computing 16 GFLOP at 400 TFLOP/s takes 40 microseconds.
+    """
     prefix_cache: bool = False
     """True to keep full pages of KV for requests that begin with the same tokens."""
     max_draft_tokens: int = 0
     """Longest draft of a sequence in a step, in tokens; 0: no speculative decoding."""
     lookahead: int = 32
-    """Tenants that a step looks at in addition to those that it admits, to have their adapters loaded."""
+    """Maximum number of tenants whose requests a step examines, in addition to the admitted ones, to start loads of
+    their adapters.
+    """
     window: int = 8
-    """Requests of one tenant that a step looks at to find one whose adapter is ready."""
+    """Maximum number of requests of one tenant that a step examines to find a request whose adapter is ready."""
 
     def max_pages(self, num_pages: int) -> int:
-        """Return the most pages, of `num_pages`, that one tenant may hold."""
+        """Return the maximum number of pages, of `num_pages`, that one tenant may hold."""
         return int(num_pages * self.tenant_max_pages)
 
     @classmethod
     def from_settings(cls, settings: Settings, weight_pages: float) -> Policy:
-        """Return the operator's settings; the model's weights are as large as `weight_pages` pages."""
+        """Return the operator's settings. `weight_pages` is the size of the model's weights in pages."""
         asked = settings.scheduler
         return cls(
             class_shares={c: getattr(asked.class_shares, c) for c in ServiceClass},
@@ -160,10 +177,13 @@ class PageBudget:
     state_pages: int = 0
     """Pages before a sequence's KV, which hold its recurrent states (`execution.attention`)."""
     watermark_share: float = 0.01
-    """Share of the pool kept free at admission: rounding and exceeded estimates then rarely cost a preemption."""
+    """Share of the pool that is kept free at admission, so that rounding and exceeded estimates rarely cause a
+    preemption.
+    """
     reserve_share: float = 0.05
     """Share of the pool, and of the rows, that only flows holding less than this share may take. So a new flow gets
-    into a full pool without waiting for, or preempting, another."""
+    into a full pool without waiting and without preempting another flow.
+    """
 
     @property
     def watermark(self) -> int:
@@ -184,16 +204,18 @@ class PageBudget:
         return max(0, num_pages - self.state_pages) * self.block_size
 
     def kv_peak(self, sequences: Iterable[Sequence], reused: Items[CachedPage] = ()) -> int:
-        """Return the most pages that the sequences hold at once if each generates its expected tokens, one a step.
+        """Return the maximum number of pages that the sequences hold at one time, if each generates its expected
+        tokens, one per step.
 
-        The sum peaks when one of them ends. When the i-th longest ends, it and the i - 1 longer ones have all grown by
-        the `left` tokens that it had left. A sequence of q full pages and r tokens then holds q + ceil((r + left) /
-        block_size) pages, so it is enough to count the longer ones by r. This takes O(n log n + n * block_size).
+        The sum has its maximum when one of the sequences ends. When the sequence with the i-th most remaining tokens
+        ends, this sequence and the i - 1 longer sequences have all grown by its remaining tokens, `left`. A sequence of
+        q full pages and r tokens then holds q + ceil((r + left) / block_size) pages, so it is enough to count the
+        longer sequences by r. This takes O(n log n + n * block_size).
 
-        A page that several sequences share is counted for the one that holds it longest, so the sum stays exact.
-        `reused` are pages that one of them does not hold yet and will. Sequences whose drafts are accepted grow faster
-        than the others and are counted at their ends; then the sum is an upper bound. Drafts themselves hold no page
-        from one plan to the next.
+        A page that several sequences share is counted for the sequence that holds it longest, so the sum stays exact.
+        `reused` are pages that a sequence does not hold yet but will hold. Sequences whose drafts are accepted grow
+        faster than other sequences and are counted at their full length; the sum is then an upper bound. Drafts
+        themselves hold no page from one plan to the next.
         """
         size = self.block_size
         # Sequences counted so far, by the number of tokens in their last page.
@@ -233,25 +255,26 @@ class PageBudget:
         return self.pages_for(num_tokens) + adapter_pages <= self.num_pages
 
     def holds_all(self, most_pages: int, candidate: Sequence, reserved: int) -> bool:
-        """Return whether `candidate` fits at its longest while the others hold `most_pages`, their pages at their
-        longest."""
+        """Return whether `candidate` fits at its full length while the other sequences hold `most_pages`, their pages
+        at full length.
+        """
         return most_pages + self.pages_for(candidate.max_len) <= self.num_pages - self.watermark - reserved
 
     def admits(self, candidate: Sequence, running: Items[Sequence], adapter_pages: int, reserved: int = 0) -> bool:
         """Return whether the peak of KV with `candidate`, and the pinned adapters with its own, stay in the pool.
 
         Adapters and cached KV that are not in use are evictable and therefore not counted, unless the candidate would
-        use them. Pages that it shares with running sequences cost it nothing. `reserved` pages are kept from it. An
-        empty pool admits whatever fits alone.
+        use them. Pages that the candidate shares with running sequences count only once. The candidate cannot use the
+        `reserved` pages. An empty pool admits every sequence that fits alone.
         """
         if not running:
             return self.kv_peak([candidate]) + adapter_pages <= self.num_pages
         limit = self.num_pages - self.watermark - reserved - adapter_pages
         found = bisect_left(candidate.prefix_pages, True, key=_unused)
         if sum(map(_own_pages, running)) + self.pages_for(len(candidate.token_ids)) - found > limit:
-            return False  # in a full pool this spares most computations of a peak
+            return False  # in a full pool this test avoids most computations of a peak
         if sum(map(self._pages_at_end, running)) + self._pages_at_end(candidate) <= limit:
-            return True  # in an empty pool this spares most: no sequence holds more than at its end
+            return True  # avoids most computations in an empty pool: a sequence never holds more pages
         return self.kv_peak([*running, candidate], candidate.prefix_pages[:found]) <= limit
 
     def _pages_at_end(self, sequence: Sequence) -> int:

@@ -2,11 +2,12 @@
 of arrival.
 
 A flow (a tenant in a class) takes part in its class's `FairQueue` while one of its waiting requests could run. A flow
-is *parked* if all its requests wait for an adapter, a place among the loads, or its tenant's quota. A parked flow holds
-no floor, so no other flow sits out for it. When the event happens, it comes back like a flow whose queue was empty.
+is *parked* if all its requests wait for an adapter, a place among the loads, or its tenant's quota. A parked flow has
+no influence on the floor, so no other flow is suspended because of it. When the event happens, the flow returns like a
+flow whose queue was empty.
 
-A flow is forgotten once that changes nothing: it has no requests, and its counter, with its pending lift, is at or
-below the class's start. On its return it would be raised to the start anyway (rule 1 of `fairness`).
+A flow is forgotten when this has no effect: it has no requests, and its counter with the pending lift is not above the
+class's start. A returning flow would be raised to the start anyway (rule 1 of `fairness`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from loramux.engine.scheduling.policy import Policy
 from loramux.engine.scheduling.sequence import Sequence
 
 LOAD_SLOT = "load slot"
-"""Event: a load has ended, so another one may begin."""
+"""Event: a load has ended, so another load may begin."""
 MAX_FORGOTTEN = 8
-"""Most flows to forget when one is made. This spreads the work, and flows are still forgotten faster than they
-come."""
+"""Maximum number of flows to forget when a flow is created. This spreads the work; flows are still forgotten faster
+than they are created.
+"""
 
 
 class RequestQueue:
@@ -36,13 +38,14 @@ class RequestQueue:
 
     def __init__(self, policy: Policy) -> None:
         self.num_changes = 0
-        """Grows whenever a request or a counter changes: if a plan did not change it, the next plan would be the
-        same."""
+        """Grows whenever a request or a counter changes: if a plan did not change this number, the next plan would be
+        the same.
+        """
         self.classes: Mapping[ServiceClass, ClassCounter] = {
             service_class: ClassCounter(weight=share) for service_class, share in policy.class_shares.items()
         }
         self.on_forget: Callable[[Flow], None] = lambda _: None
-        """Called with every flow that is forgotten; statistics then keep its figures."""
+        """Callback for every forgotten flow, so that statistics keep its figures."""
         self._policy = policy
         self._groups: FairQueue[ClassCounter] = FairQueue()
         self._flows: dict[tuple[ServiceClass, str], Flow] = {}
@@ -55,7 +58,7 @@ class RequestQueue:
         """Flows without requests, the lowest counter with its pending lift first."""
         self._length = 0
         self._unreported: dict[tuple[ClassCounter, str], float] = {}
-        """Service since it was last taken; the other engines of a fleet need it."""
+        """Service since the last report. The other engines of a fleet need this service."""
 
     # questions
 
@@ -101,7 +104,7 @@ class RequestQueue:
 
     @property
     def work(self) -> QueuedWork:
-        """All the work that waits."""
+        """All waiting work."""
         total = QueuedWork()
         for group in self.classes.values():
             total.add(group.queued)
@@ -110,8 +113,9 @@ class RequestQueue:
     def work_before(self, flow: Flow) -> QueuedWork:
         """Return the work that is expected to be admitted before a request that joins the end of `flow` now.
 
-        Fluid fair queueing: the other flows of its class are served up to the counter that `flow` will have reached by
-        then, and the other classes up to the counter that its class will have reached.
+        This is fluid fair queueing. Other flows of the class are served up to the counter that `flow` will have when
+        the request is admitted. Other classes are served up to the counter that the class of `flow` will have at that
+        time.
         """
         group = flow.group
         before = QueuedWork()
@@ -121,8 +125,9 @@ class RequestQueue:
         return before
 
     def may_interrupt(self, flow: Flow, other: Flow) -> bool:
-        """Return whether `other` has a lower class than `flow`, which has taken and been promised more than its
-        share."""
+        """Return whether `other` has a lower class than `flow`, and this lower class has taken and been promised more
+        than its share.
+        """
         return self._is_ahead(other.group, flow.group)
 
     def can_interrupt_any(self, flow: Flow) -> bool:
@@ -133,13 +138,14 @@ class RequestQueue:
         return lower.weight < group.weight and lower.projected_service > self._groups.entry(group)
 
     def background(self, now: float, *, is_blocked: bool) -> tuple[ClassCounter, float] | None:
-        """Return class batch and its share of the step's tokens, if its prompts give way in the next step; else None.
+        """Return class batch and its share of the step's tokens, if its prompts come last in the next step; otherwise
+        None.
 
-        The first token of a batch's request is not urgent. But the other rows of the step, and the requests that come
-        during it, wait for the batch's prompt. So class batch gives way to each class of larger weight that runs, that
-        ran within `quiet_seconds`, or that waits and may join (`is_blocked`: none may join). The share is 0, which puts
-        its prompts after all others, until batch has half of `max_service_lead` less service than they have. Then the
-        share is what the weights give it, and the difference grows no further.
+        The first token of a batch's request is not urgent. But other rows of the step, and requests that arrive during
+        the step, wait for the batch's prompt. So class batch comes after each class of larger weight that runs, that
+        ran within `quiet_seconds`, or that waits and may join (`is_blocked`: no class may join). At first its share is
+        0, so its prompts come after all others. When class batch has half of `max_service_lead` less service than the
+        other classes, it gets the share of its weight, and the difference grows no further.
         """
         batch = self.classes[ServiceClass.BATCH]
         if not batch.num_running and batch not in self._groups:
@@ -183,7 +189,7 @@ class RequestQueue:
             self._by_digest[sequence.digest][sequence] = None
         self._length += 1
         self.num_changes += 1
-        # Kept for `remove`: the sequence's estimates may change while it waits.
+        # Kept for `remove`, because the sequence's estimates may change while it waits.
         sequence.queued = work
         for counter in (flow, flow.group):
             counter.queued.add(work)
@@ -214,7 +220,7 @@ class RequestQueue:
             self._leave(flow)
 
     def park(self, flow: Flow, events: Iterable[Hashable]) -> None:
-        """Take `flow` out until one of `events` happens: none of its requests can run before."""
+        """Remove `flow` from the queue until one of `events` happens, because its requests cannot run before."""
         self.num_changes += 1
         for event in events:
             self._parked[event][flow] = None
@@ -239,7 +245,7 @@ class RequestQueue:
     # counters
 
     def update_ceilings(self) -> None:
-        """Suspend, before a step, the parties that are more than `max_service_lead` ahead of one that waits."""
+        """Suspend, before a step, the parties that are more than `max_service_lead` ahead of a waiting party."""
         lead, floor = self._policy.max_service_lead, self._groups.floor
         for group in self.classes.values():
             group.tenants.spend_lifts(lead)
@@ -249,7 +255,9 @@ class RequestQueue:
                 group.ceiling = float("-inf")
 
     def spend_lifts_for(self, flow: Flow) -> None:
-        """Let lifted flows follow `flow`, the first in order, which would otherwise sit out for them within a step."""
+        """Raise the counters of lifted flows to `flow`, the first in order, which would otherwise be suspended because
+        of them.
+        """
         group, lead = flow.group, self._policy.max_service_lead
         if group.ceiling > float("-inf") and group.tenants.spend_lifts(lead) and group.tenants.floor is not None:
             group.ceiling = group.tenants.floor + lead
@@ -264,8 +272,8 @@ class RequestQueue:
         for flow, charged in units.items():
             flow.group.tenants.charge(flow, charged)
             totals[flow.group] += charged
-            # The key is the name: if a flow is forgotten and made again, its unreported service must neither keep the
-            # old flow nor be lost.
+            # The key is the name: if a flow is forgotten and created again, its unreported service must not be lost and
+            # must not keep the old flow alive.
             key = (flow.group, flow.tenant)
             self._unreported[key] = self._unreported.get(key, 0.0) + charged
         for group, charged in totals.items():
@@ -273,16 +281,17 @@ class RequestQueue:
         self.num_changes += bool(units)
 
     def take_service(self) -> list[TenantService]:
-        """Return what each tenant was served since the last call."""
+        """Return the service of each tenant since the last call."""
         taken, self._unreported = self._unreported, {}
         names = {group: name for name, group in self.classes.items()}
         return [TenantService(tenant, names[group], units) for (group, tenant), units in taken.items()]
 
     def lift(self, services: Iterable[TenantService]) -> None:
-        """Count what tenants were served on other engines.
+        """Count the service of tenants on other engines.
 
-        A tenant that was never here, or is forgotten, has no counter to lift: it will start level with those that
-        wait."""
+        A tenant that is unknown or forgotten has no counter to lift. Such a tenant will start at the level of the
+        waiting tenants.
+        """
         self.num_changes += 1
         for service in services:
             if flow := self._flows.get((ServiceClass(service.service_class), service.tenant)):
@@ -334,7 +343,7 @@ def _work_of(sequence: Sequence) -> QueuedWork:
 
 
 def _add_others(before: QueuedWork, queue: FairQueue[CounterT], own: CounterT, level: float) -> None:
-    """Add, for every other party in `queue`, the work that is due to it before `own` has reached `level`."""
+    """For every other party in `queue`, add the work that is due to this party before `own` has reached `level`."""
     for other in queue:
         if other is not own:
             share = other.queued.share_of((level - other.projected_service) * other.weight)

@@ -28,11 +28,13 @@ from loramux.engine.scheduling.speculation import Speculation
 from loramux.engine.scheduling.state import SchedulerState
 
 MIN_BACKGROUND_TOKENS = 16
-"""Least prompt tokens of class batch in a step, however long they take: a prompt of 1,000 is done in 63 steps."""
+"""Minimum number of prompt tokens of class batch in a step, even if the step is slow. With this minimum, a prompt of
+1,000 tokens takes 63 steps.
+"""
 
 
 class Scheduler:
-    """Plans steps and commits their results. Pure Python: a simulator runs it with another clock and another store."""
+    """Plans steps and commits their results. Pure Python: a simulator uses it with another clock and another store."""
 
     def __init__(
         self,
@@ -114,7 +116,7 @@ class Scheduler:
     # requests come and go
 
     def add(self, request: Request) -> None:
-        """Queue a request; refuse it at once if it could never run, or would miss its deadline."""
+        """Queue a request; refuse it immediately if it could never run or would miss its deadline."""
         state = self.state
         if reason := self.capacity.too_long(request):
             self.refuse(request, EngineFault("context_length_exceeded", reason))
@@ -134,7 +136,7 @@ class Scheduler:
         self.state.report_end(request.id, "error" if fault else "cancelled", fault)
 
     def cancel(self, request_id: str) -> None:
-        """End a request and free its pages; an unknown id has ended already."""
+        """End a request and free its pages; an unknown id belongs to a request that has already ended."""
         if sequence := self.state.sequences.get(request_id):
             self.state.finish(sequence)
             self.state.report_end(request_id, "cancelled")
@@ -152,7 +154,7 @@ class Scheduler:
     # a step
 
     def plan(self) -> Step:
-        """Give a row to every decoding sequence, and the tokens that are left to prompts, old and newly admitted.
+        """Give a row to every decoding sequence, and the remaining tokens to prompts, both old and newly admitted.
 
         Chunked prefill as in Sarathi-Serve (OSDI 2024): a prompt never stalls the decoding rows of the same step.
         """
@@ -180,8 +182,7 @@ class Scheduler:
         """Write a step's result into its sequences; return the events for their clients.
 
         `sampled` holds one event for each of `step.sampling`, with the token and, if the token ends the answer, `stop`.
-        If drafts were accepted, one more event follows for each. A request whose prompt is pooled in this step has one
-        too.
+        For each accepted draft, another event follows. A request whose prompt is pooled in this step also has an event.
         """
         size, cache = self.state.budget.block_size, self.memory.cache
         caches = cache.is_enabled
@@ -205,14 +206,14 @@ class Scheduler:
         self.state.num_commits += 1
         for event in [event for event in events if event.finish_reason is not None]:
             self._end(event)
-        # While sequences run, the next plan follows at once: the time between the two plans is the step's.
+        # While sequences run, the next plan follows at once: the time between two plans is the time of the step.
         if self.running:
             holds_prompt = tokens > len(step.chunks) + drafted
             self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
         return events
 
     def fill_pending(self, chunk: Chunk, event: TokenEvent) -> None:
-        """Write the token that `chunk` sampled, in a step that was committed with PENDING in its place."""
+        """Write the token that `chunk` sampled into the place of PENDING, with which its step was committed."""
         sequence = chunk.sequence
         if event.token_id is not None:
             sequence.token_ids[chunk.end] = event.token_id
@@ -248,7 +249,9 @@ class Scheduler:
             self.state.reject(sequence, fault)
 
     def _limit_prompts(self, builder: StepBuilder, now: float) -> None:
-        """Limit the prompt tokens of a step that holds its decoding rows, and within them those of the background."""
+        """Limit the prompt tokens of a step that holds its decoding rows, and within this limit the prompt tokens of
+        the background class.
+        """
         builder.tokens_left = self.state.limits.prefill_tokens(len(builder.chunks))
         if found := self.queue.background(now, is_blocked=self._admission.is_blocked):
             builder.background, share = found
@@ -261,8 +264,9 @@ class Scheduler:
     def _schedule_running(self, builder: StepBuilder, now: float) -> list[Sequence]:
         """Give rows to the sequences that were admitted earlier, and charge their flows.
 
-        Return the sequences whose prompts come after the admission; their rows and the background's tokens are kept for
-        them. Attributes are read instead of properties, because this is the part of a plan that grows with the rows.
+        Return the sequences whose prompts come after the admission. The rows of these sequences and the background's
+        tokens stay reserved. Attributes are read instead of properties, because this is the part of a plan that grows
+        with the rows.
         """
         size, state_pages = self.state.budget.block_size, self.state.budget.state_pages
         decoding: list[Sequence] = []
@@ -273,10 +277,10 @@ class Scheduler:
             if len(sequence.token_ids) - computed != 1:
                 prefilling.append(sequence)
             elif not (builder.tokens_left and (pages := len(sequence.pages))):
-                continue  # no token is left, or it was preempted for a sequence before it
+                continue  # no token is left, or the sequence was preempted for an earlier sequence
             elif computed < (pages - state_pages) * size or self._extend(sequence, computed + 1, builder):
                 builder.add_row(sequence, computed)
-                # A plain row costs two units. Any other may cost a prompt token, or the load of its adapter.
+                # A plain row costs two units. Another row may cost a prompt token, or the load of its adapter.
                 is_plain = computed >= sequence.num_prompt_tokens and not sequence.load_units
                 (decoding if is_plain else others).append(sequence)
         self._limit_prompts(builder, now)
@@ -289,7 +293,7 @@ class Scheduler:
             if length and sequence.pages and self._extend(sequence, sequence.num_computed + length, builder):
                 builder.add(sequence, length)
                 others.append(sequence)
-        chunks = builder.chunks  # without sequences that were preempted for others
+        chunks = builder.chunks  # without sequences that were preempted for other sequences
         units: defaultdict[Flow, float] = defaultdict(float)
         for flow, rows in Counter(sequence.flow for sequence in decoding if sequence in chunks).items():
             units[flow] = 2.0 * rows
@@ -303,14 +307,14 @@ class Scheduler:
     def _schedule_deferred(self, builder: StepBuilder, deferred: list[Sequence]) -> None:
         """Give the tokens that are left to running prompts of the background.
 
-        The step's other rows are not preempted for that, because they are charged already. Only if the step would
-        otherwise be empty, pages are taken by preemption as for any other sequence.
+        The step's other rows are not preempted for these prompts, because they are already charged. Only if the step
+        would otherwise be empty, pages are taken by preemption as for any other sequence.
         """
         builder.release_kept()
         for sequence in deferred:
             length = builder.room_for(sequence)
             if not (length and builder.rows_left and sequence.pages) or sequence in builder.chunks:
-                continue  # no token is left, or it was preempted for one before it, and may have joined again
+                continue  # no token is left, or it was preempted for an earlier sequence
             end = sequence.num_computed + length
             if self.state.extend(sequence, end) or (not builder.chunks and self._extend(sequence, end, builder)):
                 self.queue.charge(sequence.flow, sequence.take_cost(sequence.num_computed, end))
@@ -368,7 +372,7 @@ class Scheduler:
         return event
 
     def _with_start(self, event: TokenEvent, sequence: Sequence) -> TokenEvent:
-        """Return a first event with the facts from before it: cached tokens, wait and load."""
+        """Return a request's first event, with the facts before it: cached tokens, wait and load."""
         waited = (sequence.began_at or sequence.arrival) - sequence.arrival
         return msgspec.structs.replace(event, cached_tokens=sequence.num_cached, waited_s=waited, load=sequence.load)
 

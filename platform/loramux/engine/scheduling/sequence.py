@@ -1,8 +1,8 @@
 """Sequences and steps: a request's mutable run, and the tokens of each sequence that run in one iteration.
 
-A `Sequence` holds its tokens so far, how many of them have KV, and its place in the scheduler. A `Step` is the list of
-`Chunk`s of one forward pass, ordered to make rows of one revision contiguous, with the base model's last. `StepBuilder`
-keeps the tokens and rows that are left of a step while it is planned.
+A `Sequence` holds its tokens so far, the number of tokens with KV, and its place in the scheduler. A `Step` is the list
+of `Chunk`s of one forward pass, ordered so that rows of one revision are contiguous and the base model's rows are last.
+`StepBuilder` keeps the tokens and rows that are left of a step while it is planned.
 """
 
 from __future__ import annotations
@@ -22,30 +22,33 @@ from loramux.engine.scheduling.estimates import Drafter, QueuedWork
 from loramux.engine.scheduling.fairness import ClassCounter, Flow
 
 OUTRUNS = 0.5
-"""Drafted tokens accepted lately, by `Acceptance`, from which a sequence is expected to be faster than others."""
+"""Minimum number of recently accepted drafted tokens (by `Acceptance`) for which a sequence is expected to be faster
+than others.
+"""
 BASE_SLOT = -1
 """The slot of a sequence that no adapter serves."""
 PENDING = -1
 """Placeholder among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 MAX_SCORED_ROWS = 128
-"""Most rows of a step from which a prompt's next token is scored: each takes a pass over the vocabulary, and the step's
-other rows wait for it."""
+"""Maximum number of rows in a step for which a prompt's next token is scored. Each such row takes a pass over the
+vocabulary, and the step's other rows wait for it.
+"""
 _SLOT = attrgetter("slot")
 
 
 @dataclass(eq=False, slots=True)
 class RequestGroup:
-    """The choices of one API request. They share one deadline, which is decided before the first of them begins."""
+    """The choices of one API request. They share one deadline, which is decided before the first choice begins."""
 
     id: str
     is_shared: bool = False
-    """True if it may have more than one member."""
+    """True if the group may have more than one member."""
     start_by: float | None = None
-    """Time by which the first of them must have begun, by the scheduler's clock; None without a deadline."""
+    """Time by which the first choice must have begun, by the scheduler's clock; None without a deadline."""
     deadline_ms: int | None = None
     is_started: bool = False
     refusal: EngineFault | None = None
-    """The fault that refuses all of them; None if they are not refused."""
+    """The fault with which all choices are refused; None if they are not refused."""
     waiting: set[Sequence] = field(default_factory=set)
     """Sequences that were accepted and have not ended."""
 
@@ -83,34 +86,34 @@ class Sequence(SequenceKv):
         """The tenant in a class that its service is charged to."""
         self.group: RequestGroup | None = None
         self.digest = request.adapter.digest if request.adapter else None
-        """The revision that it runs under; None for the base model."""
+        """Digest of the sequence's revision; None for the base model."""
         self.max_len = self.likely_len = self.num_prompt_tokens + request.max_output
-        """Tokens that it may grow to, and that it is expected to grow to; memory is planned by the latter."""
+        """Maximum and expected number of tokens of the sequence. Memory is planned for the expected number."""
         self.slot = BASE_SLOT
-        """The bank slot of its adapter while it runs."""
+        """The bank slot of the sequence's adapter while the sequence runs."""
         self.expected_service = 0.0
-        """Units that it is expected to have taken in all when it ends, as estimated at its admission."""
+        """Expected total of the sequence's units at its end, as estimated at its admission."""
         self.units_at_start = 0
-        """`units` when it last began to run."""
+        """Value of `units` when the sequence last began to run."""
         self.queued = QueuedWork()
-        """The work that it was counted for when it was last queued."""
+        """The work that was counted for the sequence when it was last queued."""
         self.num_preemptions = 0
         last = self.num_prompt_tokens - 1
         self.num_scored = 0 if self.needs_whole_prompt and request.pooling is None else last
         """Leading tokens from which the next token's log probability was computed, or is not wanted. The prompt's last
         token leads to the answer and is not counted."""
         self.num_loads = 0
-        """Loads of its adapter that were started for it."""
+        """Number of loads of its adapter that were started for the sequence."""
         self.load: tuple[float, float] | None = None
-        """Begin and end of its adapter's load while it waited, in seconds after its arrival."""
+        """Begin and end of the adapter's load while the sequence waited, in seconds after its arrival."""
         self.load_units = 0.0
-        """Units of its loads that are not charged yet."""
+        """Units of the sequence's loads that are not charged yet."""
         self.predicted_ttft_s: float | None = None
-        """Predicted seconds from its arrival to its first token; None if it has no deadline."""
+        """Predicted seconds from the sequence's arrival to its first token; None if it has no deadline."""
         self.drafter: Drafter | None = None
-        """Its drafts, once it decodes and drafts are allowed."""
+        """The source of the sequence's drafts, if it decodes and drafts are allowed."""
         self.began_at: float | None = None
-        """Time at which its first step was planned, by the scheduler's clock."""
+        """Time at which the sequence's first step was planned, by the scheduler's clock."""
 
     @property
     def num_output_tokens(self) -> int:
@@ -119,44 +122,46 @@ class Sequence(SequenceKv):
 
     @property
     def likely_left(self) -> int:
-        """Tokens that it is still expected to generate. A sequence past its estimate is expected to add half as much
-        again."""
+        """Number of tokens that the sequence is still expected to generate. A sequence that has exceeded its estimate
+        is expected to generate half as many tokens again.
+        """
         held = len(self.token_ids)
         left, beyond = self.likely_len - held, (held - self.num_prompt_tokens) // 2
         return left if left >= beyond else max(left, min(self.max_len - held, beyond))
 
     @property
     def outruns_others(self) -> bool:
-        """True if it grows by more than a token a step, because its drafts are accepted."""
+        """True if the sequence grows by more than one token per step, because its drafts are accepted."""
         return self.drafter is not None and self.drafter.acceptance.accepted >= OUTRUNS
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that must go through the model before the next one can be sampled: 1 while decoding."""
+        """Number of tokens that must go through the model before the next token can be sampled: 1 while decoding."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def num_next(self) -> int:
-        """Number of leading uncomputed tokens that one model serves: a chunk may hold these."""
+        """Number of leading uncomputed tokens that one model serves, which is the maximum of a chunk."""
         start, activation = self.num_computed, self.activation
         end = len(self.token_ids)
         return (end if activation is None or not start < activation < end else activation) - start
 
     def to_score(self, start: int, end: int) -> tuple[int, int]:
-        """Return the part of its tokens [start, end) from which the next token's log probability is to be computed."""
+        """Return the part of the tokens [start, end) for which the next token's log probability must be computed."""
         first = max(start, self.num_scored)
         return first, max(first, min(end, self.num_prompt_tokens - 1))
 
     @property
     def units(self) -> int:
-        """Service that it has received: a prompt token is one unit, computed or found in the cache, a generated one
-        two."""
+        """Service that the sequence has received. A prompt token, computed or found in the cache, is one unit; a
+        generated token is two units.
+        """
         reached = max(self.num_ever_computed, self.num_computed)
         return min(reached, self.num_prompt_tokens) + 2 * self.num_output_tokens
 
     @property
     def made_progress(self) -> bool:
-        """True if it has got further, since it last began to run, than it had been before."""
+        """True if the sequence has computed more tokens, since it last began to run, than ever before."""
         return self.units > self.units_at_start
 
     def note_load(self, began: float, ended: float) -> None:
@@ -166,8 +171,9 @@ class Sequence(SequenceKv):
             self.load = max(0.0, began - self.arrival), min(ended, self.began_at) - self.arrival
 
     def activate(self, invocation: tuple[int, ...]) -> None:
-        """Let the adapter serve from the last occurrence of `invocation` in the prompt; without one never (as in
-        PEFT)."""
+        """Apply the adapter from the last occurrence of `invocation` in the prompt. Without an occurrence the adapter
+        never applies (as in PEFT).
+        """
         prompt, length = self.request.prompt_token_ids, len(invocation)
         starts = range(self.num_prompt_tokens - length, -1, -1)
         found = (start for start in starts if tuple(prompt[start : start + length]) == invocation)
@@ -182,11 +188,11 @@ class Sequence(SequenceKv):
         return max(0, min(end, self.num_prompt_tokens) - max(start, self.num_ever_computed))
 
     def recomputed(self, start: int, end: int) -> int:
-        """Return how many of the tokens [start, end) had been computed or found before, and were lost since."""
+        """Return the number of the tokens [start, end) that had been computed or found before, and were lost since."""
         return max(0, min(end, self.num_ever_computed) - start)
 
     def cost(self, start: int, end: int) -> int:
-        """Return the units that computing the tokens [start, end) is charged.
+        """Return the units that are charged for computing the tokens [start, end).
 
         A prompt token computed for the first time costs one; reaching the last token, which generates a token, costs
         two.
@@ -195,11 +201,11 @@ class Sequence(SequenceKv):
         return fresh + 2 * (end == len(self.token_ids))
 
     def take_cost(self, start: int, end: int) -> float:
-        """Return `cost`, plus the loads of its adapter with the first tokens that cost anything.
+        """Return `cost`, plus the units of the adapter's loads if `cost` is not 0.
 
         A load is charged together with progress, never alone, because the charge may suspend the tenant. A tenant
-        suspended for a load, before the load brought progress, could lose the adapter, load it again, and so on for
-        ever.
+        suspended for a load, before the load brought progress, could lose the adapter and load it again, without ever
+        making progress.
         """
         cost: float = self.cost(start, end)
         if cost and self.load_units:
@@ -209,12 +215,13 @@ class Sequence(SequenceKv):
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """`length` rows of a sequence from position `start`: one while decoding, up to the token budget in prefill.
+    """`length` rows of a sequence from position `start`: one row while decoding, and up to the token budget in prefill.
 
     The rows are the sequence's own tokens and then its drafts: tokens that are expected to follow and are verified in
     this step. A token is sampled from the last row before the drafts, and from each draft's row.
 
-    It is a Struct because a step makes hundreds, ten times faster than instances of a frozen dataclass.
+    A chunk is a Struct because a step creates hundreds of chunks, and a Struct is created ten times faster than a
+    frozen dataclass.
     """
 
     sequence: Sequence
@@ -226,7 +233,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     @property
     def end(self) -> int:
-        """One past the last row; the context length after the step."""
+        """Position after the last row, which is the context length after the step."""
         return self.start + self.length
 
     @property
@@ -253,7 +260,7 @@ class Step:
 
     @classmethod
     def ordered(cls, chunks: Iterable[Chunk]) -> Step:
-        """Order the chunks by slot; of equal slots, the scheduler's order is kept."""
+        """Order the chunks by slot. Chunks with the same slot keep the scheduler's order."""
         by_slot = sorted(chunks, key=_SLOT)
         num_base = bisect_right(by_slot, BASE_SLOT, key=_SLOT)  # the base's slot is lower than any adapter's
         return cls((*by_slot[num_base:], *by_slot[:num_base]))
@@ -295,17 +302,17 @@ class Step:
 
 @dataclass(slots=True)
 class StepBuilder:
-    """A step that is being planned, and the tokens and rows that are left of its budget."""
+    """A step that is being planned, and the remaining tokens and rows of its budget."""
 
     tokens_left: int
     rows_left: int
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     background: ClassCounter | None = None
-    """The class whose prompts give way in this step."""
+    """The class whose prompts come last in this step."""
     background_left: int = 0
     """Tokens that are left to the prompts of the background."""
     background_is_last: bool = False
-    """True if its prompts come after all others, including those of requests that join in this step."""
+    """True if the background's prompts come after all others, including prompts of requests that join in this step."""
     _kept: tuple[int, int] = (0, 0)
     scored_left: int = MAX_SCORED_ROWS
     joined: list[Sequence] = field(default_factory=list)
@@ -317,7 +324,7 @@ class StepBuilder:
         return len(self.chunks) + self.rows_left
 
     def room_for(self, sequence: Sequence) -> int:
-        """Return how many of its next tokens the step has room for."""
+        """Return the number of the sequence's next tokens for which the step has room."""
         room = min(sequence.num_next, self.tokens_left)
         if sequence.flow.group is self.background:
             room = min(room, self.background_left)
@@ -326,7 +333,9 @@ class StepBuilder:
         return room
 
     def add_row(self, sequence: Sequence, position: int) -> None:
-        """Add the one row of a `sequence` that has only its last token to compute, at `position`; it has the page."""
+        """Add the one row of a `sequence` that has only its last token to compute, at `position`. The sequence already
+        has the page.
+        """
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(position)
         self.chunks[sequence] = Chunk(sequence, position, 1, slot)
         self.tokens_left -= 1
@@ -346,11 +355,11 @@ class StepBuilder:
         self.background_left += tokens
 
     def is_background_full(self, sequence: Sequence) -> bool:
-        """Return whether `sequence` must wait because its class gives way and has used its tokens of this step."""
+        """Return whether `sequence` must wait because its class comes last and has used its tokens of this step."""
         return sequence.flow.group is self.background and not self.background_left
 
     def add(self, sequence: Sequence, length: int) -> None:
-        """Give `sequence` the next `length` of its tokens, within `room_for`; it has the pages."""
+        """Give `sequence` the next `length` of its tokens, within `room_for`. The sequence already has the pages."""
         start = sequence.num_computed
         slot = sequence.slot if sequence.activation is None else sequence.slot_at(start)
         self.chunks[sequence] = Chunk(sequence, start, length, slot)
@@ -363,7 +372,7 @@ class StepBuilder:
             self.scored_left -= last - first
 
     def add_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
-        """Give a decoding `sequence` of the step a row for each of `drafts`; it has the pages."""
+        """Give a decoding `sequence` of the step a row for each of `drafts`. The sequence already has the pages."""
         chunk = self.chunks[sequence]
         length = chunk.length + len(drafts)
         self.chunks[sequence] = Chunk(sequence, chunk.start, length, chunk.slot, drafts)

@@ -1,22 +1,21 @@
 """Speculative decoding: which sequences of a step get drafts, and how long the drafts are.
 
-A draft is planned as further rows of a decoding sequence's chunk. The sampler accepts the leading tokens that the model
-would have chosen itself. `Scheduler.commit` appends the accepted tokens, and the next step overwrites the KV of the
-others.
+A draft is planned as additional rows of a decoding sequence's chunk. The sampler accepts leading drafted tokens for as
+long as they equal the tokens that it chooses itself. `Scheduler.commit` appends the accepted tokens, and the next step
+overwrites the KV of rejected tokens.
 
-**When a draft pays.** A step of n rows takes T(n) seconds, as measured, and yields e tokens, as expected. The i-th
-token of a draft is accepted with probability a**i; a is the share accepted lately. The token is worth its row if it
-raises the tokens per second: a**i / (T(n + 1) - T(n)) > e / T(n). On a device that waits for its memory, a row is
-almost free and drafts are long. If the batch keeps the device busy, a row costs what a token takes, and there are no
-drafts.
+**When a draft pays.** A step of n rows takes T(n) seconds (measured) and yields e tokens (expected). The i-th token of
+a draft is accepted with probability a**i; a is the recently accepted share. The token saves time if its row raises the
+tokens per second: a**i / (T(n + 1) - T(n)) > e / T(n). On a device that waits for its memory, a row is almost free and
+drafts are long. If the batch keeps the device busy, a row takes as long as a token, and there are no drafts.
 
-**What a draft may take.** A draft comes after all running and admitted sequences. It takes tokens of the step's budget
-that no prompt wanted, and pages that are free or hold only cached prefixes. Pages after the accepted tokens are given
-back at the commit, so admission never sees them. A draft preempts no sequence, evicts no adapter that a request waits
-for, and delays no admission.
+**What a draft may take.** A draft comes after all running and admitted sequences. A draft takes tokens of the step's
+budget that no prompt needs, and pages that are free or hold only cached prefixes. Pages after the accepted tokens are
+given back at the commit, so admission never counts them. A draft preempts no sequence, evicts no adapter that a request
+waits for, and delays no admission.
 
-A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both fade while drafts do not
-pay: so a request that begins to copy is noticed.
+A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both return to the first guess
+while drafts save no time, so that a request that begins to repeat text gets drafts again.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from loramux.engine.scheduling.state import SchedulerState, history_key
 FIRST_GUESS = 0.5
 """Acceptance of a revision without history."""
 KEPT_BY_REQUEST, KEPT_BY_REVISION = 0.8, 0.98
-"""Share of the past that is kept with every draft that was verified."""
+"""Share of the past acceptance that is kept after each verified draft."""
 FADED_REQUEST, FADED_REVISION = 0.98, 0.9998
-"""Share of the past that is kept with every row whose draft would not have paid."""
+"""Share of the past acceptance that is kept after each row for which a draft would not have saved time."""
 MAX_REVISIONS = 4096
-"""Revisions remembered; the one whose last draft is oldest is forgotten first."""
+"""Maximum number of remembered revisions. The revision whose last draft is oldest is forgotten first."""
 
 
 class Speculation:
@@ -48,7 +47,7 @@ class Speculation:
         """Acceptance by tenant and revision, of the remembered ones."""
 
     def add_drafts(self, builder: StepBuilder) -> None:
-        """Add the drafts that pay to the decoding sequences of a step, as far as tokens and pages are left."""
+        """Add drafts that save time to the decoding sequences of a step, while tokens and pages are left."""
         if not (self._most and builder.tokens_left and self.times.is_known):
             return
         decoding = [chunk.sequence for chunk in builder.chunks.values() if chunk.length == 1 and chunk.num_sampled]
@@ -85,7 +84,7 @@ class Speculation:
         return self._drafter(sequence).lookup.draft(sequence.token_ids, count)
 
     def note_verified(self, chunk: Chunk) -> int:
-        """Learn from a chunk whose tokens are appended; return the number of its drafts that were accepted."""
+        """Learn from a chunk whose tokens are appended; return the number of accepted drafts."""
         sequence, drafted = chunk.sequence, len(chunk.drafts)
         accepted = max(0, len(sequence.token_ids) - 1 - (chunk.end - drafted))
         revision = self._revision(sequence)

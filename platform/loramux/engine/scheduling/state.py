@@ -6,9 +6,9 @@
 `Scheduler`, `Admission`, `CapacityPolicy` and `Deadlines` share this one object and keep no other state except memos. A
 transition keeps the queue, the counters of fairness, the pages, the adapters' pins and the claims consistent.
 
-**Claims.** An adapter is loaded for one waiting sequence, its claimant; `claims` maps the revision to it. The revision
-stays pinned until a sequence joins under it. If the claimant ends first, another waiting sequence of the revision
-inherits the claim; if there is none, the claim is released.
+**Claims.** An adapter is loaded for one waiting sequence, its claimant; `claims` maps the revision to its claimant. The
+revision stays pinned until a sequence joins under it. If the claimant ends first, another waiting sequence of the
+revision inherits the claim; if no other sequence waits, the claim is released.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import BASE_SLOT, RequestGroup, Sequence
 
 MAX_ENDED_GROUPS = 1024
-"""Ended request groups to remember: a choice may come after the others of its request have ended."""
+"""Maximum number of ended request groups to remember, because a choice may arrive after the other choices of its
+request have ended.
+"""
 
 
 class SchedulerState:
@@ -89,7 +91,9 @@ class SchedulerState:
         self.queue.push(sequence)
 
     def join(self, sequence: Sequence) -> None:
-        """Admit a waiting `sequence` after the KV that was looked up or saved for it; its adapter must be READY."""
+        """Admit a waiting `sequence` after its KV was looked up in the cache or saved. The sequence's adapter must be
+        READY.
+        """
         self.queue.remove(sequence)
         # Pinned before the claim is released: the revision must not become evictable in between.
         sequence.slot = BASE_SLOT if sequence.digest is None else self.residency.pin(sequence.digest)
@@ -110,7 +114,9 @@ class SchedulerState:
         self.queue.project(flow, sequence.expected_service - sequence.units)
 
     def extend(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Take pages for the first `num_tokens` tokens, evicting what is idle; return False if that is not enough."""
+        """Take pages for the first `num_tokens` tokens, and evict idle contents if necessary. Return False if there are
+        not enough pages.
+        """
         missing = self.budget.pages_for(num_tokens) - len(sequence.pages)
         if missing > 0:
             if (pages := self.memory.take_kv(missing)) is None:
@@ -149,7 +155,8 @@ class SchedulerState:
             self._close_member(sequence.group, sequence)
         if sequence.digest is not None:
             self.memory.release(sequence.digest)
-        # A load is charged with progress. Without progress it is charged here, or it would be free.
+        # A load is normally charged together with progress. If there was no progress, the load is charged here;
+        # otherwise it would be free.
         if sequence.load_units:
             self.queue.charge(sequence.flow, sequence.load_units)
         del self.sequences[sequence.id]
@@ -230,8 +237,9 @@ class SchedulerState:
         sequence.expected_service = sequence.num_prompt_tokens + 2 * outputs
 
     def record_length(self, sequence: Sequence) -> None:
-        """Note the length of an answer that was not cancelled; the next answers of its revision are expected to be like
-        it."""
+        """Note the length of an answer that was not cancelled; the next answers of its revision are expected to have
+        the same length.
+        """
         self.output_lengths.record(history_key(sequence), sequence.num_output_tokens)
 
     # groups
@@ -263,7 +271,7 @@ class SchedulerState:
 
 
 def quota_of(tenant: str) -> tuple[str, str]:
-    """Return the event that part of the tenant's quota has come free."""
+    """Return the event that a part of the tenant's quota has become free."""
     return "quota", tenant
 
 

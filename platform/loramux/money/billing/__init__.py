@@ -1,1 +1,1 @@
-"""Money: plans and prices, periods and invoices, costs and margins, and the proof that engines and ledger agree."""
+"""Money: plans and prices, periods and invoices, costs and margins, and the check that engines and ledger agree."""

@@ -1,6 +1,8 @@
-"""Price plans and subscriptions: read from an operator's TOML file, stored, and turned into the tariff of budgets.
+"""Price plans and subscriptions: they are read from an operator's TOML file, stored, and converted to the tariff of
+budgets.
 
-The whole file is checked before any part of it is stored. Prices are only ever added, and never to a closed period.
+The whole file is checked before any part of it is stored. Prices are only added, never changed, and never added to a
+closed period.
 """
 
 from __future__ import annotations
@@ -35,14 +37,14 @@ Count = Annotated[int, Meta(ge=1, le=2**62)]
 
 
 class StepSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One step of a price: from `above` units in a period on, `per` units cost `price`."""
+    """One step of a price: after the first `above` units of a period, `per` units cost `price`."""
 
     above: Annotated[int, Meta(ge=0, le=2**62)]
     price: str
 
 
 class PriceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A price: one number, or steps of volume. The first `free` units of a period cost nothing."""
+    """A price: a single number, or steps of volume. The first `free` units of a period cost nothing."""
 
     meter: str
     base_model: str = ANY
@@ -71,7 +73,7 @@ class PriceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         self.graduated(where)
 
     def graduated(self, where: str) -> tuple[PriceStep, ...]:
-        """Return the steps, with a free quota as the first of them. Raises InvalidPlan."""
+        """Return the steps, with a free quota as the first step. Raises InvalidPlan."""
         given = self.steps or (StepSpec(0, self.price or "0"),)
         try:
             priced = [PriceStep(self.free + step.above, nanos_of(step.price, f"{where}.price")) for step in given]
@@ -86,7 +88,7 @@ class PlanSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     name: str
     currency: str
     minimum: str = "0"
-    """Least amount that a month costs."""
+    """Minimum amount of a month."""
     prices: tuple[PriceSpec, ...] = ()
 
     def check(self) -> None:
@@ -141,8 +143,9 @@ def day_of(microseconds: int) -> str:
 
 
 LONGEST_REQUEST = DAY
-"""Longest time that a request runs, in microseconds: its settlement finds the prices of its opening, or those of the
-next day."""
+"""Maximum time of a request in microseconds. So a settlement uses the prices of the day of the request's opening, or of
+the next day.
+"""
 
 
 class PricePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +159,7 @@ class PricePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Subscriptions(msgspec.Struct, frozen=True):
-    """Plans that one tenant had, each with the moment at which it began, oldest first."""
+    """All plans of one tenant, each with the time of its beginning, oldest first."""
 
     plans: tuple[tuple[int, PricePlan], ...]
 
@@ -181,7 +184,7 @@ class Catalog:
     """The operator's plans and the tenants' subscriptions; every change is audited."""
 
     def __init__(self, database: Database, changes: Changes | None = None) -> None:
-        """`changes`: the author of the changes; None: the user that runs this process."""
+        """`changes` has the author of the changes; None: the user that runs this process."""
         self._database = database
         self._changes = changes or Changes.local(database)
 
@@ -202,11 +205,11 @@ class Catalog:
             return sum([await self._apply(change, spec, opened) for spec in specs])
 
     async def subscribe(self, tenant_name: str, plan_name: str, month: Month, *, replace: bool = False) -> None:
-        """Assign a plan to a tenant from the first day of a month on, until another is assigned.
+        """Assign a plan to a tenant from the first day of a month on, until another plan is assigned.
 
-        With `replace` the plan replaces one that was assigned from the same month on; the month's usage is then charged
-        at the new plan's prices. Raises InvalidPlan for a closed month, an unknown tenant or plan, a currency that is
-        not that of the tenant's other plans, or a plan that is assigned already and not replaced.
+        With `replace`, the plan replaces a plan that was assigned from the same month on; the month's usage is then
+        charged at the new plan's prices. Raises InvalidPlan for a closed month, an unknown tenant or plan, a currency
+        that differs from that of the tenant's other plans, or a plan that is already assigned and not replaced.
         """
         async with self._changes.begin() as change:
             session = change.session
@@ -327,9 +330,10 @@ class Catalog:
 
 
 class PlanTariff:
-    """The prices of some tenants' plans at one moment, each meter at its dearest step and without free quotas.
+    """The prices of some tenants' plans at one moment. Each meter has the price of its highest step, without free
+    quotas.
 
-    So a budget never counts less than the invoice, whichever quotas and steps the whole period reaches.
+    So a budget never counts less than the invoice, independently of the quotas and steps that the whole period reaches.
     """
 
     def __init__(self, plans: Mapping[TenantId, Subscriptions], at: int) -> None:
@@ -343,7 +347,9 @@ class PlanTariff:
         return None if plan is None else plan.currency.code
 
     def most_it_can_cost(self, request: OpenedRequest) -> int:
-        """Bound a request's cost: the whole prompt at the dearer of cached and uncached, now or at its settlement."""
+        """Bound a request's cost: the whole prompt at the higher of the prices for cached and uncached tokens, now or
+        at the settlement.
+        """
         loads = 0 if request.adapter_digest is None else MAX_BILLED_LOADS
 
         def dearest(meter: str, quantity: int) -> int:
@@ -356,7 +362,9 @@ class PlanTariff:
         return prompt + rounding + dearest("output", request.max_tokens) + dearest("adapter_load", loads)
 
     def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
-        """Return the cost, meter by meter, each rounded up to a nano-unit, at the prices of `at`; None: of now."""
+        """Return the sum of the costs of all meters, each rounded up to a nano-unit, at the prices of the time `at`;
+        None: now.
+        """
         meters = {
             "input_uncached": used.tokens.prompt - used.tokens.cached,
             "input_cached": used.tokens.cached,
@@ -375,7 +383,7 @@ class PlanTariff:
 
 
 class PlanPrices:
-    """Reads `PlanTariff`s. A tenant without a plan pays nothing: it gets no budget (`Limits.put_budget`)."""
+    """Reads `PlanTariff`s. A tenant without a plan pays nothing, so it cannot have a budget (`Limits.put_budget`)."""
 
     def __init__(self, database: Database) -> None:
         self._now = database.now
@@ -423,7 +431,7 @@ async def named_tenant(session: AsyncSession, name: str, error: type[BillingErro
 
 
 def _assigned(known: Subscriptions, month: Month) -> AssignedPlan | None:
-    """Return the plan that the tenant has in that month so far."""
+    """Return the plan that is currently assigned to the tenant for that month."""
     held = [(since, plan) for since, plan in known.plans if since <= month.starts_at]
     return AssignedPlan(held[-1][1].name, str(Month.at(held[-1][0]))) if held else None
 

@@ -1,7 +1,7 @@
-"""Bills divided: costs by day and group for OpenAI's costs endpoint, and margins for the operator.
+"""Divided bills: costs by day and group for OpenAI's costs endpoint, and margins for the operator.
 
 A margin compares a model's revenue with its share of the GPUs' cost. Shares are counted in the scheduler's service
-units: a computed prompt token is one, a generated one two. A share counts waived work, revenue does not.
+units: a computed prompt token is one unit, a generated token two units. A share includes waived work; revenue does not.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Amount(msgspec.Struct, frozen=True):
 
 
 class CostResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One sum. Columns that it is not grouped by are null."""
+    """One sum of costs. Columns that are not among the groups are null."""
 
     object: str = "organization.costs.result"
     amount: Amount
@@ -74,7 +74,7 @@ CostPage = Page[CostResult]
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """One part of one line, on one day, with its groups."""
+    """A part of an invoice line: its costs on one day, with their groups."""
 
     day: int
     line_item: str
@@ -85,8 +85,9 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def costs_of(bills: Iterable[Bill], group_by: Sequence[str]) -> list[Cost]:
-    """List every part of these bills, which were divided by `group_by`; a minimum is a cost of its period's last
-    day."""
+    """List every part of these bills, which were divided by `group_by`; a plan's minimum is a cost of the period's last
+    day.
+    """
     costs = []
     for bill in bills:
         for line, part in bill.charges():
@@ -129,7 +130,7 @@ def _result(query: CostsQuery, key: tuple[str | None, ...], costs: list[Cost]) -
 
 
 class Margin(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant's model in one period, in one currency."""
+    """The margin of one tenant's model in one period, in one currency."""
 
     tenant_name: str
     model: str
@@ -142,7 +143,7 @@ class Margin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Revenue(msgspec.Struct, frozen=True, kw_only=True):
-    """One tenant's period: its bill and its quantities, both divided by model alone."""
+    """One tenant's period: its bill and its quantities, both divided only by model."""
 
     tenant_name: str
     bill: Bill
@@ -150,11 +151,11 @@ class Revenue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def margins(revenues: Sequence[Revenue], gpu_cost: int | Mapping[str, int]) -> list[Margin]:
-    """Return every model's margin, each in its tenant's currency; nothing is converted or added across currencies.
+    """Return every model's margin in its tenant's currency. Amounts are not converted or added across currencies.
 
     `gpu_cost` is the cost of all GPUs in the period, in nano-units: in every currency of the plans, or one number if
-    there is one currency. It is divided exactly over everything that ran: idle time is shared by what ran. Rows of
-    tenants without a plan are in the first currency. Raises MissingCurrency.
+    there is only one currency. The cost is divided exactly over all computed tokens, so they also share the cost of
+    idle time. Rows of tenants without a plan are in the first currency. Raises MissingCurrency.
     """
     units, prices = _units(revenues), _prices(revenues)
     currencies = {one.tenant_name: one.bill.currency.code for one in revenues}

@@ -18,7 +18,7 @@ from http import HTTPStatus
 from loramux.common.errors import LoramuxError
 
 SHOWN = 20
-"""Most problems that a message lists."""
+"""Maximum number of problems that a message lists."""
 
 
 class BillingError(LoramuxError):
@@ -26,7 +26,7 @@ class BillingError(LoramuxError):
 
 
 class InvalidPlan(BillingError):
-    """The plan is inconsistent, or would change a price: prices are only ever added."""
+    """The plan is inconsistent, or would change a price. Prices can only be added."""
 
 
 class PeriodNotOpen(BillingError):
@@ -49,15 +49,15 @@ class UnknownEntry(BillingError):
 
 
 class InvalidCorrection(BillingError):
-    """The correction is not possible; the message names the quantity and the rest of it."""
+    """The correction is not possible; the message names the quantity and its remaining amount."""
 
 
 class MissingCurrency(BillingError):
-    """Amounts in different currencies are never added or subtracted; the message names the missing ones."""
+    """Amounts in different currencies are never added or subtracted; the message names the missing currencies."""
 
 
 class LedgerAltered(BillingError):
-    """The ledger was changed. The message lists everything that does not agree; `problems` has each problem."""
+    """The ledger was changed. The message lists all differences; `problems` has each of them."""
 
     code = "ledger_altered"
     status = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -70,7 +70,7 @@ class LedgerAltered(BillingError):
 
 
 class ReconciliationRuns(BillingError):
-    """This server is verifying the ledger already."""
+    """This server is already verifying the ledger."""
 
     code = "reconciliation_under_way"
     status = HTTPStatus.CONFLICT

@@ -1,4 +1,4 @@
-"""Invoices: a tenant's period, line by line, each rounded once; the stored document is the invoice."""
+"""Invoices of a tenant's period. Each line is rounded once. The stored document is the invoice."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ TAX_SCALE = 10_000
 """Parts of a percent: the precision of a tax rate."""
 
 NO_CURRENCY = Currency("XXX", 0)
-"""ISO 4217's code for no currency. Tenants without a plan have it, and pay nothing."""
+"""ISO 4217's code for no currency. Tenants without a plan have this currency, and pay nothing."""
 
 
 class InvoiceStep(msgspec.Struct, frozen=True):
-    """One step of a price: from `above` units on, `per` units cost `price`."""
+    """One step of a price: after the first `above` units, `per` units cost `price`."""
 
     above: int
     price: Decimal
@@ -68,14 +68,14 @@ class InvoiceLine(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     tier: str
     price_id: str | None
-    """None: nothing is charged for it."""
+    """Id of the price; None: the line is free of charge."""
     per: int
     steps: tuple[InvoiceStep, ...]
     quantity: int
     unit: str = ""
     amount: Decimal
     display_quantity: str = ""
-    """The quantity as people read it: byte-seconds as GiB-hours, rounded, with thousands separators."""
+    """The quantity in a form for people: byte-seconds are shown as GiB-hours, rounded, with thousands separators."""
 
 
 class InvoiceParty(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,13 +102,13 @@ class Tax(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything on an invoice that does not follow from the ledger. It is frozen with the invoice."""
+    """All data of an invoice that do not follow from the ledger. These terms are frozen together with the invoice."""
 
     seller: InvoiceParty | None = None
     buyer: InvoiceParty | None = None
     tax: Tax | None = None
     issued_at: int | None = None
-    """Unix seconds; None for a draft."""
+    """Time of the invoice in Unix seconds; None for a draft."""
     due_at: int | None = None
     note: str = ""
 
@@ -149,7 +149,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     waived: dict[str, int]
     tax: Tax | None = None
     issuer: str = ""
-    """The seller's name, of a closed period as it was frozen; empty for a bill without terms."""
+    """The seller's name. For a closed period it is the frozen name; it is empty for a bill without terms."""
 
     @property
     def usage_total(self) -> int:
@@ -158,7 +158,7 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shortfall(self) -> int:
-        """The difference to the plan's minimum, in minor units; it shrinks with every entry of an open period."""
+        """The difference to the plan's minimum, in minor units; in an open period every entry reduces it."""
         plan = self.subscriptions.plan_at(self.period.month.ends_at - 1)
         return 0 if plan is None else max(0, plan.minimum - self.usage_total)
 
@@ -284,7 +284,7 @@ def invoice_lines(of: Bill) -> list[InvoiceLine]:
 
 
 def display_quantity(meter: str, quantity: int) -> str:
-    """Format a quantity with the unit that people read: tokens, loads or GiB-hours."""
+    """Format a quantity with a unit for people: tokens, loads or GiB-hours."""
     if UNITS.get(meter) == "byte-seconds":
         hours = (Decimal(quantity) / GIB_HOUR).quantize(SIX_DIGITS)
         return f"{hours.normalize():,f} GiB-hours"

@@ -44,7 +44,7 @@ class Month(msgspec.Struct, frozen=True, order=True):
 
     @property
     def starts_at(self) -> int:
-        """Its first microsecond."""
+        """First microsecond of the period."""
         return int(datetime(self.year, self.month, 1, tzinfo=UTC).timestamp()) * SECOND
 
     @property
@@ -76,9 +76,9 @@ def closed_period(row: PeriodRow) -> Period:
 
 
 def check_closable(month: Month, latest: Month | None, now: int, *, preview: bool = False) -> None:
-    """Raise PeriodNotOpen unless `month` is over and follows the one that was closed last. `now` in microseconds.
+    """Raise PeriodNotOpen unless `month` is over and follows the month that was closed last. `now` is in microseconds.
 
-    For a preview it must only have begun.
+    For a preview it is enough that the month has begun.
     """
     if latest is not None and month <= latest:
         raise PeriodNotOpen(f"{month} is closed already; corrections go to the open period", "period")

@@ -1,19 +1,20 @@
-"""The proof of the ledger: its checkpoints outside the database, its reconciliation, and its state for operators.
+"""The verification of the ledger: its checkpoints outside the database, its reconciliation, and its state for
+operators.
 
 A reconciliation compares the engines' counts with the ledger, separately for each set of weights, over settled
 requests. It compares prompt tokens, prompt tokens found in a cache, and output tokens, billed and waived together. The
-settlement's transaction also writes the engine's count, so both survive a crash or neither does. The two numbers have
-different sources: the steps that ran, and the texts and events that the serving layer saw. Requests that were
-interrupted, or whose engine died, are in neither count: their use is unknown, and it is not charged.
+settlement's transaction also writes the engine's count, so a crash loses both numbers or neither. The two numbers have
+different sources: the steps that ran, and the texts and events that the serving layer received. Requests that were
+interrupted, or whose engine died, are in neither count: their use is unknown and is not charged.
 
-A hash chain proves that entries follow from each other. It does not prove that they are the original ones: with write
-access to the database, an old entry can be changed and every later hash computed again. So three more conditions are
-checked. Every closed period must still end with the hash that it was closed with. Every frozen invoice must still have
-its digest, and follow from the ledger and the prices. Every checkpoint must agree.
+A hash chain proves that entries follow from each other. The chain does not prove that they are the original entries:
+with write access to the database, an old entry can be changed and every later hash can be computed again. So three more
+conditions are checked. The last hash of every closed period must be unchanged. Every frozen invoice must still have its
+digest, and follow from the ledger and the prices. Every checkpoint must agree.
 
 A checkpoint is the number and the hash of the last entry at some moment, signed with a key that the database does not
-hold. It goes to the object storage, under a name that contains all of it, and to the operator's webhooks. A checkpoint
-is never overwritten, so a rewritten ledger contradicts every checkpoint of a later entry.
+hold. A checkpoint is stored in the object storage, under a name that contains all its data, and sent to the operator's
+webhooks. A checkpoint is never overwritten, so a rewritten ledger contradicts every checkpoint of a later entry.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """The object's name: a listing of the folder is enough to read every checkpoint."""
+        """The object's name: so a listing of the folder is enough to read every checkpoint."""
         return f"{self.sequence:020}.{self.hash}.{self.created_at:020}.{self.signature}"
 
 
@@ -80,18 +81,19 @@ class Checkpoints:
     def __init__(
         self, database: Database, objects: Objects, pepper: bytes, listeners: Sequence[CheckpointListener] = ()
     ) -> None:
-        """`pepper`: the server's secret, from which the signing key is derived."""
+        """`pepper` is the server's secret, from which the signing key is derived."""
         self._database = database
         self._objects = objects
         self._key = hmac.digest(pepper, b"ledger checkpoints", "sha256")
         self._listeners = listeners
 
     async def write(self) -> Checkpoint | None:
-        """Store a checkpoint of the present head; None if the newest one is of the same entry, or on a failure.
+        """Store a checkpoint of the current head and return it. Return None if the newest checkpoint is of the same
+        entry, or after a failure.
 
-        If the storage does not answer, this is logged, and the next checkpoint covers this one. If the ledger
-        contradicts the newest checkpoint, no new one is stored, because a checkpoint must not hide a change. This is
-        logged as an error, and `reconcile` reports it.
+        If the storage does not answer, the failure is logged, and the next checkpoint covers the same entries. If the
+        ledger contradicts the newest checkpoint, no new checkpoint is stored, because it must not hide a change. This
+        is logged as an error, and `reconcile` reports it.
         """
         try:
             return await self._write()
@@ -118,12 +120,13 @@ class Checkpoints:
         return checkpoint
 
     async def all(self) -> list[Checkpoint]:
-        """List every checkpoint, oldest first; those whose signature is wrong are left out."""
+        """List every checkpoint, oldest first; checkpoints with a wrong signature are left out."""
         return [one for one in await self._listed() if self._is_signed(one)]
 
     async def contradictions(self) -> tuple[int, list[str]]:
-        """Compare all checkpoints with the ledger; return the number of signed ones, and one sentence for each
-        conflict."""
+        """Compare all checkpoints with the ledger; return the number of checkpoints with a valid signature, and one
+        sentence for each conflict.
+        """
         known, problems = await self._listed(), []
         async with self._database.read() as session:
             hashes = await PeriodRepository(session).hashes_at([one.sequence for one in known])
@@ -155,11 +158,11 @@ class Checkpoints:
 
 
 class LedgerComparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Both counts for one set of weights."""
+    """The engines' and the ledger's counts for one set of weights."""
 
     base_model: str
     adapter_digest: str
-    """Empty for the base model itself."""
+    """Digest of the adapter; empty for the base model itself."""
     engine: TokenCounts
     ledger: TokenCounts
     drift: int
@@ -170,11 +173,13 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of verified items, and both token counts."""
 
     entries: int
-    """Length of the chain; every link of it was computed again."""
+    """Number of entries in the chain, whose hashes were all computed again."""
     periods: int
     invoices: int
     checkpoints: int
-    """Checkpoints outside the database. If it is 0, none was written yet, and a rewritten open month is not noticed."""
+    """Checkpoints outside the database. Number of checkpoints outside the database. If it is 0, a rewritten open month
+    cannot be detected.
+    """
     drift_tokens: int
     weights: tuple[LedgerComparison, ...]
 
@@ -182,7 +187,7 @@ class Reconciliation(msgspec.Struct, frozen=True, kw_only=True):
 async def reconcile(database: Database, checkpoints: Checkpoints | None = None) -> Reconciliation:
     """Verify the chain, daily sums, closed periods, invoices and checkpoints, and compare both counts in one snapshot.
 
-    Raises ChainBroken, or LedgerAltered with everything that does not agree.
+    Raises ChainBroken, or LedgerAltered with all differences.
     """
     async with database.read() as session:
         head = await LedgerRepository(session).verify()
@@ -219,7 +224,9 @@ async def reconcile(database: Database, checkpoints: Checkpoints | None = None) 
 
 
 async def _period_problems(session: AsyncSession, periods: Sequence[PeriodRow]) -> list[str]:
-    """Check that periods follow each other without a gap, and end with the hashes that they were closed with."""
+    """Check that periods follow each other without a gap, and that their last hashes are unchanged since they were
+    closed.
+    """
     problems, after = [], 0
     for row in periods:
         if row.first_sequence != after + 1:

@@ -49,11 +49,12 @@ from loramux.money.usage.errors import InvalidQuery
 MAX_TEXT = 200
 MAX_LINES = 8
 MAX_ROWS = 50_000
-"""Most groups, counted by day, in one answer about costs: more would delay other callers."""
+"""Maximum number of groups, counted per day, in one answer about costs, because more groups would delay other callers.
+"""
 
 CORRECTABLE = tuple(name for name in QUANTITIES if name != "requests")
 PARTS = (("cached_tokens", "input_tokens"), ("waived_cached_tokens", "waived_input_tokens"))
-"""Pairs of quantities: the first is a part of the second."""
+"""Pairs of quantities, of which the first is a part of the second."""
 
 
 class _DryRun(Exception):
@@ -74,7 +75,7 @@ class BillingService:
     """Bills, periods, invoices and corrections; every change is audited."""
 
     def __init__(self, database: Database, settings: BillingSettings | None = None) -> None:
-        """`settings`: the seller and the tax of new invoices."""
+        """`settings` has the seller and the tax of new invoices."""
         self._database = database
         self._settings = settings or BillingSettings()
         self._changes = Changes.local(database)
@@ -85,7 +86,7 @@ class BillingService:
             return await _periods(session, self._database.now())
 
     async def snapshot(self) -> list[Period]:
-        """List every period with a last entry: the open one ends at the ledger's present end."""
+        """List every period with a last entry: the open period ends at the current end of the ledger."""
         async with self._database.read() as session:
             head = await LedgerRepository(session).head()
             return [
@@ -109,10 +110,11 @@ class BillingService:
     async def close(self, month: Month, *, dry_run: bool = False) -> list[Invoice]:
         """Freeze a month: its range of entries, their digest, and the invoice of every tenant with a plan.
 
-        `dry_run` returns the invoices and freezes nothing. If the month still runs, the invoices are as of now.
+        `dry_run` returns the invoices and freezes nothing. If the month is not over, the invoices show its current
+        state.
 
         The range begins after the previous period's last entry and ends with the last entry that was written before the
-        month's end. Later entries belong to the next period, even if their usage is older. Raises PeriodNotOpen.
+        month's end. Later entries belong to the next period, even if the usage is older. Raises PeriodNotOpen.
         """
         made: list[Invoice] = []
         with suppress(_DryRun):
@@ -150,16 +152,16 @@ class BillingService:
             return made
 
     async def invoice(self, tenant_name: str, month: Month) -> Invoice:
-        """Return a tenant's invoice: the frozen one of a closed month, a draft of the open one.
+        """Return a tenant's invoice: the frozen invoice of a closed month, or a draft for the open month.
 
-        Raises BillingError if there is no such tenant, and PeriodNotOpen for a later month.
+        Raises BillingError if the tenant does not exist, and PeriodNotOpen for a later month.
         """
         async with self._database.read() as session:
             tenant = await named_tenant(session, tenant_name)
             return await self._invoice(session, tenant.id, tenant.name, month)
 
     async def own_invoice(self, principal: Principal, month: str) -> Invoice:
-        """Return the caller's invoice of a month such as 2026-11, as `invoice` does. Raises InvoiceNotFound."""
+        """Return the caller's invoice of a month such as 2026-11, like `invoice`. Raises InvoiceNotFound."""
         try:
             async with self._database.read() as session:
                 tenant, name = principal.tenant, principal.tenant_name
@@ -194,14 +196,14 @@ class BillingService:
         def compute() -> CostPage:
             bills = [bill(period, subscriptions, quantities) for period, quantities in found]
             costs = costs_of(bills, divided_by)
-            # a minimum has neither model nor project: it is the whole tenant's
+            # a minimum has neither model nor project, because it belongs to the whole tenant
             if project is not None:
                 costs = [cost for cost in costs if cost.keys.get("project_id") == project]
             if allowed is not None:
                 costs = [cost for cost in costs if (cost.keys.get("model") or "").partition("@")[0] in allowed]
             return cost_page(query, costs, now)
 
-        # in a thread: dividing amounts exactly over many groups takes a while
+        # in a thread, because dividing amounts exactly over many groups takes long
         return await run_blocking(principal.tenant, compute)
 
     async def margins(self, month: Month, gpu_cost: int | Mapping[str, int]) -> list[Margin]:
@@ -223,9 +225,9 @@ class BillingService:
     ) -> Correction:
         """Correct an entry by `changes` (signed quantities): a new entry in the open period names the corrected one.
 
-        The same correction with the same reason again changes nothing. `dry_run` writes nothing. Raises UnknownEntry.
-        Raises InvalidCorrection for an unknown quantity, a total below zero, more cached than prompt tokens, or the
-        correction of a correction.
+        A repetition of the same correction with the same reason has no effect. `dry_run` writes no entry. Raises
+        UnknownEntry. Raises InvalidCorrection for an unknown quantity, a total below zero, more cached than prompt
+        tokens, or the correction of a correction.
         """
         unknown = sorted(set(changes) - set(CORRECTABLE))
         if unknown or not any(changes.values()):
@@ -300,7 +302,7 @@ class BillingService:
         return invoice(await _bill(session, tenant, period, terms=terms), tenant, name, terms)
 
     async def _freeze(self, session: AsyncSession, period: Period, tenant: TenantRow, now: int) -> Invoice | None:
-        """Freeze a tenant's invoice; a tenant without a plan has none."""
+        """Freeze a tenant's invoice. A tenant without a plan has no invoice."""
         terms = await self._terms(session, tenant.id, period, tenant.name)
         issued = now // SECOND
         days = self._settings.payment_days
@@ -352,7 +354,9 @@ async def _may_have_costs(session: AsyncSession, period: Period, days: range) ->
 async def _top_models(
     session: AsyncSession, principal: Principal, query: CostsQuery, now: int
 ) -> tuple[str, ...] | None:
-    """Return the models that keep their names. A key with a list of models sees only those, so it gets all names."""
+    """Return the models that keep their names. A key with a list of models sees only its models, so their names are all
+    kept.
+    """
     if query.top_models is None or principal.models is not None:
         return None
     start, end = query.whole(now)
@@ -385,7 +389,7 @@ async def _periods(session: AsyncSession, now: int) -> list[Period]:
 
 
 async def _open_period(session: AsyncSession, now: int) -> Period:
-    """Return the month after the last closed one; before any is closed, this month with all entries."""
+    """Return the month after the last closed month. If no month was closed, return this month with all entries."""
     latest = await PeriodRepository(session).latest()
     if latest is None:
         return Period(month=Month.at(now), span=Span(1, None), digest=None)

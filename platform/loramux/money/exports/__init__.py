@@ -1,1 +1,1 @@
-"""Exports of the ledger and its costs, in the formats that finance and metering systems take."""
+"""Exports of the ledger and its costs, in the formats of finance and metering systems."""

@@ -1,9 +1,9 @@
 """Delivers the ledger to sinks and budget alerts to webhooks: each event at least once, under an id that never changes.
 
-One server at a time sends the ledger to a sink, in order, in batches. A batch stays the same until the sink has taken
-it. A sink that gets an event twice recognises it by its id, but only for a limited time (`Sink.window`). If it is
-unknown for longer than that whether a batch arrived, the batch is parked. An operator then decides, because sending it
-again could bill it twice.
+One server at a time sends the ledger to a sink, in order, in batches. A batch does not change until the sink has
+accepted it. A sink recognises a repeated event by its id, but only for a limited time (`Sink.window`). If it is unknown
+for longer than this time whether a batch arrived, the batch is parked. An operator then decides, because another
+attempt could bill the batch twice.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ BUDGET_ALERT = "budget.threshold_reached"
 
 
 class MeterEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """A quantity of one meter; one ledger entry has one event for every meter that it bills."""
+    """An event: a quantity of one meter. A ledger entry has one event for every meter that it bills."""
 
     id: str
-    """Id derived from the entry: the same on every server and in every attempt."""
+    """Id of the event, derived from the entry. It is the same on every server and in every attempt."""
     sequence: int
     tenant_id: str
     tenant_name: str
@@ -84,8 +84,9 @@ def meter_events(entries: Sequence[LedgerEntry], tenants: Mapping[TenantId, str]
 
 
 def _tags(entry: LedgerEntry) -> dict[str, str]:
-    """Decode an entry's tags. Damaged tags count as none: they must not keep this entry and all later ones from the
-    sink."""
+    """Decode an entry's tags. Damaged tags count as no tags, because they must not block the delivery of this and all
+    later entries.
+    """
     try:
         return msgspec.json.decode(entry.tags, type=dict[str, str]) if entry.tags else {}
     except msgspec.MsgspecError:
@@ -94,11 +95,11 @@ def _tags(entry: LedgerEntry) -> dict[str, str]:
 
 
 class NotDelivered(Exception):
-    """The sink certainly has not taken the batch: it may be sent again at any time."""
+    """The sink certainly has not accepted the batch, which may be sent again at any time."""
 
 
 class DeliveryUnknown(Exception):
-    """The sink may have taken the batch or a part of it: another attempt is safe within its window only."""
+    """The sink may have accepted the batch or a part of it. Another attempt is safe only within the sink's window."""
 
 
 class RejectedEvent(msgspec.Struct, frozen=True):
@@ -115,10 +116,12 @@ class Sink(Protocol):
     window: int
     """Microseconds during which the sink recognises a repeated event."""
     max_entries: int
-    """Most ledger entries in a batch."""
+    """Maximum number of ledger entries in a batch."""
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:
-        """Deliver the events; return those that it will never take. Raises NotDelivered or DeliveryUnknown."""
+        """Deliver the events; return the events that the sink will never accept. Raises NotDelivered or
+        DeliveryUnknown.
+        """
         ...
 
 
@@ -129,7 +132,7 @@ class SinkDelivery:
         self._database = database
         self._holder = new_id("delivery")
         self.counters: Counter[tuple[str, str]] = Counter()
-        """Counts by sink: ledger entries that were `delivered`, events that were `parked`, attempts that `failed`."""
+        """Counts by sink: `delivered` ledger entries, `parked` events, and `failed` attempts."""
 
     async def run(self, sink: Sink) -> int:
         """Deliver until the sink has everything, fails, or is leased by another server; return the number of
@@ -193,7 +196,7 @@ class SinkDelivery:
 
 
 async def _entries(ledger: LedgerRepository, state: SinkState, sink: Sink) -> list[LedgerEntry]:
-    """Return the unfinished batch, or the next one if there is none."""
+    """Return the unfinished batch; if all batches are finished, return the next batch."""
     return await ledger.after(state.cursor, sink.max_entries, state.trying_until)
 
 
@@ -229,7 +232,7 @@ class AlertDelivery:
         self._webhooks = webhooks
 
     async def run(self) -> int:
-        """Deliver alerts, oldest first, until a webhook fails to take one; return the number delivered."""
+        """Deliver alerts, oldest first, until a webhook fails to accept one; return the number of delivered alerts."""
         delivered = 0
         while alerts := await self._page():
             for alert in alerts:

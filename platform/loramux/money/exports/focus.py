@@ -1,4 +1,4 @@
-"""FOCUS 1.2, the FinOps Foundation's Cost and Usage Specification: a tenant's bill as its rows.
+"""FOCUS 1.2, the FinOps Foundation's Cost and Usage Specification: a tenant's bill as rows of this specification.
 
 A row is one part of an invoice line: one day, adapter, project, key and set of tags. BilledCost adds up, over an
 invoice's rows, to the invoice. https://focus.finops.org/focus-specification/v1-2/; its machine-readable rules are the
@@ -54,8 +54,8 @@ FOCUS_COLUMNS = tuple(
     Column(name, "decimal" if name in DECIMALS else "time" if name in TIMES else "text") for name in NAMES
 )
 """The specification's columns, without those about zones, regions, capacity reservations and commitment discounts,
-which this service does not have. One of these is included, always null, because rules about other columns read it. One
-column is our own, with the prefix `x_` that the specification requires.
+which this service does not have. One of the omitted columns is included, always null, because rules about other columns
+read it. One column is loramux's own, with the prefix `x_` that the specification requires.
 """
 
 UNITS = {
@@ -90,7 +90,7 @@ def _usage(bill: Bill, seller: Seller, line: PricedLine, part: Charge) -> Row:
     is_late = part.day < bill.period.month.starts_at // DAY
     row = _common(bill, seller, part.day, cost) | {
         "ChargeCategory": "Usage",
-        "ChargeClass": "Correction" if is_late else None,  # of an invoiced period; else null
+        "ChargeClass": "Correction" if is_late else None,  # for an invoiced period; otherwise null
         "ChargeDescription": f"{MEANINGS[line.meter]} of {model}",
         "ChargeFrequency": "Usage-Based",
         "ConsumedQuantity": Decimal(part.quantity),
@@ -110,7 +110,7 @@ def _usage(bill: Bill, seller: Seller, line: PricedLine, part: Charge) -> Row:
 
 
 def _priced(line: PricedLine, part: Charge, cost: Decimal) -> Row:
-    """Return a blended unit price for the part, because it may include several steps of the price."""
+    """Return a blended unit price for the part, because the part may include several steps of the price."""
     assert line.price is not None
     unit = (cost / part.quantity).quantize(Decimal(1).scaleb(-NANO_DIGITS)) if part.quantity else Decimal(0)
     details = {

@@ -1,6 +1,6 @@
 """Renders invoices: as the JSON document itself, as a page of HTML, and as a PDF by fpdf2 (https://py-pdf.github.io/fpdf2/).
 
-Everything that is printed is first turned into texts (`PrintedInvoice`), so the page and the PDF say the same.
+All printed values are first converted to texts (`PrintedInvoice`), so the page and the PDF have the same contents.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ WAIVED = {
 
 
 class PrintedLine(msgspec.Struct, frozen=True):
-    """One line, as texts; a price may have several steps."""
+    """One invoice line, as texts. A price may have several steps."""
 
     description: str
     quantity: str
@@ -107,7 +107,7 @@ class PrintedInvoice(msgspec.Struct, frozen=True, kw_only=True):
     currency: str
     lines: tuple[PrintedLine, ...]
     totals: tuple[tuple[str, str], ...]
-    """Subtotal, tax and total, each with its label; the total is the last."""
+    """Subtotal, tax and total, each with its label. The total is last."""
     notes: tuple[str, ...]
     proof: str
 
@@ -201,8 +201,8 @@ def render_html(invoice: PrintedInvoice) -> str:
 
 
 def render_pdf(invoice: PrintedInvoice, moment: datetime, font: Path | None = None) -> bytes:
-    """Draw the document; the same invoice gives the same bytes. `font`: a TrueType file, needed for letters beyond
-    Latin-1.
+    """Draw the document; the same invoice gives the same bytes. `font` is a TrueType file, which letters outside
+    Latin-1 need.
 
     Raises ExportError if the letters need a font, or the font cannot be read.
     """

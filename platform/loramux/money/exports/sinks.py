@@ -1,4 +1,4 @@
-"""Sinks: OpenMeter (CloudEvents), Stripe and Lago meters, and signed webhooks, each as its own documentation says."""
+"""Sinks: OpenMeter (CloudEvents), Stripe and Lago meters, and signed webhooks, each according to its documentation."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ class HttpSink(ABC):
 
 
 class WebhookSink(HttpSink):
-    """Batches as JSON, signed and laid out (`type`, `timestamp`, `data`) as Standard Webhooks 1.0.0 says.
+    """Sends batches as JSON, signed and with the fields (`type`, `timestamp`, `data`) of Standard Webhooks 1.0.0.
 
-    The receiver decides how long it recognises a `webhook-id`. It also recognises every event by the event's id.
-    https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
+    The receiver decides how long it recognises a `webhook-id`. The receiver can also recognise every event by the
+    event's id. https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
     """
 
     window = FOREVER
@@ -95,13 +95,15 @@ class WebhookSink(HttpSink):
         self._secret = read_secret(secret)
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:
-        """Post one signed batch; all or none are taken. A refusal is retried: only the receiver knows its reason."""
+        """Post one signed batch, of which all events or none are accepted. A refusal is retried, because only the
+        receiver knows its reason.
+        """
         id = "msg_" + hashlib.sha256(f"{events[0].id}:{events[-1].id}".encode()).hexdigest()[:32]
         await self.deliver(WebhookMessage("usage.recorded", id, events[-1].occurred_at, {"events": events}), now)
         return []
 
     async def receive_checkpoint(self, checkpoint: Checkpoint, now: int) -> None:
-        """Deliver a checkpoint of the ledger; the next checkpoint covers a lost one."""
+        """Deliver a checkpoint of the ledger. If a checkpoint is lost, the next checkpoint covers its entries."""
         data = {"sequence": checkpoint.sequence, "hash": checkpoint.hash, "signature": checkpoint.signature}
         message = WebhookMessage("ledger.checkpoint", f"msg_{checkpoint.hash[:32]}", checkpoint.created_at, data)
         try:
@@ -128,7 +130,7 @@ class OpenMeterSink(HttpSink):
     window = 23 * HOUR
 
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:  # noqa: ARG002  Sink's signature
-        """Post one batch; all or none are taken."""
+        """Post one batch, of which all events or none are accepted."""
         content = msgspec.json.encode([cloud_event(event) for event in events])
         headers = {"Content-Type": "application/cloudevents-batch+json"}
         response = await self._post("/api/v1/events", content=content, headers=headers)
@@ -136,10 +138,10 @@ class OpenMeterSink(HttpSink):
 
 
 class StripeSink(HttpSink):
-    """One POST /v1/billing/meter_events an event; the meter's name is the event_name.
+    """Sends one POST /v1/billing/meter_events per event. The meter's name is the event_name.
 
-    Stripe recognises an identifier (at most 100 characters) for at least 24 hours, takes events that are at most 35
-    days old, whole numbers only, and one call at a time for each customer and meter:
+    Stripe recognises an identifier (at most 100 characters) for at least 24 hours, accepts events that are at most 35
+    days old, only whole numbers, and one call at a time per customer and meter:
     https://docs.stripe.com/billing/subscriptions/usage-based/recording-usage-api,
     https://docs.stripe.com/api/billing/meter-event/create.
     """
@@ -177,9 +179,10 @@ class StripeSink(HttpSink):
 
 
 class LagoSink(HttpSink):
-    """Batches of at most 100 to POST /api/v1/events/batch: https://docs.getlago.com/api-reference/events/batch.
+    """Sends batches of at most 100 events to POST /api/v1/events/batch:
+    https://docs.getlago.com/api-reference/events/batch.
 
-    Lago recognises a transaction_id for ever. A batch with one bad or repeated event is refused whole
+    Lago recognises a transaction_id for ever. A batch with a bad or repeated event is refused as a whole
     (https://github.com/getlago/lago-api/issues/3049); it is sent again without the events that Lago names.
     """
 

@@ -1,6 +1,7 @@
-"""Tables as files (CSV, JSON lines, Parquet), whole or not at all, each with a manifest; the ledger as a table.
+"""Tables as files (CSV, JSON lines, Parquet), written completely or not at all, each with a manifest. Also the ledger
+as a table.
 
-ExportError is the error of every export, of invoices and sinks too.
+ExportError is the error of every export, including invoices and sinks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from loramux.data.records.usage import Span
 
 
 class ExportError(LoramuxError):
-    """An export that fails; the message has the way out."""
+    """An export has failed; the message has the way out."""
 
     code = "export_failed"
     status = HTTPStatus.INTERNAL_SERVER_ERROR
@@ -50,7 +51,7 @@ OpenWriter = Callable[[Path, Sequence[Column]], AbstractContextManager[Write]]
 
 
 class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A file and the facts that verify it, which are also in NAME.manifest.json next to the file."""
+    """A file, and the facts that verify it. The facts are also in NAME.manifest.json next to the file."""
 
     file: str
     rows: int
@@ -73,7 +74,7 @@ def csv_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
 
 @contextmanager
 def jsonl_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
-    """Write one JSON object a line; decimals are numbers with all their digits, times RFC 3339."""
+    """Write one JSON object per line. Decimals are numbers with all their digits; times have the form of RFC 3339."""
     encoder = msgspec.json.Encoder(decimal_format="number")
     with path.open("wb") as file:
 
@@ -118,7 +119,7 @@ FORMATS: dict[str, OpenWriter] = {
 async def write_table(
     folder: Path, stem: str, format: str, columns: Sequence[Column], pages: AsyncIterator[Sequence[Row]]
 ) -> ExportedFile:
-    """Write `stem`.`format` and its manifest into `folder`; a file of that name appears complete or not at all.
+    """Write `stem`.`format` and its manifest into `folder`; the file appears complete or not at all.
 
     The same rows give the same name and, from the same release of the libraries, the same bytes.
     """
@@ -165,8 +166,9 @@ LEDGER_COLUMNS = tuple(
 
 
 async def ledger_pages(database: Database, span: Span) -> AsyncIterator[list[Row]]:
-    """Yield the entries of a span of sequence numbers. None is skipped or repeated, even if entries are appended at the
-    same time."""
+    """Yield the entries of a span of sequence numbers. No entry is skipped or repeated, even if entries are appended at
+    the same time.
+    """
     after = span.first - 1
     while True:
         async with database.read() as session:

@@ -1,1 +1,1 @@
-"""Limits of tenants, projects, keys and members: rates, concurrency, adapters, and money."""
+"""Limits of tenants, projects, keys and members: rates, concurrency, adapters and money."""

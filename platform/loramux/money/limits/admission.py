@@ -1,7 +1,7 @@
-"""Admission by limits: which requests of a batch may begin, under the locks of one transaction.
+"""Admission by limits: it decides which requests of a batch may begin, under the locks of one transaction.
 
-Admission and the row in state `open` are one transaction; settlement and release are another. A crash between them
-leaves an open row and its holds. The sweep that settles the row also releases the holds.
+Admission and the insertion of the row in state `open` are one transaction; settlement and release are another. A crash
+between the two leaves an open row and its holds. The sweep that settles the row also releases the holds.
 
 The functions over `SubjectLimits` and `SubjectCounter` are plain arithmetic; `AdmissionBatch` locks and reads the rows
 that a batch of requests touches, applies these functions in memory, and writes the outcome once.
@@ -55,7 +55,7 @@ class SubjectLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of_pool(cls, pool: str, values: Mapping[str, int]) -> SubjectLimits | None:
-        """Return the limits of a pool (`pools_of`) from its subject's limits by name; None if it has none."""
+        """Return the limits of a pool (`pools_of`) from its subject's limits by name; None without limits."""
         prefix = BATCH_LIMIT if pool.startswith(BATCH_POOL) else ""
         found = {name: values[prefix + name] for name in COUNTED_LIMITS if prefix + name in values}
         return cls(**found, prefix=prefix) if found else None
@@ -192,10 +192,10 @@ class AdmissionBatch:
         await self._budgets.read(opened, ended, prices)
 
     def admit(self, request: OpenedRequest) -> RateLimitStatus:
-        """Take what the request needs from all its subjects, or from none.
+        """Take the request's needs from all its subjects, or from none of them.
 
-        This counts once per request. A request that is admitted again, because the first result was lost, changes
-        nothing. Raises LimitReached or RequestTooLarge.
+        A request is counted once. If a request is admitted again because the first result was lost, it is not counted
+        again. Raises LimitReached or RequestTooLarge.
         """
         owners = {pool: word for pool, word in pools_of(request).items() if pool in self._limits}
         counters = {id: self._counters[id].refilled(self._limits[id], self._now) for id in owners}
@@ -222,7 +222,7 @@ class AdmissionBatch:
         return request_id in self._held or request_id in self._new or self._budgets.holds(request_id)
 
     def release(self, request_id: str, used: ChargedUsage, unbilled: TokenCounts, tokens: int) -> None:
-        """Give back what the request holds and did not use; a second release changes nothing.
+        """Give back the held but unused amounts of the request. A second release has no effect.
 
         `used` and `unbilled` count against budgets, `tokens` against limits per minute.
         """

@@ -1,7 +1,8 @@
-"""Budgets: the most money in a period, the part of it that open requests hold, and the alerts at its thresholds.
+"""Budgets: the maximum amount of money in a period, the part of it that open requests hold, and the alerts at
+thresholds.
 
-Money is in nano-units of the tenant's currency. From admission to settlement a request holds the most that it can cost,
-so requests that arrive together cannot overspend together.
+Money is in nano-units of the tenant's currency. From admission to settlement a request holds its maximum cost, so
+simultaneous requests cannot overspend together.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ class Tariff(Protocol):
         """Return a bound that `cost` never exceeds for this request, even if it is settled a day later."""
 
     def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
-        """Return the cost of this usage at the prices of `at` (microseconds); None: the tariff's."""
+        """Return the cost of this usage at the prices of the time `at` (in microseconds); None: the tariff's time."""
 
 
 class Prices(Protocol):
     """The source of tariffs."""
 
     async def tariff(self, session: AsyncSession, tenants: Collection[TenantId]) -> Tariff:
-        """Return the tariff of these tenants; called only if one of them has a budget."""
+        """Return the tariff of these tenants; called only if at least one of these tenants has a budget."""
 
 
 class NoPrices:
-    """Prices and tariff of a server without price plans: everything is free."""
+    """Prices and tariff of a server without price plans: all usage is free."""
 
     async def tariff(self, *_: object, **__: object) -> Tariff:
         """Return itself."""
@@ -69,7 +70,7 @@ class NoPrices:
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
-    """The most money that a subject may spend in a period; `thresholds` in percent, ascending."""
+    """The maximum amount of money that a subject may spend in a period. `thresholds` are in percent, ascending."""
 
     id: str
     tenant: TenantId
@@ -89,11 +90,11 @@ class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
     spent: int
     held: int
     abandoned: int = 0
-    """Part of `spent` that is not billed: tokens computed for callers that left before they could read them."""
+    """Part of `spent` that is not billed: tokens computed for callers that disconnected before they could read them."""
 
 
 class Spent(msgspec.Struct, frozen=True):
-    """The cost of one period so far, and the most that its open requests may still cost."""
+    """The cost of one period so far, and the maximum that its open requests may still cost."""
 
     spent: int
     held: int
@@ -176,8 +177,7 @@ class BudgetBatch:
         return request_id in self._held or request_id in self._new
 
     def ensure_affordable(self, request: OpenedRequest) -> int:
-        """Return the most that the request can cost. Raises BudgetSpent unless each of its budgets has this much
-        left."""
+        """Return the maximum cost of the request. Raises BudgetSpent unless each budget has this amount left."""
         budgets = self._budgets_of(request)
         if not budgets or self._tariff is None:
             return 0
@@ -198,8 +198,9 @@ class BudgetBatch:
             self._new[request.id].append(hold_row(request, budget.id, period[1], cost))
 
     def release(self, request_id: str, used: ChargedUsage, unbilled: TokenCounts) -> None:
-        """Count the used amount, billed or not, as spent and give back the rest, in the period in which the request
-        began."""
+        """In the period in which the request began, count the used amount, billed or not, as spent, and give back the
+        remaining hold.
+        """
         for row in self._held.pop(request_id, ()):
             assert self._tariff is not None
             budget, period = self._by_id[row.budget_id], (row.budget_id, row.start)
@@ -210,7 +211,7 @@ class BudgetBatch:
                 self._alerts.append(alert_row(budget, row.start, percent, after.spent, self._now))
 
     async def write(self) -> None:
-        """Write what has changed; `AdmissionBatch` removes the holds of ended requests."""
+        """Write changed rows. `AdmissionBatch` removes the holds of ended requests."""
         rows = [
             spending_row(budget, start, spent)
             for (budget, start), spent in sorted(self._spendings.items(), key=itemgetter(0))
@@ -232,7 +233,7 @@ class BudgetBatch:
 
 
 def ensure_affordable(owner: str, state: BudgetState, cost: int, now: int) -> None:
-    """Raise BudgetSpent unless a request that may cost this much fits into the rest of the budget."""
+    """Raise BudgetSpent unless a request with this maximum cost fits into the remaining budget."""
     budget = state.budget
     left = budget.amount - state.spent - state.held
     if cost <= left and left > 0:
@@ -274,7 +275,7 @@ async def spent_so_far(
 async def begin_period(
     session: AsyncSession, budget: Budget, start: int, spent: Spent, tariff: Tariff, now: int
 ) -> None:
-    """Begin the first period of a new budget, with the amount spent and the most that open requests may still cost.
+    """Begin the first period of a new budget, with the amount spent and the maximum that open requests may still cost.
 
     The caller has locked the ledger's head, so none of these requests ends at the same time.
     """
@@ -331,6 +332,6 @@ def alert_row(budget: Budget, start: int, percent: int, spent: int, now: int) ->
 
 
 def format_money(nanos: int, currency: str) -> str:
-    """Return an amount for people, exact and with two decimals at least: `12.50 USD`, `0.00005 USD`."""
+    """Return an amount as a text for people, exact and with at least two decimals: `12.50 USD`, `0.00005 USD`."""
     whole, part = divmod(nanos, NANO)
     return f"{whole}.{f'{part:09d}'.rstrip('0').ljust(2, '0')} {currency}".rstrip()

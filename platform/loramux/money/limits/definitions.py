@@ -1,7 +1,8 @@
-"""The limits by name, the subjects that they are on, and the token bucket that counts limits per minute.
+"""The limits by name, their subjects, and the token bucket that counts limits per minute.
 
-A bucket refills evenly, in exact integers. A limit of L a minute adds L parts every microsecond, and one request (or
-token) costs PART parts, the microseconds of a minute. No value is rounded, so the bucket is exact to the token.
+A bucket refills evenly, in exact integers. A limit of L per minute adds L parts every microsecond. One request (or
+token) costs PART parts; PART is the number of microseconds in a minute. No value is rounded, so the bucket is exact to
+the token.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from loramux.data.records.limits import LimitRepository
 from loramux.data.records.requests import OpenedRequest, is_shadow, service_tier
 
 PART = MINUTE
-"""Parts of one request or token: the microseconds of a minute."""
+"""Number of parts of one request or token: the number of microseconds in a minute."""
 
 MAX_INTEGER = 2**63 - 1
 """The largest value of a database column."""
@@ -51,11 +52,11 @@ class TokenBucket(msgspec.Struct, frozen=True):
         return max(0, self.free) // PART
 
     def minus(self, quantity: int) -> TokenBucket:
-        """Return the bucket after taking `quantity`; the caller has checked that they are there."""
+        """Return the bucket after taking `quantity`; the caller has checked that enough parts are available."""
         return TokenBucket(self.free - quantity * PART, self.at)
 
     def plus(self, quantity: int) -> TokenBucket:
-        """Return the bucket after giving back `quantity`; `refilled` cuts what exceeds the limit."""
+        """Return the bucket after giving back `quantity`; `refilled` later reduces the bucket to the limit."""
         return TokenBucket(self.free + quantity * PART, self.at)
 
     def wait(self, quantity: int, limit: int) -> int | None:
@@ -67,7 +68,7 @@ class TokenBucket(msgspec.Struct, frozen=True):
 
 
 class RateLimit(msgspec.Struct, frozen=True):
-    """One limit per minute: its value, the rest, and the microseconds until it is full again."""
+    """One limit per minute: its value, the remaining amount, and the microseconds until it is full again."""
 
     limit: int
     remaining: int
@@ -75,8 +76,9 @@ class RateLimit(msgspec.Struct, frozen=True):
 
 
 class RateLimitStatus(msgspec.Struct, frozen=True):
-    """The tightest limits per minute that apply to a request, which the x-ratelimit headers show; None: there is
-    none."""
+    """The tightest limits per minute that apply to a request, which the x-ratelimit headers show; None: no such limit
+    applies.
+    """
 
     requests: RateLimit | None = None
     tokens: RateLimit | None = None
@@ -98,7 +100,7 @@ class LimitDefinition(msgspec.Struct, frozen=True):
     meaning: str
     max_value: int
     everywhere: bool
-    """True if the limit may be on a project, a key or a member too; False: on a tier and a tenant only."""
+    """True: the limit may also be set on a project, a key or a member. False: only on a tier and a tenant."""
 
 
 LIMITS = {
@@ -124,7 +126,7 @@ def tier_subject(tier: str) -> str:
 
 
 def subjects_of(request: OpenedRequest) -> dict[str, str]:
-    """Return the subjects whose limits apply to the request, each with its word in messages.
+    """Return the subjects whose limits apply to the request, each with its name in messages.
 
     The key's subject is the head of its lineage, which a rotation keeps. The keys and members that made the key follow,
     so a key cannot escape its limits by making other keys. No limit applies to a shadow, because no caller requested
@@ -136,7 +138,9 @@ def subjects_of(request: OpenedRequest) -> dict[str, str]:
 
 
 def subjects_of_caller(tenant: str, project: str | None, lineage: Sequence[str]) -> dict[str, str]:
-    """Return the subjects whose limits apply to a caller. `lineage`: its key, then the makers of the key."""
+    """Return the subjects whose limits apply to a caller. `lineage` is the caller's key, followed by the makers of the
+    key.
+    """
     of_project = {} if project is None else {str(project): "project"}
     key, *makers = lineage
     above = dict.fromkeys(makers, "key's maker")
@@ -144,10 +148,10 @@ def subjects_of_caller(tenant: str, project: str | None, lineage: Sequence[str])
 
 
 def pools_of(request: OpenedRequest) -> dict[str, str]:
-    """Return the counters that the request takes from, each with the word of its subject in messages.
+    """Return the counters that the request takes from, each with the name of its subject in messages.
 
-    Lines of batches have separate counters, so a batch never uses up the limits of interactive requests. Money is not
-    separate: budgets are on the subjects themselves.
+    Lines of batches have separate counters, so a batch never uses up the limits of interactive requests. Money has no
+    separate counters: budgets are on the subjects themselves.
     """
     subjects = subjects_of(request)
     if service_tier(request.tier) != "batch":
@@ -161,14 +165,14 @@ class AdapterQuota(msgspec.Struct, frozen=True):
     adapters: int
     rank: int
     file_bytes: int
-    """Most bytes of one adapter's weights."""
+    """Maximum bytes of one adapter's weights."""
     modules: int | None
-    """Most modules that one adapter changes."""
+    """Maximum number of modules that one adapter changes."""
     total_bytes: int | None
 
 
 async def tenant_limits(session: AsyncSession, principal: Principal) -> dict[str, int]:
-    """Return the tenant's limits by name; its own replace its tier's."""
+    """Return the tenant's limits by name. A tenant's own limit replaces the limit of its tier."""
     tier = tier_subject(principal.tier)
     rows = await LimitRepository(session).limits({principal.tenant, tier})
     values = {row.name: row.value for row in rows if row.subject == tier}

@@ -27,7 +27,7 @@ class InvalidLimit(LimitsError):
 
 
 class LimitNotFound(LimitsError):
-    """There is no such limit, budget or subject."""
+    """The limit, budget or subject does not exist."""
 
     code = "not_found"
     status = HTTPStatus.NOT_FOUND
@@ -47,7 +47,7 @@ class LimitReached(LimitsError):
     kind = "requests"
 
     def __init__(self, message: str, *, wait: int | None, rate_limits: RateLimitStatus | None = None) -> None:
-        """`wait` is in microseconds; None if waiting does not help."""
+        """`wait` is the time until a retry may succeed, in microseconds; None if waiting does not help."""
         super().__init__(message)
         self.retry_after = None if wait is None else max(1, -(-wait // SECOND))
         """Whole seconds until the caller should try again."""

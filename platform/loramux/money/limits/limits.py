@@ -1,5 +1,6 @@
-"""Changes of limits and budgets: operators set those of tiers and tenants, tenants those of their projects, keys and
-members."""
+"""Changes of limits and budgets. Operators set the limits of tiers and tenants; tenants set the limits of their
+projects, keys and members.
+"""
 
 from __future__ import annotations
 
@@ -52,22 +53,22 @@ class CountedSpending(msgspec.Struct, frozen=True):
 
 
 class Limits:
-    """Sets limits and budgets, with audit entries; they apply from the next request on."""
+    """Sets limits and budgets, with audit entries; changes apply from the next request on."""
 
     def __init__(self, changes: Changes, prices: Prices | None = None) -> None:
-        """`prices` price the usage of a period before its budget was made; None: everything is free."""
+        """`prices` are used for a period's usage before its budget was made; None: all usage is free."""
         self._changes = changes
         self._prices = prices or NoPrices()
 
     async def of(self, tenant: TenantId, tier: str, subjects: Sequence[str] = ()) -> list[Limit]:
-        """Return the tenant's limits, those of its tier that it does not override, and those of its `subjects`."""
+        """Return the tenant's limits, its tier's limits that it does not override, and the limits of its `subjects`."""
         async with self._changes.database.read() as session:
             rows = await LimitRepository(session).limits({tenant, tier_subject(tier), *subjects})
         own = {row.name for row in rows if row.subject == tenant}
         return [_limit(row) for row in rows if row.subject != tier_subject(tier) or row.name not in own]
 
     async def of_tier(self, tier: str) -> list[Limit]:
-        """Return a tier's limits, which its tenants have unless they override them."""
+        """Return a tier's limits, which apply to its tenants unless a tenant overrides them."""
         async with self._changes.database.read() as session:
             return [_limit(row) for row in await LimitRepository(session).limits([tier_subject(tier)])]
 
@@ -76,7 +77,7 @@ class Limits:
         return await self._put(None, tier_subject(tier), name, value)
 
     async def put(self, tenant: TenantId, subject: str, name: str, value: int) -> Limit:
-        """Set a limit of the tenant, or of a project, key or member of it. Raises InvalidLimit, LimitNotFound."""
+        """Set a limit of the tenant, or of its project, key or member. Raises InvalidLimit, LimitNotFound."""
         kind = LIMITS.get(name)
         if kind is not None and subject != tenant and not kind.everywhere:
             raise InvalidLimit(f"{name} is a limit of a tenant or a tier, not of a project or a key", "name")
@@ -87,7 +88,7 @@ class Limits:
         return await self.remove(None, tier_subject(tier), name)
 
     async def remove(self, tenant: TenantId | None, subject: str, name: str) -> Limit:
-        """Unset a limit of the tenant, or of a project, key or member of it; without a tenant, of a tier.
+        """Unset a limit of the tenant, or of its project, key or member. Without a tenant, unset a limit of a tier.
 
         Raises LimitNotFound.
         """
@@ -121,10 +122,10 @@ class Limits:
     async def put_budget(
         self, tenant: TenantId, subject: str, period: str, amount: int, thresholds: Sequence[int] = DEFAULT_THRESHOLDS
     ) -> Budget:
-        """Set a budget of the tenant, or of a project, key or member of it. `amount` in nano-units.
+        """Set a budget of the tenant, or of its project, key or member. `amount` is in nano-units.
 
-        A new one counts its whole present period: what its requests have cost, and what the open ones may. Raises
-        InvalidLimit, LimitNotFound.
+        A new budget counts its whole current period: the cost of ended requests, and the maximum cost of open requests.
+        Raises InvalidLimit, LimitNotFound.
         """
         if period not in PERIODS:
             raise LimitNotFound(f"a budget's period is one of {', '.join(PERIODS)}", "period")
@@ -220,7 +221,7 @@ async def _ensure_prices(limits: LimitRepository, tenant: TenantId) -> None:
 
 
 async def _owned_subject(session: AsyncSession, tenant: TenantId | None, subject: str) -> str:
-    """Return the subject that limits are counted on, from any id that names it. Raises LimitNotFound."""
+    """Return the subject on which limits are counted, from any id that names the subject. Raises LimitNotFound."""
     owned = await LimitRepository(session).subject(tenant, subject)
     if owned is None:
         raise LimitNotFound(f"there is no project, key, member or tier {subject[:80]!r} of yours", "subject")

@@ -1,1 +1,1 @@
-"""Usage: requests opened and settled in the ledger, and sums over it."""
+"""Usage: requests, which are opened and settled in the ledger, and sums over the ledger."""

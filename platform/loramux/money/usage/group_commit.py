@@ -1,12 +1,14 @@
-"""One writer, many waiters: operations that arrive during a commit are committed together by the next.
+"""One writer with many waiting callers: operations that arrive during a commit are committed together by the next
+commit.
 
-A durable commit costs a sync of the disk, even for one operation. An idle writer commits a lone operation at once. A
-busy writer next commits everything that was queued during its commit. So an operation waits for one commit before its
-own.
+A durable commit costs a sync of the disk, even for one operation. An idle writer commits a single operation
+immediately. A busy writer next commits everything that was queued during its commit. So an operation waits for one
+commit before its own.
 
-No caller waits for the lines of a batch. If they were committed at once, other operations would nearly always wait for
-such a commit. So they are *patient*: if another operation came less than QUIET_SECONDS ago, they wait PATIENCE. Then
-they are committed together, separately from the other operations, and after those that wait at that moment.
+No caller waits for the lines of a batch. If these lines were committed immediately, other operations would nearly
+always wait for such a commit. So lines are *patient*: if another operation arrived less than QUIET_SECONDS ago, lines
+wait for PATIENCE. Then all waiting lines are committed together, separately from other operations and after operations
+that wait at that moment.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ Outcome = TypeVar("Outcome")
 MAX_BATCH = 1024
 
 PATIENCE = 0.25
-"""Seconds that patient operations wait for more of them."""
+"""Seconds that patient operations wait for other patient operations."""
 PAUSES = (0.05, 0.25, 1.0, 3.0)
 """Seconds between attempts if the database does not answer."""
 
@@ -36,7 +38,7 @@ Commit = Callable[[Sequence[Operation]], Awaitable[Sequence[Outcome | Exception]
 
 
 class GroupCommit(Generic[Operation, Outcome]):
-    """Commits operations in batches. A batch that fails is split and tried again, so that only bad operations fail."""
+    """Commits operations in batches. A failing batch is split and tried again, so that only bad operations fail."""
 
     def __init__(self, commit: Commit[Operation, Outcome], max_batch: int = MAX_BATCH) -> None:
         self._commit = commit
@@ -70,13 +72,16 @@ class GroupCommit(Generic[Operation, Outcome]):
         return await self.post(operation, patient=patient)
 
     def post(self, operation: Operation, *, patient: bool = False) -> asyncio.Future[Outcome]:
-        """Queue the operation for the next commit, or for a later one if `patient`. The future has its outcome. Raises
-        UsageClosed."""
+        """Queue the operation for the next commit, or for a later commit if `patient`. The future gets the operation's
+        outcome. Raises UsageClosed.
+        """
         if self._writer is None:
             raise UsageClosed("usage is not being written: start() has not run, or stop() has")
         loop = asyncio.get_running_loop()
         outcome: asyncio.Future[Outcome] = loop.create_future()
-        if patient and (self._patient or loop.time() - self._last_at < QUIET_SECONDS):  # in order among themselves
+        if patient and (
+            self._patient or loop.time() - self._last_at < QUIET_SECONDS
+        ):  # patient operations keep their order
             if not self._patient:
                 self._patience = loop.call_later(PATIENCE, self._end_patience)
             self._patient.append((operation, outcome))

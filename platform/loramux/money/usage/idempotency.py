@@ -1,7 +1,7 @@
-"""Idempotency keys: if several requests have one key, one of them runs, and the others get its answer.
+"""Idempotency keys: if several requests have the same key, one request runs, and the others get its answer.
 
-A claim is made in the transaction that opens the request and concluded in the one that settles it. So after a crash at
-any moment, a repeated request finds either the whole answer or a free key.
+A claim is made in the transaction that opens the request, and concluded in the transaction that settles it. So after a
+crash at any moment, a repeated request finds either the whole answer or a free key.
 
 An answer contains the model's text, so it is stored encrypted. The request's digest is keyed. Both keys are derived
 from the pepper, which is not in the database.
@@ -39,12 +39,13 @@ class AnswerStorage:
 
     @classmethod
     def temporary(cls) -> AnswerStorage:
-        """Return a storage whose answers are readable in this process only."""
+        """Return a storage whose answers can be read only in this process."""
         return cls(os.urandom(32))
 
     def digest(self, fingerprint: str) -> str:
-        """Return a keyed digest of a request's fingerprint. Without the key it cannot confirm a guess of the
-        request."""
+        """Return a keyed digest of a request's fingerprint. Without the key, the digest cannot confirm a guess of the
+        request.
+        """
         return hmac.digest(self._digest_key, fingerprint.encode(), "sha256").hex()
 
     def encrypt(self, answer: bytes, request_id: str) -> bytes:
@@ -52,7 +53,7 @@ class AnswerStorage:
         return ENCRYPTED + self._encryption.encrypt(answer, request_id)
 
     def decrypt(self, stored: bytes, request_id: str) -> bytes | None:
-        """Return the answer; None if it was stored under another pepper."""
+        """Return the answer; None if it was encrypted with another pepper."""
         if not stored.startswith(ENCRYPTED):
             return stored
         return self._encryption.decrypt(stored.removeprefix(ENCRYPTED), request_id)
@@ -82,7 +83,7 @@ class Claimant(Protocol):
 
     @property
     def claim(self) -> IdempotencyClaim | None:
-        """The key; None for a request that came without one."""
+        """The idempotency key; None for a request without a key."""
 
 
 Rejection = StoredAnswer | IdempotencyMismatch | StillRunning

@@ -21,15 +21,15 @@ from loramux.money.usage.errors import InvalidQuery
 Result = TypeVar("Result")
 
 MAX_FILTER = 100
-"""Most values in one filter."""
+"""Maximum number of values in one filter."""
 LATEST = 1 << 40
-"""Latest time in seconds: in microseconds it fits well into 64 bits."""
+"""Latest valid time in seconds. In microseconds it fits into 64 bits."""
 
 _page = re.compile(r"page_([0-9a-f]{1,11})_([0-9a-f]{1,11})")
 
 
 class BucketWidth(msgspec.Struct, frozen=True):
-    """A width by its OpenAI name: its seconds, and the default and the largest number of buckets a page."""
+    """A width by its OpenAI name: its seconds, and the default and the maximum number of buckets per page."""
 
     seconds: int
     default_limit: int
@@ -37,7 +37,7 @@ class BucketWidth(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
-    """One span of time, Unix seconds, end exclusive, and its sums."""
+    """One span of time (Unix seconds, end exclusive) and its sums."""
 
     object: str = "bucket"
     start_time: int
@@ -56,7 +56,7 @@ class Page(msgspec.Struct, Generic[Result], frozen=True, kw_only=True):
 
 class BucketPlan(msgspec.Struct, frozen=True):
     """The buckets of one page. They start at multiples of `width`, UTC; the first and the last are cut to `start` and
-    `end`. All in seconds.
+    `end`. All times are in seconds.
     """
 
     width: int
@@ -97,10 +97,12 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
     bucket_width: str = "1d"
     group_by: tuple[str, ...] = ()
     limit: int | None = None
-    """Most buckets a page."""
+    """Maximum number of buckets per page."""
     page: str | None = None
     top_models: int | None = None
-    """Number of models that keep their names if grouped by model: those with the most tokens from start to end."""
+    """Number of models that keep their names if usage is grouped by model: the models with the most tokens from start
+    to end.
+    """
 
     def __post_init__(self) -> None:
         if self.bucket_width not in self.widths:
@@ -123,7 +125,7 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def most_buckets(cls) -> int:
-        """Return the most buckets that a page of any width may have."""
+        """Return the maximum number of buckets of a page over all widths."""
         return max(width.max_limit for width in cls.widths.values())
 
     @property
@@ -132,7 +134,7 @@ class BucketQuery(msgspec.Struct, frozen=True, kw_only=True):
         return self.widths[self.bucket_width]
 
     def cut(self, start: int, end: int) -> tuple[int, int]:
-        """Return the start of the first bucket and the end of the last one of an answer from `start` to `end`."""
+        """Return the start of the first bucket and the end of the last bucket of an answer from `start` to `end`."""
         return start, end
 
     def plan(self, now: int) -> BucketPlan:
@@ -253,7 +255,7 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
 
 
 class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One sum. The last six are null unless group_by names them."""
+    """One sum of usage. The last six fields are null unless group_by names them."""
 
     object: str = "organization.usage.completions.result"
     input_tokens: int
@@ -263,8 +265,9 @@ class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
     output_audio_tokens: int = 0
     num_model_requests: int
     waived_input_tokens: int | UnsetType = UNSET
-    """Input tokens computed but not charged: for shadows, and for answers that no caller could read. Only if grouped by
-    service tier."""
+    """Input tokens computed but not charged: for shadows, and for answers that no caller could read. The field is
+    present only if usage is grouped by service tier.
+    """
     waived_output_tokens: int | UnsetType = UNSET
     project_id: str | None = None
     user_id: str | None = None

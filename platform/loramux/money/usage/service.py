@@ -1,4 +1,4 @@
-"""Usage: requests are opened and settled, adapters' storage and pins are metered, and tenants' use is summed.
+"""Usage: this service opens and settles requests, meters adapters' storage and pins, and sums the usage of tenants.
 
 The storage meter writes bytes times seconds of stored and of pinned revisions: one ledger entry for each revision and
 day.
@@ -34,7 +34,7 @@ SUM_BATCH = 1_000
 """Entries that one transaction adds to the daily sums. A settlement on SQLite waits for this transaction, some 10
 ms."""
 MAX_ROWS = 50_000
-"""Most sums in one answer: more would delay other callers."""
+"""Maximum number of sums in one answer, because more would delay other callers."""
 
 Kind = Literal["storage", "residency"]
 METERED = {"storage": STORED, "residency": PINNED}
@@ -45,7 +45,7 @@ BATCH = 500
 
 
 class UsageService:
-    """Opens and settles requests, and sums what tenants used. `open` and `settle` need start(); queries do not."""
+    """Opens and settles requests, and sums the usage of tenants. `open` and `settle` need start(); queries do not."""
 
     def __init__(
         self,
@@ -55,10 +55,11 @@ class UsageService:
         *,
         bill_abandoned: bool = False,
     ) -> None:
-        """`prices` price the requests of tenants with a budget; None: everything is free.
+        """`prices` are used for requests of tenants with a budget; None: all usage is free.
 
-        `answers` stores the answers of requests with an idempotency key; None: no other process can read them.
-        `bill_abandoned`: bill tokens that were computed for callers that left before they could read them.
+        `answers` stores the answers of requests with an idempotency key; None: no other process can read the answers.
+        With `bill_abandoned`, tokens that were computed for callers that disconnected before they could read them are
+        billed.
         """
         self._database = database
         self.server_id = new_id("server")
@@ -95,9 +96,9 @@ class UsageService:
     async def open(self, request: OpenedRequest) -> RateLimitStatus | StoredAnswer:
         """Admit the request and write its row, durably, before the engine sees it.
 
-        Returns StoredAnswer if its idempotency key was answered before; then no row is opened. A caller that is
-        cancelled while it waits leaves no open row: the request is settled without usage. Raises what
-        `AdmissionBatch.admit` raises, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
+        Returns StoredAnswer if the idempotency key was answered before; then no row is opened. If the caller is
+        cancelled while it waits, the request is settled without usage, so no open row remains. Raises the errors of
+        `AdmissionBatch.admit`, IdempotencyMismatch, StillRunning, RequestRefused, UsageClosed.
         """
         try:
             outcome = await self._writer.submit(request, patient=_is_patient(request))
@@ -111,7 +112,7 @@ class UsageService:
         """Append the request's entry to the ledger, durably, before its client sees the usage.
 
         A request is settled once: settling again returns the existing entry. If the caller is cancelled while it waits,
-        the request is still settled. A `patient` settlement lets others go first. Raises UnknownRequest,
+        the request is still settled. Other settlements precede a `patient` settlement. Raises UnknownRequest,
         RequestRefused, UsageClosed.
         """
         entry = await self._writer.submit(settlement, patient=patient)
@@ -121,7 +122,7 @@ class UsageService:
         return entry
 
     def _abandon(self, request: OpenedRequest) -> None:
-        with suppress(UsageClosed):  # then the next boot's sweep closes it
+        with suppress(UsageClosed):  # then the sweep at the next start closes the request
             end = self._writer.post(unused(request.id, "caller"), patient=_is_patient(request))
             end.add_done_callback(_retrieve_exception)
 
@@ -184,7 +185,8 @@ class UsageService:
     ) -> list[AnsweredRequest]:
         """List the caller's requests to the tenant's `adapter`, or to `tenant/adapter`, newest first.
 
-        `before`: the id of the previous page's last request. `background`: include requests without a waiting caller.
+        `before` is the id of the previous page's last request. With `background`, requests without a waiting caller are
+        included.
         """
         owner, _, name = adapter.rpartition("/")
         owner = owner or principal.tenant_name
@@ -211,7 +213,7 @@ def _is_patient(request: OpenedRequest) -> bool:
 
 
 def _retrieve_exception(outcome: asyncio.Future[SettlementOutcome]) -> None:
-    """Mark the exception as seen: nothing awaits this future, and asyncio would log it."""
+    """Mark the exception as retrieved, because no task awaits this future and asyncio would log the exception."""
     if not outcome.cancelled():
         outcome.exception()
 
@@ -242,7 +244,7 @@ class StorageMeter:
 
 
 def _end(span: UnbilledSpan) -> int:
-    """Return the end of its first day that is not billed yet."""
+    """Return the end of the span's first day that is not billed yet."""
     return min((span.counted_until // DAY + 1) * DAY, span.until)
 
 

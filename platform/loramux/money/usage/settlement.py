@@ -44,7 +44,7 @@ SWEEP_BATCH = 500
 EndedBy = Literal["completion", "caller", "platform"]
 """The cause of a request's end.
 
-`completion`: every choice reached its end, an aborted one included. `caller`: the caller disconnected or read too
+`completion`: every choice reached its end; an aborted choice counts too. `caller`: the caller disconnected or read too
 slowly. `platform`: the server or its engine failed, or refused the request before its first token.
 """
 
@@ -52,30 +52,33 @@ STATUS: dict[EndedBy, str] = {"completion": "completed", "caller": "cancelled", 
 
 NOTHING = TokenCounts()
 MAX_BILLED_LOADS = 1
-"""Most adapter loads that a request is billed for: the platform pays for later loads of a preempted request."""
+"""Maximum number of adapter loads that are billed for a request: the platform pays for later loads of a preempted
+request.
+"""
 
 
 class Settlement(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a request: its cause, the tokens that were delivered, and those that were computed beyond them."""
+    """The end of a request: its cause, the delivered tokens, and all other computed tokens."""
 
     request_id: str
     ended_by: EndedBy
     finish_reason: str | None
     delivered: TokenCounts = NOTHING
-    """Tokens that the caller could read, up to and including the one that ended each choice, and the prompts that
-    were answered, each once."""
+    """Tokens that the caller could read: the tokens of each choice up to and including the last, and the answered
+    prompts, each counted once.
+    """
     undelivered: TokenCounts = NOTHING
-    """Tokens that the engine computed beyond `delivered`: they are recorded and never billed."""
+    """Tokens that the engine computed in addition to `delivered`. These tokens are recorded and never billed."""
     adapter_loads: int = 0
     """Reads of adapter weights into the pool for this request."""
     answer: bytes | None = None
-    """Answer to a repetition under the same idempotency key; None frees the key."""
+    """Answer to a repeated request with the same idempotency key; None frees the key."""
     engine_count: TokenCounts | None = None
-    """The engine's own count of delivered and undelivered tokens; None if the engine died, and then both are 0."""
+    """The engine's own count of delivered and undelivered tokens; None if the engine died; both numbers are then 0."""
     is_shadow: bool = False
-    """True if no caller requested it: nothing is billed."""
+    """True if no caller sent the request, so that nothing is billed."""
     prompt_tokens: int | None = None
-    """Tokens of the request's prompts, each once; None: as many as were computed."""
+    """Tokens of the request's prompts, each counted once; None: the number of computed tokens."""
     bills_abandoned: bool = False
     """True if `abandoned` is billed too."""
 
@@ -86,10 +89,10 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def abandoned(self) -> TokenCounts:
-        """Tokens that were computed for a caller that left before it could read them, each prompt once.
+        """Tokens that were computed for a caller that disconnected before it could read them. Each prompt counts once.
 
-        They are waived, unless a setting has them billed, and count against budgets either way: a caller that leaves
-        before each answer would else use the engine without any bound in money.
+        These tokens are waived, unless a setting bills them. Abandoned tokens count against budgets in both cases.
+        Otherwise a caller that always disconnects before the answer could use the engine without limit.
         """
         if self.ended_by != "caller" or self.is_shadow:
             return NOTHING
@@ -97,14 +100,16 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def billed(self) -> TokenCounts:
-        """All delivered tokens, for every end of the request; none if the platform failed or no caller requested it."""
+        """All delivered tokens, for every end of the request. No tokens if the platform failed or no caller sent the
+        request.
+        """
         if self.ended_by == "platform" or self.is_shadow:
             return NOTHING
         return self.delivered + self.abandoned if self.bills_abandoned else self.delivered
 
     @property
     def unbilled(self) -> TokenCounts:
-        """Abandoned tokens that are not billed: a cost for budgets alone."""
+        """Abandoned tokens that are not billed: only budgets count their cost."""
         return NOTHING if self.bills_abandoned else self.abandoned
 
     @property
@@ -114,19 +119,19 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def limited_tokens(self) -> int:
-        """The tokens that limits per minute count, including those computed for a caller that has left."""
+        """The tokens that limits per minute count, including tokens computed for a caller that has disconnected."""
         return (self.delivered + self.undelivered if self.ended_by == "caller" else self.billed).total
 
     @property
     def billed_loads(self) -> int:
-        """Adapter loads that are billed; none for a request without any answer."""
+        """Adapter loads that are billed; 0 for a request without an answer."""
         return min(self.adapter_loads, MAX_BILLED_LOADS) if self.billed.prompt else 0
 
 
 def prompts_once(computed: TokenCounts, delivered: int, prompts: int | None) -> TokenCounts:
-    """Return the computed tokens with no more of the prompts than is left of them after `delivered` tokens.
+    """Return the computed tokens, with at most the part of the prompts that is not among the `delivered` tokens.
 
-    Several choices compute one prompt several times; what was not found in the cache counts first.
+    Several choices compute one prompt several times; tokens that were not found in the cache count first.
     """
     prompt = computed.prompt if prompts is None else min(computed.prompt, max(0, prompts - delivered))
     uncached = min(prompt, computed.prompt - computed.cached)
@@ -156,7 +161,8 @@ class SettlementWriter:
         self._answers = answers
 
     async def commit(self, batch: Sequence[UsageOperation]) -> list[SettlementOutcome | Exception]:
-        """Write the whole batch in one transaction, and settlements of requests that it opens in a second one.
+        """Write the whole batch in one transaction, and settlements of requests that this batch opens in a second
+        transaction.
 
         Raises RequestRefused; then nothing was written, and the batch can be written again.
         """
@@ -206,8 +212,8 @@ class SettlementWriter:
     ) -> dict[str, SettlementOutcome | Exception]:
         """Insert the rows of admitted requests.
 
-        If the row exists and is this server's, an earlier commit's answer was lost with the connection. Another
-        server's row is refused.
+        If the row exists and belongs to this server, the answer of an earlier commit was lost with the connection.
+        Another server's row is refused.
         """
         requests, now = RequestRepository(session), self._database.now()
         outcomes: dict[str, SettlementOutcome | Exception] = {**await claim_keys(session, opened, now, self._answers)}
@@ -234,7 +240,7 @@ class SettlementWriter:
         closed: Sequence[tuple[BilledRequest, Settlement]],
         admission: AdmissionBatch,
     ) -> dict[str, LedgerEntry | Exception]:
-        """Append the entries of closed requests, and release what the requests held of limits and budgets."""
+        """Append the entries of closed requests, and release the requests' holds on limits and budgets."""
         now = self._database.now()
         contents = [_content(row, settlement, now) for row, settlement in closed]
         appended = await LedgerRepository(session).append(head, contents)
@@ -249,7 +255,7 @@ class SettlementWriter:
         return {entry.request_id: entry for entry in appended}
 
     def _end_of(self, row: BilledRequest, settlement: Settlement) -> Settlement:
-        """Return the settlement with facts of the request's row: its tier says if it is a shadow."""
+        """Return the settlement with facts of the request's row: the row's tier shows if the request is a shadow."""
         return msgspec.structs.replace(
             settlement,
             is_shadow=is_shadow(row.tier),
