@@ -4,8 +4,8 @@
     python benchmarks/front.py --kinds completions chat --streams 64 256 1024 --repetitions 9 --latency
 
 The server is the real one, over its real pipe to an engine's process. In that process a stand-in answers: it repeats
-the prompt's tokens, one for each running request a step. It makes as many steps a second as it is told, or as many as
-the pipe takes. The client is a separate process that only counts events.
+the prompt's tokens, one for each running request a step. It makes as many steps per second as it is told, or as many
+as the pipe takes. The client is a separate process that only counts events.
 
 A row is one kind of answer with one number of requests that run at a time. Its figures are medians over repetitions:
 
@@ -192,7 +192,7 @@ def serve(arguments: list[str]) -> None:
 
 @dataclass
 class Drive:
-    """What the client saw of some requests that ran at a time."""
+    """Measurements of the client of requests that ran at a time."""
 
     seconds: float
     events: int
@@ -386,8 +386,7 @@ def measure(
         }
         if latency and kind.stream:
             row["latency_ms"] = {
-                str(share): _latency(send(kind.body(tokens), True, share * carries / streams))
-                for share in SHARES
+                str(share): _latency(send(kind.body(tokens), True, share * carries / streams)) for share in SHARES
             }
     return row | {"load": round(os.getloadavg()[0], 2)}
 
@@ -419,7 +418,9 @@ def main() -> None:
         for name in given.kinds:
             for streams in given.streams:
                 say(f"{name}, {streams} streams")
-                row = measure(at, name, streams, given.tokens, given.repetitions, given.steps_per_s, latency=given.latency)
+                row = measure(
+                    at, name, streams, given.tokens, given.repetitions, given.steps_per_s, latency=given.latency
+                )
                 print(json.dumps(row), flush=True)
 
 

@@ -38,7 +38,7 @@ FACTS: dict[str, object] = {
     r"(\w+) adapters and the base in one step": WORDS[MODELS - 1],
     r"[Pp]ython (\d\.\d+) or newer": PROJECT["requires-python"].removeprefix(">="),
 }
-"""What the code knows, by the sentences in which pages say it."""
+"""Facts of the code, by the sentences in which pages say them."""
 
 
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:

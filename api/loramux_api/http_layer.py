@@ -85,13 +85,12 @@ async def serve(app: ASGIApp, scope: HTTPScope, receive: Receive, send: Send) ->
 
 
 def body_sender(scope: Scope, send: Send) -> Send:
-    """Return the ASGI server's own `send`, for the middle parts of a body: nothing on their way out looks at them.
+    """Return the ASGI server's own `send`, with which the middle parts of a body go out unchanged.
 
     A stream has a part per token, and every layer below `send` is a coroutine per part. Returns `send` if a layer
     changes the parts.
     """
-    sender: Send = (scope.get("extensions") or {}).get(_BODY_SENDER, send)
-    return sender
+    return cast(Send, (scope.get("extensions") or {}).get(_BODY_SENDER, send))
 
 
 def _has_long_body(scope: HTTPScope) -> bool:

@@ -63,7 +63,8 @@ class Place:
         return self
 
     def loramux(self, *arguments: str) -> Any:
-        """Run a command; another release's in a process of its own, which takes the time of a Python's start."""
+        """Run a command; a command of another release runs in a separate process, which takes the time of a
+        Python's start."""
         command = [*arguments, "--config", str(self.config), "--json"]
         if self.tree is None:
             ended = CliRunner().invoke(main, command, catch_exceptions=False)

@@ -244,7 +244,8 @@ class Generation:
         """Wait for `least` deltas or the end, and return all that have come since the last call; none after the end.
 
         Raises the error with which the answer ended, once its deltas have been read. A token is never delayed for the
-        next one if `least` is 1: only a reader that is behind gets several deltas.
+        next one if `least` is 1: only a reader that is slower than the engine gets
+        several deltas.
         """
         return await self._unread.read(least)
 

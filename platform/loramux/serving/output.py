@@ -448,7 +448,7 @@ class OutputProcessor:
         return self._with_prompt(delta)
 
     def _push_plain(self, token_id: int) -> Delta:
-        """Return what the rest of `push` would return, for most tokens of most answers: nothing can be held back."""
+        """Do the work of `push` for a token of which nothing can be held back, as for most tokens of most answers."""
         self.num_tokens += 1
         text = self._detokenizer.push(token_id)
         self._num_read += len(text)
