@@ -16,7 +16,7 @@ from xdist.scheduler import LoadFileScheduling
 # Before torch is imported: threads that spin as they wait make a test on a busy machine take a hundred times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# Every client of httpx and of OpenAI reads the machine's certificates: 17 ms each time, for thousands of clients that
+# Every client of httpx and of OpenAI reads the certificates of the machine in 17 ms, and thousands of these clients
 # speak plain HTTP.
 httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
