@@ -295,8 +295,8 @@ def hints_table() -> str:
     for name, paths in sorted(fields.items()):
         by_paths.setdefault(tuple(sorted(paths)), []).append(f"`{name}`")
     lines = ["| endpoints | fields |", "| -- | -- |"]
-    for paths, names in sorted(by_paths.items()):
-        lines.append(f"| {', '.join(f'`{path}`' for path in paths)} | {', '.join(names)} |")
+    for endpoints, names in sorted(by_paths.items()):
+        lines.append(f"| {', '.join(f'`{path}`' for path in endpoints)} | {', '.join(names)} |")
     return "\n".join(lines) + "\n"
 
 

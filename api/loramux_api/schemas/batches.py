@@ -29,7 +29,7 @@ class BatchBody(Body, forbid_unknown_fields=True):
     input_file_id: Name
     """A file of purpose `batch`."""
     endpoint: Name
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings or /v1/messages; every line names the same."""
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings or /v1/messages; every line has the same."""
     completion_window: Annotated[str, Meta(max_length=8)] = "24h"
     """Lines that have not begun after this time are not run. 24h, or 1h to 168h."""
     metadata: Tags | None = None
