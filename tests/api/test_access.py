@@ -171,3 +171,9 @@ def test_a_key_is_asked_for_before_the_body_is_read(site: Site) -> None:
 @pytest.mark.parametrize("path", [*sorted(PUBLIC), DESCRIPTION, f"{DESCRIPTION}/openapi.json"])
 def test_public_routes_need_no_key(site: Site, path: str) -> None:
     assert httpx.get(site.url + path).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_wrong_key_is_refused_in_a_way_that_ends_the_repetitions_of_agents(site: Site, path: str) -> None:
+    answer = httpx.post(f"{site.url}{path}", headers={"Authorization": "Bearer sk-lm-wrong"}, json={}, timeout=60)
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (401, "false")

@@ -236,7 +236,7 @@ def test_opencode_takes_every_step(served: Served, folder: Path) -> None:
     recorder.sent.clear()
 
     def ask(text: str, *arguments: str, key: str = site.keys["acme"]) -> list[dict[str, Any]]:
-        return agent.lines("run", "--format", "json", *arguments, text, LORAMUX_KEY=key)
+        return agent.lines("run", "--format", "json", *arguments, said=text, LORAMUX_KEY=key)  # arguments are quoted
 
     def said(events: list[dict[str, Any]]) -> str:
         return "".join(event["part"]["text"] for event in events if event["type"] == "text").strip()

@@ -29,7 +29,7 @@ class BatchBody(Body, forbid_unknown_fields=True):
     input_file_id: Name
     """A file of purpose `batch`."""
     endpoint: Name
-    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings or /v1/messages; the same in every line."""
+    """/v1/chat/completions, /v1/completions, /v1/responses, /v1/embeddings or /v1/messages; every line has the same."""
     completion_window: Annotated[str, Meta(max_length=8)] = "24h"
     """Lines that have not begun after this time are not run. 24h, or 1h to 168h."""
     metadata: Tags | None = None
@@ -62,7 +62,7 @@ class FileDeleted(msgspec.Struct, kw_only=True):
 
 
 class Cursored(msgspec.Struct, Generic[T], kw_only=True):
-    """One page of a list; the next page begins after `last_id`."""
+    """One page of a list; the next one begins after `last_id`."""
 
     object: Literal["list"] = "list"
     data: list[T]
@@ -151,9 +151,7 @@ def batch_object(batch: Batch) -> BatchObject:
 
 
 def page_of(items: list[T], limit: int, ids: list[str]) -> Cursored[T]:
-    """Return a page with the first `limit` of `items`. The list was read with one more item, which shows if there is a
-    next page. `ids` are the items' ids.
-    """
+    """Return the first `limit` of `items`, which were listed with one more; `ids` are the items' ids."""
     shown = ids[:limit]
     return Cursored(
         data=items[:limit],
