@@ -295,13 +295,8 @@ def hints_table() -> str:
     for name, paths in sorted(fields.items()):
         by_paths.setdefault(tuple(sorted(paths)), []).append(f"`{name}`")
     lines = ["| endpoints | fields |", "| -- | -- |"]
-<<<<<<< HEAD
-    for together, names in sorted(by_paths.items()):
-        lines.append(f"| {', '.join(f'`{path}`' for path in together)} | {', '.join(names)} |")
-=======
     for endpoints, names in sorted(by_paths.items()):
         lines.append(f"| {', '.join(f'`{path}`' for path in endpoints)} | {', '.join(names)} |")
->>>>>>> h/agents
     return "\n".join(lines) + "\n"
 
 
