@@ -62,7 +62,9 @@ def test_hsts_is_sent_under_tls(scheme: str, is_sent: bool) -> None:
     assert [name for name, _ in message["headers"]] == [b"strict-transport-security"] * is_sent
 
 
-def test_what_an_engine_writes_is_for_its_own_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_an_engine_writes_is_for_its_own_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, base_dir: Path
+) -> None:
     written = tmp_path / "written"
 
     def serve(*_: object) -> None:
@@ -75,7 +77,7 @@ def test_what_an_engine_writes_is_for_its_own_user(monkeypatch: pytest.MonkeyPat
         raise Ended
 
     settings = tmp_path / "loramux.toml"
-    settings.write_text('[model]\npath = "/nowhere"\nserved_model_name = "base"\n')
+    settings.write_text(f'[model]\npath = "{base_dir}"\nserved_model_name = "base"\n')
     monkeypatch.setattr(loramux.fleet.serving, "serve_engine", serve)
     monkeypatch.setattr(os, "_exit", end)
     before = os.umask(0o022)
