@@ -19,9 +19,12 @@ def trl(base: Path, folder: Path) -> None:
     """TRL's SFTTrainer: two steps, then save_model."""
     import datasets
     import peft
+    import pyarrow
     from trl import SFTConfig, SFTTrainer
 
-    texts = datasets.Dataset.from_dict({"text": ["the quick brown fox", "jumps over the lazy dog"] * 4})
+    # tokens with a fingerprint of their own: dill cannot pickle a table of the newest pyarrow, to compute one
+    tokens = pyarrow.table({"input_ids": [list(b"the quick brown fox"), list(b"jumps over")] * 4})
+    texts = datasets.Dataset(datasets.table.InMemoryTable(tokens), fingerprint="texts")
     arguments = SFTConfig(
         output_dir=str(folder),
         max_steps=2,
@@ -30,6 +33,7 @@ def trl(base: Path, folder: Path) -> None:
         use_cpu=True,
         bf16=False,
         save_strategy="no",
+        dataset_kwargs={"skip_prepare_dataset": True},
     )
     lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM")
     trainer = SFTTrainer(model=str(base), args=arguments, train_dataset=texts, peft_config=lora)
