@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from litestar import Controller, MediaType, Response, get, post
 from litestar.di import NamedDependency
-from litestar.params import JSONBody
+from litestar.params import JSONBody, QueryParameter
 from msgspec import Meta
 
 from loramux.accounts.tenants.errors import NotFound, NotPermitted
@@ -292,7 +292,7 @@ class TrainerController(ApiController):
         self,
         completions: NamedDependency[CompletionService],
         settings: NamedDependency[Settings],
-        config_format: Literal["text", "json"] = "text",
+        config_format: Annotated[Literal["text", "json"], QueryParameter()] = "text",
     ) -> ServerInfo:
         """Return the parts of the configuration that TRL's trainers read, of the first base."""
         base = next(iter(completions.bases.values()), None)
@@ -312,7 +312,7 @@ class TrainerController(ApiController):
         return WorldSize(ParallelInfo().world_size)
 
     @post("/pause", status_code=200, summary="Pause before a load, for trainers: no effect")
-    async def pause(self, mode: Literal["abort", "wait", "keep"] = "abort") -> PauseStatus:
+    async def pause(self, mode: Annotated[Literal["abort", "wait", "keep"], QueryParameter()] = "abort") -> PauseStatus:
         """Accept `mode=keep`. Running requests go on, with the revision that they began with."""
         if mode != "keep":
             raise InvalidRequest(
