@@ -29,13 +29,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FACTS: dict[str, object] = {
     r"(\d+) families of text": sum(not family.text_type for family in FAMILIES.values()),
     r"sends\s+(\d+)\s+requests": len(load_prompts()),
-    r"\b(\d+) requests to all of them": len(load_prompts()),
     r"\b(\d+) of \d+ answers(?: are)? exact": len(load_prompts()),
     r"\b\d+ of (\d+) answers(?: are)? exact": len(load_prompts()),
     r"(\w+) adapters of \w+ customers": WORDS[MODELS - 1],
     r"\w+ adapters of (\w+) customers": WORDS[len(OWNERS)],
     r"(\d+) distinct adapters and the base": MODELS - 1,
-    r"(\w+) adapters and the base in one step": WORDS[MODELS - 1],
+    r"one step served (\w+) adapters": WORDS[MODELS - 1],
     r"[Pp]ython (\d\.\d+) or newer": PROJECT["requires-python"].removeprefix(">="),
 }
 """Facts of the code, by the sentences in which pages say them."""
