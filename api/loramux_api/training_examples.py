@@ -52,6 +52,10 @@ def example_format(context: int) -> ExampleFormat:
 
 def parse_example(data: bytes) -> Example:
     """Parse a line. Raises InvalidRequest."""
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("this line is not UTF-8; save the file with this encoding", "file") from None
     for _ in look_through(data):
         pass
     return _preference(data) if b'"preferred_output"' in data and _is_preference(data) else _chat(data)
@@ -60,7 +64,7 @@ def parse_example(data: bytes) -> Example:
 def _is_preference(data: bytes) -> bool:
     try:
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, RecursionError):
         return False
     return "preferred_output" in fields and "messages" not in fields
 
@@ -109,8 +113,6 @@ def _decoded(data: bytes, kind: type[S]) -> S:
             "non_preferred_output}",
             "file",
         ) from None
-    except UnicodeDecodeError:
-        raise InvalidRequest("this line is not UTF-8; save the file with this encoding", "file") from None
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"this line is not valid JSON: {str(error)[:200]}", "file") from None
 

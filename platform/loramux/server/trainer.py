@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +12,7 @@ from loramux.common.settings.file import Settings, SettingsError
 from loramux.data.records.bases import BaseRepository
 from loramux.data.records.database import Database
 from loramux.server.platform import open_database, open_store
-from loramux.serving.lifecycle import known_bases
+from loramux.serving.lifecycle import KnownBase, known_bases
 from loramux.training.examples import ExampleFormat
 from loramux.training.trainer import Trainer, TrainerParts
 
@@ -40,5 +41,9 @@ async def _bases(settings: Settings, database: Database) -> dict[str, Path]:
     """Return the folders of the bases that are on this machine."""
     async with database.read() as session:
         known = known_bases(settings, await BaseRepository(session).all())
-    folders = {base.name: Path(base.settings.path).absolute() for base in known.values() if not base.is_retired}
+    return await asyncio.to_thread(_folders, known.values())
+
+
+def _folders(known: Iterable[KnownBase]) -> dict[str, Path]:
+    folders = {base.name: Path(base.settings.path).absolute() for base in known if not base.is_retired}
     return {name: folder for name, folder in folders.items() if folder.is_dir()}
