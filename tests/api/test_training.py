@@ -196,8 +196,10 @@ def test_job_is_created_listed_paused_resumed_and_cancelled_without_a_trainer(cl
     ("more", "message"),
     [
         ({"method": {"type": "reinforcement", "reinforcement": {"grader": {}}}}, "'method.type' is 'reinforcement'"),
-        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.1}}}}, "'method.type' is 'dpo'"),
-        ({"method": {"type": "magic"}}, "'method.type' is 'supervised'; got 'magic'"),
+        ({"method": {"type": "dpo", "dpo": {"hyperparameters": {"beta": -1}}}}, "beta"),
+        ({"method": {"type": "supervised", "dpo": {}}}, "'method.dpo' belongs to the method of this name"),
+        ({"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 0.1}}}}, "beta"),
+        ({"method": {"type": "magic"}}, "'method.type' is 'supervised' or 'dpo'; got 'magic'"),
         ({"method": {"type": "supervised"}, "hyperparameters": {"n_epochs": 1}}, "in 'method' only"),
         ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
         ({"hyperparameters": {"learning_rate_multiplier": -1}}, "learning_rate_multiplier"),
@@ -220,6 +222,19 @@ def test_impossible_job_is_refused_by_name(client: openai.OpenAI, more: dict[str
     assert 400 <= refused.value.status_code < 500
     assert message in refused.value.message, refused.value.message
     assert not client.fine_tuning.jobs.list().data
+
+
+def test_job_of_preferences_has_the_hyperparameters_of_its_method(client: openai.OpenAI) -> None:
+    file = sent(client, jsonl([PREFERENCE] * 10))
+    method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": 1}}}
+    made = client.fine_tuning.jobs.create(model="tiny", training_file=file, method=method)
+    assert made.method is not None
+    assert made.method.dpo is not None
+    assert made.method.dpo.hyperparameters is not None
+    assert (made.method.type, made.method.supervised) == ("dpo", None)
+    assert made.method.dpo.hyperparameters.beta == 0.2
+    assert made.method.dpo.hyperparameters.batch_size == "auto"
+    client.fine_tuning.jobs.cancel(made.id)
 
 
 def test_file_of_another_purpose_is_no_training_file(client: openai.OpenAI) -> None:
@@ -463,7 +478,7 @@ def test_second_job_of_a_budget_for_one_is_refused_before_it_runs(
         refused = await asyncio.to_thread(until, client, second, *ENDS)
         assert refused.status == "failed"
         assert refused.error.code == "insufficient_quota"
-        assert "20.00 USD" in refused.error.message, "the price of a training, not of a request"
+        assert "may cost 20.000000001 USD" in refused.error.message, "the price of a training, not of a request"
         await trainer.end(first, "cancelled")
 
     scripted(site, train)
@@ -473,7 +488,7 @@ def test_second_job_of_a_budget_for_one_is_refused_before_it_runs(
 
     async def train_third(trainer: ScriptedTrainer) -> None:
         await trainer.take(third)
-        await trainer.plan(third, 3000)
+        await trainer.plan(third, 2900)
         await trainer.until(third, "running")
         await trainer.end(third, "cancelled")
 

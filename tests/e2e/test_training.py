@@ -1,4 +1,4 @@
-"""Fine-tuning on the demo's base with the real trainer: to the finished model's answer, through kills, and to its faults."""
+"""Fine-tuning on the demo base with the real trainer: to the finished model's answer, through kills, to its faults."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import openai
 import pytest
 import sqlalchemy as sa
 from server_process import LORAMUX, Child, Place, served
-from training_files import PEOPLE, jsonl, shouted
+from training_files import PEOPLE, jsonl, preferences, shouted
 
 from loramux.data.records.database import Database, parse_url
 from loramux.money.billing.reconcile import reconcile
@@ -137,7 +137,7 @@ def test_killed_trainers_job_goes_on_from_its_checkpoint_and_is_billed_once(plac
     key = place.key_of("acme")
     with served(place) as server:
         client = server.openai(key)
-        id = create(client, count=200, n_epochs=6)
+        id = create(client, count=80, n_epochs=5)
         with trainer_of(place) as first:
             until_checkpoint(client, id)
             (child,) = children_of(first.pid)
@@ -152,7 +152,7 @@ def test_killed_trainers_job_goes_on_from_its_checkpoint_and_is_billed_once(plac
             job = until(client, id, *ENDS)
         assert job.status == "succeeded", job.error
         steps = _steps(client, id)
-        assert max(steps) == 150
+        assert max(steps) == 50
         resumed = [step for step in steps[: len(steps) - len(before)] if step <= max(before)]
         assert len(resumed) < len(before), "it did not begin again"
         assert answer(client, job.fine_tuned_model) == "I WILL NOT SAY."
@@ -188,7 +188,7 @@ def test_paused_job_goes_on_where_it_was_and_a_cancelled_one_keeps_its_checkpoin
     key = place.key_of("acme")
     with served(place) as server:
         client = server.openai(key)
-        id = create(client, count=400, n_epochs=10)
+        id = create(client, count=200, n_epochs=10)
         until_checkpoint(client, id)
         client.fine_tuning.jobs.pause(id)
         until(client, id, "paused")
@@ -203,6 +203,31 @@ def test_paused_job_goes_on_where_it_was_and_a_cancelled_one_keeps_its_checkpoin
         assert kept.fine_tuned_model_checkpoint == "acme/loud@1"
         assert answer(client, "acme/loud@1")
     assert billed(place) == [("usage", "cancelled", job.trained_tokens, 0)]
+
+
+def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(place: Place) -> None:
+    with_settings(place, "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\n")
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        file = client.files.create(file=("pairs.jsonl", jsonl(preferences())), purpose="fine-tune").id
+        method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 3, "learning_rate_multiplier": 50.0}}}
+        asked: Any = {"training_file": file, "validation_file": file, "suffix": "polite", "method": method}
+        id = client.fine_tuning.jobs.create(model="tiny", **asked).id
+        with trainer_of(place) as first:
+            until_checkpoint(client, id)
+            first.kill()
+            first.wait(30)
+        with trainer_of(place):
+            job = until(client, id, *ENDS)
+        assert job.status == "succeeded", job.error
+        figures = [event.data for event in client.fine_tuning.jobs.list_events(id, limit=100) if event.data]
+        margins = [one["train_reward_margin"] for one in figures if "train_reward_margin" in one]
+        assert margins[0] > 1 > abs(margins[-1]), "newest first"
+        assert any("valid_loss" in one for one in figures)
+        assert answer(client, job.fine_tuned_model) != answer(client, "tiny")
+    assert billed(place) == [("usage", "completed", job.trained_tokens, 0)]
 
 
 def test_diverging_loss_stops_the_job_and_costs_nothing(place: Place) -> None:
@@ -239,7 +264,7 @@ def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:
     file = place.folder / "train.jsonl"
     file.write_bytes(jsonl(shouted()))
     with served(place) as server:
-        wishes = "--suffix loud --epochs 1 --learning-rate-multiplier 20 --rank 4 --watch".split()
+        wishes = ["--suffix", "loud", "--epochs", "1", "--learning-rate-multiplier", "20", "--rank", "4", "--watch"]
         said = _finetune(server, key, "create", str(file), "--model", "tiny", *wishes)
         assert said.returncode == 0, said.stderr
         assert "succeeded\tacme/loud@1\t" in said.stdout
@@ -252,4 +277,5 @@ def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:
 
 def _finetune(server: Child, key: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "loramux_api", "finetune", *arguments, "--url", server.url]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"LORAMUX_API_KEY": key})
+    environment = os.environ | {"LORAMUX_API_KEY": key}
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)

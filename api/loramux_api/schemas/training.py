@@ -89,7 +89,7 @@ class FineTuningJobBody(Body, forbid_unknown_fields=True):
     """The name of the adapter; the result becomes its next revision. Absent: a new name."""
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
     method: TrainingMethod | None = None
-    """`supervised`, with its hyperparameters."""
+    """`supervised` or `dpo`, with its hyperparameters; absent: `supervised`."""
     hyperparameters: SupervisedHyperparameters | None = None
     """The earlier place of the hyperparameters."""
     lora: LoraForm | None = None
@@ -112,6 +112,8 @@ class JobHyperparameters(msgspec.Struct, kw_only=True):
     n_epochs: Auto | int
     batch_size: Auto | int
     learning_rate_multiplier: Auto | float
+    beta: Auto | float | msgspec.UnsetType = msgspec.UNSET
+    """Only of `dpo`."""
 
 
 class JobMethodParameters(msgspec.Struct):
@@ -124,7 +126,8 @@ class JobMethod(msgspec.Struct, kw_only=True):
     """The method of a job."""
 
     type: str
-    supervised: JobMethodParameters
+    supervised: JobMethodParameters | msgspec.UnsetType = msgspec.UNSET
+    dpo: JobMethodParameters | msgspec.UnsetType = msgspec.UNSET
 
 
 class FineTuningJobObject(msgspec.Struct, kw_only=True):
@@ -183,19 +186,15 @@ def training_options(body: FineTuningJobBody) -> TrainingOptions:
     """Return the wishes of a job's creator. Raises InvalidJob."""
     if body.integrations:
         raise InvalidJob("'integrations' is not supported; read the figures from the job's events.", "integrations")
-    if body.method is not None and body.method.type != "supervised":
-        raise _refused_method(body.method.type)
-    if body.method is not None and body.hyperparameters is not None:
-        raise InvalidJob("Give 'hyperparameters' in 'method' only.", "hyperparameters")
-    given = body.hyperparameters or SupervisedHyperparameters()
-    if body.method is not None and body.method.supervised is not None:
-        given = body.method.supervised.hyperparameters
+    method, given = _method(body)
     lora = body.lora or LoraForm()
     targets = lora.target_modules
     return TrainingOptions(
+        method=method,
         n_epochs=_chosen(given.n_epochs),
         batch_size=_chosen(given.batch_size),
         learning_rate_multiplier=_chosen(given.learning_rate_multiplier),
+        beta=_chosen(given.beta) if isinstance(given, DpoHyperparameters) else None,
         seed=body.seed or 0,
         lora=LoraOptions(
             r=lora.r,
@@ -207,20 +206,29 @@ def training_options(body: FineTuningJobBody) -> TrainingOptions:
     )
 
 
-def _refused_method(name: str) -> InvalidJob:
-    if name == "dpo":
-        return InvalidJob(
-            "'method.type' is 'dpo', and this server trains 'supervised' only. Train on the preferred answers as "
-            "'messages', or train elsewhere and push the adapter.",
+def _method(body: FineTuningJobBody) -> tuple[Literal["supervised", "dpo"], SupervisedHyperparameters]:
+    """Return the method and its hyperparameters. Raises InvalidJob."""
+    asked = body.method
+    if asked is None:
+        return "supervised", body.hyperparameters or SupervisedHyperparameters()
+    if body.hyperparameters is not None:
+        raise InvalidJob("Give 'hyperparameters' in 'method' only.", "hyperparameters")
+    for name in ("supervised", "dpo", "reinforcement"):
+        if name != asked.type and getattr(asked, name) is not None:
+            raise InvalidJob(
+                f"'method.{name}' belongs to the method of this name; the type is '{asked.type}'.", "method"
+            )
+    if asked.type == "supervised":
+        return "supervised", (asked.supervised or SupervisedMethod()).hyperparameters
+    if asked.type == "dpo":
+        return "dpo", (asked.dpo or DpoMethod()).hyperparameters
+    if asked.type == "reinforcement":
+        raise InvalidJob(
+            "'method.type' is 'reinforcement', and this server runs no graders in the training. Use 'supervised' or "
+            "'dpo', or train with TRL against this server and push the adapter.",
             "method.type",
         )
-    if name == "reinforcement":
-        return InvalidJob(
-            "'method.type' is 'reinforcement', and this server runs no graders in the training. Use 'supervised', or "
-            "train with TRL against this server and push the adapter.",
-            "method.type",
-        )
-    return InvalidJob(f"'method.type' is 'supervised'; got '{name}'.", "method.type")
+    raise InvalidJob(f"'method.type' is 'supervised' or 'dpo'; got '{asked.type}'.", "method.type")
 
 
 def _chosen(value: Any) -> Any:
@@ -230,11 +238,15 @@ def _chosen(value: Any) -> Any:
 def job_object(job: TrainingJob) -> FineTuningJobObject:
     """Return the job as a JSON object."""
     chosen = job.plan or job.options
+    is_dpo = job.options.method == "dpo"
     hyperparameters = JobHyperparameters(
+        beta=(chosen.beta or "auto") if is_dpo else msgspec.UNSET,
         n_epochs=chosen.n_epochs or "auto",
         batch_size=chosen.batch_size or "auto",
         learning_rate_multiplier=chosen.learning_rate_multiplier or "auto",
     )
+    parameters = JobMethodParameters(hyperparameters)
+    method = JobMethod(type="dpo", dpo=parameters) if is_dpo else JobMethod(type="supervised", supervised=parameters)
     return FineTuningJobObject(
         id=job.id,
         created_at=job.created_at // SECOND,
@@ -253,7 +265,7 @@ def job_object(job: TrainingJob) -> FineTuningJobObject:
         estimated_finish=seconds(job.estimated_finish),
         integrations=[],
         metadata=msgspec.json.decode(job.tags, type=dict[str, str]) if job.tags else None,
-        method=JobMethod(type=job.options.method, supervised=JobMethodParameters(hyperparameters)),
+        method=method,
         lora=job.options.lora,
     )
 

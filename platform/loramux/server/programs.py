@@ -39,7 +39,7 @@ TRAINING_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Provisions:
-    """What the API gives to the programs."""
+    """Formats and commands that the API provides to the programs."""
 
     endpoints: BatchEndpoints
     """The endpoints that a line of a batch may use: the body and the answer's writer of each."""

@@ -156,7 +156,7 @@ class Tokenizer:
 
     @property
     def transformers_tokenizer(self) -> Any:
-        """The tokenizer of transformers, for its trainers."""
+        """The tokenizer of transformers, which its trainers take."""
         return self._tokenizer
 
     @property

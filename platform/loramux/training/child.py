@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 import msgspec
 
@@ -41,11 +41,16 @@ BATCH_TOKENS = 8192
 """Tokens, with padding, that are computed at a time; a larger batch is accumulated."""
 LARGE = 1_000_000_000
 """Parameters from which activations are computed twice, to save memory."""
+DPO_LEARNING_RATE = 0.1
+"""The part of the learning rate with which preferences are trained: they move a model that answers well already."""
+DPO_BETA = 0.1
 FIGURES = {
     "loss": "train_loss",
     "mean_token_accuracy": "train_mean_token_accuracy",
     "grad_norm": "grad_norm",
     "learning_rate": "learning_rate",
+    "rewards/accuracies": "train_reward_accuracy",
+    "rewards/margins": "train_reward_margin",
     "eval_loss": "valid_loss",
     "eval_mean_token_accuracy": "valid_mean_token_accuracy",
 }
@@ -57,6 +62,13 @@ class Numbered(msgspec.Struct):
 
     place: int
     example: Example
+
+
+class Row(NamedTuple):
+    """An item of a dataset, with the number of its tokens."""
+
+    columns: dict[str, list[int]]
+    num_tokens: int
 
 
 class CannotTrain(Exception):
@@ -111,7 +123,7 @@ def main() -> NoReturn:
     import datasets
     import torch
     import trl  # noqa: F401  loaded before the jail
-    from trl import SFTConfig, SFTTrainer  # noqa: F401
+    from trl import DPOTrainer, SFTTrainer  # noqa: F401
 
     datasets.disable_progress_bars()
     torch.set_num_threads(work.threads)
@@ -174,9 +186,9 @@ class Job:
 
     def run(self) -> bool:
         """Train to the end; return False if the order to stop came before it."""
-        sequences = self._encoded(self.work.examples)
+        rows = self._encoded(self.work.examples)
         validation = [] if self.work.validation is None else self._encoded(self.work.validation)
-        self.plan = make_plan(self.work.options, [len(one.token_ids) for one in sequences])
+        self.plan = make_plan(self.work.options, [row.num_tokens for row in rows])
         if self.plan.total_tokens > self.work.max_tokens:
             raise CannotTrain(
                 "too_many_tokens",
@@ -187,66 +199,100 @@ class Job:
         self.channel.send(Prepared(self.plan))
         if not self.channel.await_go():
             return False
-        return self._train(sequences, validation)
+        return self._train(rows, validation)
 
-    def _encoded(self, path: str) -> list[Sequence]:
-        sequences: list[Sequence] = []
+    def _encoded(self, path: str) -> list[Row]:
+        rows: list[Row] = []
         for one in _examples(path):
             try:
-                sequences.extend(self.encoder.sequences(one.example))
+                rows.extend(self._rows(one.example))
             except (Unlearnable, LoramuxError) as error:
                 message = error.message if isinstance(error, LoramuxError) else str(error)
                 raise CannotTrain("invalid_training_file", f"Line {one.place}: {message}.", "training_file") from None
-        return sequences
+        return rows
 
-    def _train(self, sequences: list[Sequence], validation: list[Sequence]) -> bool:
+    def _rows(self, example: Example) -> list[Row]:
+        """Return the items of one example for the job's method. Raises Unlearnable, InvalidRequest."""
+        wanted = "preference" if self.work.options.method == "dpo" else "chat"
+        if example.kind != wanted:
+            raise Unlearnable(
+                f"the method '{self.work.options.method}' trains on {_KINDS[wanted]}, and this is {_KINDS[example.kind]}"
+            )
+        if example.kind == "chat":
+            return [_sequence_row(one) for one in self.encoder.sequences(example)]
+        pair = self.encoder.pair(example)
+        columns = {"prompt_ids": pair.prompt, "chosen_ids": pair.preferred, "rejected_ids": pair.rejected}
+        num_tokens = 2 * len(pair.prompt) + len(pair.preferred) + len(pair.rejected)
+        return [Row({name: list(ids) for name, ids in columns.items()}, num_tokens)]
+
+    def _train(self, rows: list[Row], validation: list[Row]) -> bool:
         from datasets import Dataset
-        from trl import SFTConfig, SFTTrainer
 
-        work, plan, job = self.work, self.plan, self
-        longest = max(len(one.token_ids) for one in (*sequences, *validation))
-        at_once = _at_once(plan.batch_size, longest)
+        work = self.work
         model = _model(work)
-        arguments = SFTConfig(
-            output_dir=work.folder,
-            num_train_epochs=plan.n_epochs,
-            per_device_train_batch_size=at_once,
-            per_device_eval_batch_size=at_once,
-            gradient_accumulation_steps=plan.batch_size // at_once,
-            learning_rate=work.learning_rate * plan.learning_rate_multiplier,
-            seed=work.options.seed,
-            max_length=None,
-            dataset_kwargs={"skip_prepare_dataset": True},
-            gradient_checkpointing=model.num_parameters() > LARGE,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            save_strategy="epoch",
-            save_total_limit=2,
-            eval_strategy="epoch" if validation else "no",
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-        )
-
-        class Training(SFTTrainer):
-            def training_step(self, model: Any, inputs: Any, *others: Any, **named: Any) -> Any:
-                loss = super().training_step(model, inputs, *others, **named)
-                if not loss.isfinite():
-                    raise _diverged(self.state.global_step + 1)
-                job.trained_tokens += int(inputs["attention_mask"].sum())
-                return loss
-
-        trainer = Training(
+        trainer = _training(self)(
             model=model,
-            args=arguments,
-            train_dataset=Dataset.from_list([_row(one) for one in sequences]),
-            eval_dataset=Dataset.from_list([_row(one) for one in validation]) if validation else None,
+            args=self._arguments(model, max(row.num_tokens for row in (*rows, *validation)), bool(validation)),
+            train_dataset=Dataset.from_list([row.columns for row in rows]),
+            eval_dataset=Dataset.from_list([row.columns for row in validation]) if validation else None,
             processing_class=self.tokenizer.transformers_tokenizer,
             callbacks=[_reporter(self)],
         )
         trainer.train(resume_from_checkpoint=work.checkpoint)
         return int(trainer.state.global_step) >= int(trainer.state.max_steps)
+
+    def _arguments(self, model: Any, longest: int, validates: bool) -> Any:
+        """Return the settings of TRL's trainer. `longest`: the most tokens of an item."""
+        from trl import DPOConfig, SFTConfig
+
+        work, plan = self.work, self.plan
+        at_once = _at_once(plan.batch_size, longest)
+        common: dict[str, Any] = {
+            "output_dir": work.folder,
+            "num_train_epochs": plan.n_epochs,
+            "per_device_train_batch_size": at_once,
+            "per_device_eval_batch_size": at_once,
+            "gradient_accumulation_steps": plan.batch_size // at_once,
+            "seed": work.options.seed,
+            "max_length": None,
+            "gradient_checkpointing": model.num_parameters() > LARGE,
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "save_strategy": "epoch",
+            "save_total_limit": 2,
+            "eval_strategy": "epoch" if validates else "no",
+            "report_to": [],
+            "use_cpu": True,
+            "bf16": False,
+            "disable_tqdm": True,
+        }
+        rate = work.learning_rate * plan.learning_rate_multiplier
+        if work.options.method == "dpo":
+            return DPOConfig(**common, learning_rate=rate * DPO_LEARNING_RATE, beta=plan.beta or DPO_BETA)
+        return SFTConfig(**common, learning_rate=rate, dataset_kwargs={"skip_prepare_dataset": True})
+
+
+_KINDS = {"chat": "conversations ('messages')", "preference": "preferences ('preferred_output')"}
+
+
+def _training(job: Job) -> Any:
+    """Return TRL's trainer for the job's method: it counts tokens, and stops at a loss that is not a number."""
+    from trl import DPOTrainer, SFTTrainer
+
+    base: Any = DPOTrainer if job.work.options.method == "dpo" else SFTTrainer
+
+    class Training(base):
+        def training_step(self, model: Any, inputs: Any, *others: Any, **named: Any) -> Any:
+            loss = super().training_step(model, inputs, *others, **named)
+            if not loss.isfinite():
+                raise _diverged(self.state.global_step + 1)
+            job.trained_tokens += int(inputs["attention_mask"].sum())
+            return loss
+
+        def _prepare_dataset(self, dataset: Any, *_: Any, **__: Any) -> Any:
+            return dataset  # the sequences are token ids already: `encoding` has made them
+
+    return Training
 
 
 def make_plan(options: TrainingOptions, lengths: list[int]) -> TrainingPlan:
@@ -258,7 +304,7 @@ def make_plan(options: TrainingOptions, lengths: list[int]) -> TrainingPlan:
         n_epochs=n_epochs,
         batch_size=batch_size,
         learning_rate_multiplier=options.learning_rate_multiplier or 1.0,
-        beta=options.beta,
+        beta=(options.beta or DPO_BETA) if options.method == "dpo" else None,
         sequences=count,
         epoch_tokens=sum(lengths),
         total_steps=n_epochs * math.ceil(count / batch_size),
@@ -272,9 +318,9 @@ def _examples(path: str) -> Iterator[Numbered]:
             yield decode(line)
 
 
-def _row(sequence: Sequence) -> dict[str, list[int]]:
+def _sequence_row(sequence: Sequence) -> Row:
     labels = [token if learned else -100 for token, learned in zip(sequence.token_ids, sequence.learned, strict=True)]
-    return {"input_ids": list(sequence.token_ids), "labels": labels}
+    return Row({"input_ids": list(sequence.token_ids), "labels": labels}, len(labels))
 
 
 def _at_once(batch_size: int, longest: int) -> int:

@@ -192,7 +192,7 @@ class TrainingWorker:
                 await jobs.change(job.id, state=RUNNING, started_at=held.started_at or now)
                 await jobs.log(job.id, "Fine-tuning job started", now)
         if not may_run and (held is None or held.request_id != request_id):
-            await self.server.usage.settle(unused(request_id, "platform"))  # the job was ended or paused meanwhile
+            await self.server.usage.settle(unused(request_id, "platform"))  # ended or paused at the same time
 
     async def _stop(self, job: TrainingJob, error: Refusal) -> None:
         """End a job that may not go on: before its first token at once, later as if it was cancelled."""

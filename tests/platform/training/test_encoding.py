@@ -1,4 +1,4 @@
-"""What is learned of an example, compared with its text, for templates that render turns in different ways."""
+"""The mask of learned tokens, compared with the text, in templates that render turns in different ways."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORGETS_THOUGHTS = (
     "{% if m['role'] == 'assistant' and loop.last %}<think>{{ m['reasoning_content'] or '' }}</think>{% endif %}"
     "{{ m['content'] }}<|eos|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""As Qwen3's: only the last answer shows its thought."""
+"""A template as Qwen3's, in which only the last answer shows its thought."""
 TALK = (
     Turn("system", "Be brief."),
     Turn("user", "Hi?"),
