@@ -216,7 +216,8 @@ class Job:
         wanted = "preference" if self.work.options.method == "dpo" else "chat"
         if example.kind != wanted:
             raise Unlearnable(
-                f"the method '{self.work.options.method}' trains on {_KINDS[wanted]}, and this is {_KINDS[example.kind]}"
+                f"the method '{self.work.options.method}' trains on {_KINDS[wanted]}, and this line is "
+                f"{_KINDS[example.kind]}"
             )
         if example.kind == "chat":
             return [_sequence_row(one) for one in self.encoder.sequences(example)]
@@ -272,7 +273,7 @@ class Job:
         return SFTConfig(**common, learning_rate=rate, dataset_kwargs={"skip_prepare_dataset": True})
 
 
-_KINDS = {"chat": "conversations ('messages')", "preference": "preferences ('preferred_output')"}
+_KINDS = {"chat": "a conversation ('messages')", "preference": "a preference ('preferred_output')"}
 
 
 def _training(job: Job) -> Any:

@@ -197,7 +197,8 @@ class TrainingRun:
         """Hand the job to its server, which registers the result and bills it. Raises LeaseLost."""
         async with self._database.begin() as session:
             jobs = await self._held(TrainingJobs(session))
-            await jobs.change(self._job.id, state=FINISHING, outcome=outcome, error=error, trainer_id=None)
+            why = error or self._job.error
+            await jobs.change(self._job.id, state=FINISHING, outcome=outcome, error=why, trainer_id=None)
 
     async def release(self) -> None:
         """Leave the job to the next trainer."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 
-from loramux.accounts.tenants.errors import InvalidKey
+from loramux.accounts.tenants.errors import InvalidKey, TenantSuspended
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.uploads.sessions import UploadRequest, UploadSessions, announce
 from loramux.common.errors import LoramuxError
@@ -95,10 +95,9 @@ class TrainingWorker:
             jobs = TrainingJobs(session)
             await jobs.adopt_abandoned(self.server.server_id)
             await jobs.release_dead()
-            mine = await jobs.of(self.server.server_id)
-            for job in mine:
+            for job in await jobs.of(self.server.server_id):
                 if job.trainer_id is None and job.wanted is not None and job.state != FINISHING:
-                    await self._follow(jobs, job)
+                    await self._follow(jobs, job.id)
             has_work = bool(await jobs.waiting())
         self.jobs.look()
         if self._local is not None and has_work:
@@ -133,12 +132,15 @@ class TrainingWorker:
         if self._local is not None:
             await self._local.stop()
 
-    async def _follow(self, jobs: TrainingJobs, job: TrainingJob) -> None:
+    async def _follow(self, jobs: TrainingJobs, id: str) -> None:
         """Follow an order for a job that no trainer has."""
+        job = await jobs.held(id, server_id=self.server.server_id)
+        if job is None or job.trainer_id is not None:
+            return  # a trainer has taken it since
         if job.wanted == "cancel":
-            await jobs.change(job.id, state=FINISHING, outcome=CANCELLED)
+            await jobs.change(id, state=FINISHING, outcome=CANCELLED)
         elif job.state in TRAINABLE:
-            await jobs.change(job.id, state=PAUSED, wanted=None)
+            await jobs.change(id, state=PAUSED, wanted=None)
 
     async def _find(self) -> Sequence[TrainingJob]:
         async with self._database.read() as session:
@@ -214,6 +216,8 @@ class TrainingWorker:
         if outcome != FAILED and checkpoints:
             try:
                 result = await self._register_all(job, checkpoints, outcome)
+            except TenantSuspended:
+                raise  # it waits until the tenant is resumed
             except LoramuxError as refused:
                 if refused.status >= HTTPStatus.INTERNAL_SERVER_ERROR or refused.retry_after is not None:
                     raise
