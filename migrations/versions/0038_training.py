@@ -48,9 +48,9 @@ def upgrade() -> None:
         sa.CheckConstraint(
             "state IN ('validating_files', 'queued', 'running', 'paused', 'finishing',"
             " 'succeeded', 'failed', 'cancelled')",
-            name="ck_training_jobs_state",
+            name="state",
         ),
-        sa.CheckConstraint("wanted IN ('pause', 'cancel')", name="ck_training_jobs_wanted"),
+        sa.CheckConstraint("wanted IN ('pause', 'cancel')", name="wanted"),
         sa.ForeignKeyConstraint(["tenant_id"], ["tenants.id"], name="fk_training_jobs_tenant_id"),
         sa.ForeignKeyConstraint(
             ["tenant_id", "project_id"],
