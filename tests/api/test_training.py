@@ -378,7 +378,8 @@ def test_finished_job_is_a_revision_and_bills_its_tokens_once(
     assert drift(site) == 0
     with site.http(tenant) as http:
         events = http.get("/v1/events").json()["data"]
-        assert "fine_tuning.job.succeeded" in [one["type"] if "type" in one else one["kind"] for one in events]
+        [ended] = [one["data"] for one in events if one["type"] == "fine_tuning.job.succeeded"]
+        assert ended == {"id": id, "adapter": f"{tenant}/loud"}
         aliases = http.get("/v1/adapters/loud").json()["aliases"]
     assert [target["revision"] for alias in aliases for target in alias["targets"]] == [1], "a checkpoint moves nothing"
     stored = Path(site.settings.records.blobs) / "training" / id
