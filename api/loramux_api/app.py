@@ -34,7 +34,7 @@ from loramux.engine.client import EngineClient, EngineDied
 from loramux.money.billing.catalog import Catalog, PlanPrices
 from loramux.money.limits.limits import Limits
 from loramux.server.platform import Platform, open_platform
-from loramux.server.programs import Programs, open_programs
+from loramux.server.programs import Programs, Provisions, open_programs
 from loramux_api.answering import inference
 from loramux_api.auth import platform_of, principal_of
 from loramux_api.batch_endpoints import batch_endpoints
@@ -48,6 +48,7 @@ from loramux_api.openapi import openapi_config
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note_response
 from loramux_api.routes import routes_of
+from loramux_api.training_examples import example_format
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,12 @@ PARTS = (
     *("responses", "sinks", "started_at", "tenants", "uploads", "usage", "webhooks"),
 )
 """Attributes of `Platform` that a handler may name as parameters."""
-PROGRAMS = ("batches", "files", "evaluations", "guards", "shadows", "policies", "base_upgrades", "revision_metrics")
+TRAINER_COMMAND = (sys.executable, "-m", "loramux_api", "trainer", "--settings-on-stdin")
+"""The command with which a server starts a trainer on its own machine."""
+PROGRAMS = (
+    *("batches", "files", "evaluations", "guards", "shadows", "policies", "base_upgrades", "revision_metrics"),
+    "training",
+)
 """Attributes of `Programs` that a handler may name as parameters."""
 PROVIDERS: dict[str, Callable[..., Any]] = {
     "database_is_reachable": database_is_reachable,
@@ -208,7 +214,12 @@ def _cors(settings: Settings) -> CORSConfig | None:
 @asynccontextmanager
 async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
     """Serve from an open platform, and run its batches, while the block runs; then send the last traces."""
-    async with open_programs(platform, batch_endpoints(platform.completions)) as programs:
+    provisions = Provisions(
+        endpoints=batch_endpoints(platform.completions),
+        examples=example_format(platform.completions.context),
+        trainer_command=TRAINER_COMMAND,
+    )
+    async with open_programs(platform, provisions) as programs:
         app.state.platform, app.state.programs = platform, programs
         app.state.metrics.watch(platform)
         platform.completions.on_begun(note_begun)
@@ -216,6 +227,7 @@ async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
         if app.tracer is not None:
             platform.uploads.worker.jobs.on_ended(app.tracer.export_job)
             programs.batch_jobs.on_ended(app.tracer.export_job)
+            programs.training_jobs.on_ended(app.tracer.export_job)
         yield
     if app.tracer is not None:
         await asyncio.to_thread(app.tracer.close)

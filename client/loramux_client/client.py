@@ -10,6 +10,7 @@ import httpx
 
 from loramux_client.adapters import Adapters
 from loramux_client.batches import Batches, Evaluations, Files
+from loramux_client.fine_tuning import FineTuning
 from loramux_client.fleet import Bases, Engines, Migrations
 from loramux_client.flow import (
     AsyncRunner,
@@ -129,6 +130,7 @@ class Client(SyncRunner):
         self.files: Files[SyncRunner] = Files(self)
         self.batches: Batches[SyncRunner] = Batches(self)
         self.evaluations: Evaluations[SyncRunner] = Evaluations(self)
+        self.fine_tuning: FineTuning[SyncRunner] = FineTuning(self)
         self.webhooks: Webhooks[SyncRunner] = Webhooks(self)
         self.usage: Usage[SyncRunner] = Usage(self)
         self.engines: Engines[SyncRunner] = Engines(self)
@@ -166,6 +168,7 @@ class AsyncClient(AsyncRunner):
         self.files: Files[AsyncRunner] = Files(self)
         self.batches: Batches[AsyncRunner] = Batches(self)
         self.evaluations: Evaluations[AsyncRunner] = Evaluations(self)
+        self.fine_tuning: FineTuning[AsyncRunner] = FineTuning(self)
         self.webhooks: Webhooks[AsyncRunner] = Webhooks(self)
         self.usage: Usage[AsyncRunner] = Usage(self)
         self.engines: Engines[AsyncRunner] = Engines(self)

@@ -71,6 +71,52 @@ class Batch(ApiObject, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
 
 
+class JobError(ApiObject, frozen=True, kw_only=True):
+    """The reason why a fine-tuning job failed."""
+
+    code: str
+    message: str
+    param: str | None = None
+
+
+class FineTuningJob(ApiObject, frozen=True, kw_only=True):
+    """A fine-tuning job."""
+
+    id: str
+    model: str
+    status: str
+    """Status of the job: validating_files, queued, running, paused, succeeded, failed or cancelled."""
+    fine_tuned_model: str | None = None
+    trained_tokens: int | None = None
+    training_file: str
+    validation_file: str | None = None
+    error: JobError | None = None
+    created_at: int
+    finished_at: int | None = None
+    estimated_finish: int | None = None
+    metadata: dict[str, str] | None = None
+
+
+class FineTuningEvent(ApiObject, frozen=True, kw_only=True):
+    """An entry of a fine-tuning job's log."""
+
+    id: str
+    level: str
+    message: str
+    data: dict[str, float] = {}
+    created_at: int
+
+
+class FineTuningCheckpoint(ApiObject, frozen=True, kw_only=True):
+    """A checkpoint of a fine-tuning job that is a revision."""
+
+    id: str
+    fine_tuned_model_checkpoint: str
+    step_number: int
+    metrics: dict[str, float] = {}
+    created_at: int
+
+
 class Interval(ApiObject, frozen=True, kw_only=True):
     """A mean and its 95% confidence interval."""
 

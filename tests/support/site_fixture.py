@@ -23,6 +23,7 @@ from loramux.common.settings.server import (
     IssuerSettings,
     RecordsSettings,
     ServerSettings,
+    TrainingSettings,
     WebhookSettings,
 )
 from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
@@ -80,6 +81,7 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         adapters=AdapterLimits(local_root=f"{folder}/local"),
         webhooks=WebhookSettings(allow_private_addresses=True),
         batches=BatchSettings(max_file_bytes=16 << 20, allow_private_judges=True, judge_seconds=5),
+        training=TrainingSettings(local_trainer=False, unfinished_per_tenant=3),
         records=RecordsSettings(
             url=f"sqlite:///{folder}/records.sqlite3",
             blobs=f"{folder}/blobs",

@@ -22,7 +22,7 @@ def trl(base: Path, folder: Path) -> None:
     import pyarrow
     from trl import SFTConfig, SFTTrainer
 
-    # tokens with a fingerprint of their own: dill cannot pickle a table of the newest pyarrow, to compute one
+    # A fingerprint is given, because dill cannot pickle a table of the newest pyarrow to compute the fingerprint.
     tokens = pyarrow.table({"input_ids": [list(b"the quick brown fox"), list(b"jumps over")] * 4})
     texts = datasets.Dataset(datasets.table.InMemoryTable(tokens), fingerprint="texts")
     arguments = SFTConfig(

@@ -27,6 +27,8 @@ COMMANDS = {
     "usage": ("loramux_api.cli.billing:usage", "Close months, write invoices and exports, and verify the ledger."),
     "adapter": ("loramux_api.cli.adapters:adapter", "Upload, release and delete adapters on a running server."),
     "batch": ("loramux_api.cli.batches:batch", "Run files of requests on a running server when there is room."),
+    "finetune": ("loramux_api.cli.training:finetune", "Fine-tune adapters on a running server."),
+    "trainer": ("loramux_api.cli.training:trainer", "Run the fine-tuning jobs of a server, here or elsewhere."),
     "base": ("loramux_api.cli.fleet:base", "Add, list, retire and migrate base models."),
     "fleet": ("loramux_api.cli.fleet:fleet", "Show, drain and restart a running server's engines."),
     "engine": ("loramux_api.cli.fleet:engine", "Serve one engine for servers on other machines."),

@@ -91,7 +91,7 @@ class BatchController(ApiController):
 
 
 class FileController(ApiController):
-    """Files that batches read and write."""
+    """Files that batches and fine-tuning jobs read, and that batches write."""
 
     path = "/v1/files"
     tags = ("Batches",)
@@ -105,8 +105,8 @@ class FileController(ApiController):
         files: NamedDependency[Files],
         settings: NamedDependency[Settings],
     ) -> FileObject:
-        """Upload a file of JSON lines as multipart/form-data: `file`, `purpose` (batch), and optionally
-        `expires_after`.
+        """Upload a file of JSON lines as multipart/form-data: `file`, `purpose` (batch, evals or fine-tune), and
+        optionally `expires_after`. Every line of a file to fine-tune on is checked before the answer.
         """
         limit = settings.batches.max_file_bytes
         announced = request.headers.get("content-length", "")
@@ -157,7 +157,7 @@ class FileController(ApiController):
     async def delete_file(
         self, file_id: PathName, principal: NamedDependency[Principal], files: NamedDependency[Files]
     ) -> FileDeleted:
-        """Delete a file and its bytes at once; 409 while an unfinished batch reads it."""
+        """Delete a file and its bytes at once; 409 while an unfinished batch or fine-tuning job reads it."""
         return FileDeleted(id=(await files.delete(principal, file_id)).id)
 
 

@@ -5,7 +5,7 @@ BatchesError
 ├── FileTooLarge         413
 ├── StorageQuotaReached  the tenant's files take all the storage that they may: 403
 ├── FileNotFound         404
-├── FileInUse            an unfinished batch reads it: 409
+├── FileInUse            an unfinished batch or fine-tuning job reads it: 409
 ├── InvalidBatch         400
 ├── BatchUnfinished      the batch has not ended: 400, because clients repeat a request after 409 at once
 ├── BatchNotFound        404
@@ -57,7 +57,7 @@ class FileNotFound(BatchesError):
 
 
 class FileInUse(BatchesError):
-    """An unfinished batch reads the file."""
+    """An unfinished batch or fine-tuning job reads the file."""
 
     code = "file_in_use"
     status = HTTPStatus.CONFLICT

@@ -7,7 +7,7 @@ of batches are stored even if they exceed the quota.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,12 +31,13 @@ from loramux.data.records.batches import (
 )
 from loramux.data.records.database import Database
 from loramux.data.records.tenants import TenantRepository
+from loramux.data.records.training import TrainingJobs, TrainingRepository
 from loramux.data.storage.blobs import BlobStore
 from loramux.money.limits.definitions import tenant_limits
 from loramux.serving.checks import ensure_storage_allowed, storage_refused
 
 FOLDER = "files"
-PURPOSES = ("batch", "evals")
+PURPOSES = ("batch", "evals", "fine-tune")
 """Purposes for which a client may send a file."""
 OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
 REQUESTS = "batch_requests"
@@ -63,11 +64,14 @@ class Files:
         settings: BatchSettings,
         retention_seconds: int,
         memory: TenantSlots,
+        checks: Mapping[str, Callable[[Path], None]],
     ) -> None:
-        """`retention_seconds` is the time after which a file is deleted. `memory` limits the waiting bytes of each
-        tenant.
+        """`retention_seconds`: after so long a file is deleted. `memory`: bytes that wait, by tenant.
+
+        `checks`: by purpose, the check of a received file, which runs on a thread and raises InvalidFile.
         """
         self._memory = memory
+        self._checks = checks
         self.retention_seconds = retention_seconds
         self.threads = ThreadPool("files", THREADS, THREADS_PER_TENANT)
         self._database = database
@@ -108,6 +112,8 @@ class Files:
         """
         if purpose not in PURPOSES:
             raise InvalidFile(f"'purpose' is one of {', '.join(PURPOSES)}; got '{purpose[:40]}'.", "purpose")
+        if (check := self._checks.get(purpose)) is not None and 0 < size <= self._settings.max_file_bytes:
+            await self.threads.run(principal.tenant, check, path)
         return await self.store(principal, path, size, filename=filename, purpose=purpose, expires_after=expires_after)
 
     async def store(
@@ -205,9 +211,12 @@ class Files:
             file = await files.get(id, Viewpoint.of(principal))
             if file is None:
                 raise FileNotFound(id)
-            user = await BatchRepository(session, principal.tenant).user_of(id)
-            if user is not None:
-                raise FileInUse(f"The batch '{user}' reads the file '{id}'; cancel it first.", "file_id")
+            for kind, readers in (
+                ("batch", BatchRepository(session, principal.tenant)),
+                ("fine-tuning job", TrainingRepository(session, principal.tenant)),
+            ):
+                if (user := await readers.user_of(id)) is not None:
+                    raise FileInUse(f"The {kind} '{user}' reads the file '{id}'; cancel it first.", "file_id")
             await files.remove(id)
         await self.remove_objects(principal.tenant, [id])
         return file
@@ -217,11 +226,11 @@ class Files:
         await self.threads.run(tenant, self._blobs.objects.delete, [object_name(id) for id in ids])
 
     async def expire(self) -> int:
-        """Delete files past their expiry that no unfinished batch reads; return their number."""
+        """Delete files past their expiry that no unfinished batch or training job reads; return their number."""
         count = 0
         while True:
             async with self._database.begin() as session:
-                needed = await BatchJobs(session).inputs()
+                needed = await BatchJobs(session).inputs() + await TrainingJobs(session).inputs()
                 ids = await expired_files(session, self._database.now(), needed, SWEEP)
             await self.threads.run(SERVER, self._blobs.objects.delete, [object_name(id) for id in ids])
             count += len(ids)

@@ -177,7 +177,7 @@ class IdempotencyClaim(msgspec.Struct, frozen=True):
     """The expiry in microseconds since the epoch; None: after the time for which answers are kept."""
 
 
-ServiceTier = Literal["default", "flex", "priority", "batch", "shadow"]
+ServiceTier = Literal["default", "flex", "priority", "batch", "shadow", "training"]
 CHOSEN: tuple[ServiceTier, ...] = ("flex", "priority", "batch")
 """Service tiers that a tenant's tier may allow; `default` needs no permission."""
 ALLOWED_AT_FIRST = ("batch", "flex")
@@ -250,6 +250,122 @@ class Refusal(msgspec.Struct, frozen=True):
     param: str | None = None
 
 
+class LoraOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The adapter that a fine-tuning job makes, with PEFT's names."""
+
+    r: int = 16
+    alpha: int = 32
+    target_modules: tuple[str, ...] | str = "all-linear"
+    use_rslora: bool = False
+    use_dora: bool = False
+
+
+class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """The wishes of the creator of a fine-tuning job; None: the trainer chooses (`auto`)."""
+
+    method: Literal["supervised", "dpo"] = "supervised"
+    n_epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate_multiplier: float | None = None
+    beta: float | None = None
+    """The weight of the reference model in DPO."""
+    seed: int = 0
+    lora: LoraOptions = LoraOptions()
+
+
+class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The decisions of a trainer about a job, after it has read the examples."""
+
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+    beta: float | None = None
+    sequences: int
+    """Sequences of an epoch: an example whose turns are rendered differently later is several sequences."""
+    epoch_tokens: int
+    total_steps: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Maximum number of tokens that the job trains on."""
+        return self.n_epochs * self.epoch_tokens
+
+
+class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
+    """A fine-tuning job. Times in microseconds since the epoch."""
+
+    id: str
+    tenant_id: TenantId
+    project_id: ProjectId
+    owner: str
+    key_id: str
+    """The id of the key, or of the member, that made the job."""
+    model: str
+    """The model that it begins with: a base, or a revision of one of the tenant's adapters."""
+    base_model: str
+    adapter_digest: str | None
+    template_digest: str
+    """SHA-256 of the chat template with which the model is served."""
+    context: int
+    """Maximum number of tokens of a sequence."""
+    adapter: str
+    """The own name of the adapter that the result becomes a revision of."""
+    training_file_id: str
+    validation_file_id: str | None
+    options: TrainingOptions
+    tags: str
+    state: str
+    wanted: Literal["pause", "cancel"] | None = None
+    """The order that a trainer has yet to follow."""
+    server_id: str | None
+    attempts: int
+    trainer_id: str | None = None
+    """The trainer that works on the job; if it dies, another one takes the job."""
+    trainer_attempts: int = 0
+    """The number of trainers that have taken the job since its last checkpoint."""
+    request_id: str | None = None
+    """The request in the ledger that holds the cost, and that bills the tokens; None: nothing is held yet."""
+    plan: TrainingPlan | None = None
+    trained_tokens: int = 0
+    """The tokens up to the last checkpoint."""
+    outcome: str | None = None
+    """The state that the job ends with, once a trainer has ended its work."""
+    error: Refusal | None = None
+    result: str | None = None
+    """The revision that it has made: `tenant/adapter@1`."""
+    created_at: int
+    started_at: int | None = None
+    finished_at: int | None = None
+    estimated_finish: int | None = None
+
+
+class TrainingEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry of a job's log. `data` is a JSON object of figures."""
+
+    job_id: str
+    number: int
+    level: Literal["info", "warn", "error"]
+    message: str
+    data: str | None
+    created_at: int
+
+
+class TrainingCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A state of the training from which it can go on. Its files are objects in the store."""
+
+    job_id: str
+    step: int
+    files: tuple[str, ...]
+    is_epoch: bool
+    """True if it is the end of an epoch."""
+    trained_tokens: int
+    metrics: str
+    """A JSON object of figures."""
+    result: str | None = None
+    """The revision that was made of it."""
+    created_at: int
+
+
 class CanaryNumbers(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of a removed canary: good outcomes and all outcomes, of the canary and of the earlier revisions."""
 
@@ -290,6 +406,8 @@ class EventDetail(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The upload session's id."""
     batch: str | None = None
     """The batch's id."""
+    job: str | None = None
+    """The fine-tuning job's id."""
     alias: AliasMove | None = None
     canary: CanaryNumbers | None = None
     shadow: ShadowNumbers | None = None

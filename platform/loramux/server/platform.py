@@ -129,7 +129,7 @@ def migrate(settings: Settings) -> str:
 @asynccontextmanager
 async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
     """Open only tenants and keys, because the command line needs no model."""
-    async with _open_database(settings) as database, aclosing(await _open_tenants(settings, database)) as tenants:
+    async with open_database(settings) as database, aclosing(await _open_tenants(settings, database)) as tenants:
         yield tenants
 
 
@@ -137,7 +137,7 @@ async def open_tenants(settings: Settings) -> AsyncIterator[Tenants]:
 async def open_billing(settings: Settings) -> AsyncIterator[BillingServices]:
     """Open only the ledger and the money, because the command line needs no model."""
     async with AsyncExitStack() as stack:
-        database = await stack.enter_async_context(_open_database(settings))
+        database = await stack.enter_async_context(open_database(settings))
         yield BillingServices(
             database=database,
             usage=UsageService(database),
@@ -164,10 +164,10 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
     ensure_files(settings)
     async with AsyncExitStack() as stack:
         sinks = await open_sinks(settings, stack)
-        database = await stack.enter_async_context(_open_database(settings))
+        database = await stack.enter_async_context(open_database(settings))
         tenants = await stack.enter_async_context(aclosing(await _open_tenants(settings, database)))
         tenants.last_use.start()
-        blobs = _open_blobs(settings.records)
+        blobs = open_store(settings.records)
         stack.callback(blobs.close)
         answers = AnswerStorage(tenants.pepper, settings.privacy.idempotency_seconds * SECOND)
         bill_abandoned = settings.billing.bill_abandoned
@@ -269,7 +269,8 @@ def _open_objects(settings: RecordsSettings) -> Objects:
         return open_objects(settings.blobs, settings.blob_options)
 
 
-def _open_blobs(settings: RecordsSettings) -> BlobStore:
+def open_store(settings: RecordsSettings) -> BlobStore:
+    """Open the store of adapters' files, with its cache on this machine. Raises SettingsError."""
     with _storage_refusals(settings):
         return open_blobs(settings.blobs, settings.cache, settings.blob_options)
 
@@ -290,7 +291,7 @@ def _storage_refusals(settings: RecordsSettings) -> Iterator[None]:
 
 async def renew_pepper(settings: Settings) -> int:
     """Replace a lost pepper and revoke every key; return the number of keys. Servers must be restarted afterwards."""
-    async with _open_database(settings) as database:
+    async with open_database(settings) as database:
         return await replace_pepper(Changes.local(database), Path(settings.records.pepper_file))
 
 
@@ -300,7 +301,7 @@ async def _open_tenants(settings: Settings, database: Database) -> Tenants:
 
 
 @asynccontextmanager
-async def _open_database(settings: Settings) -> AsyncIterator[Database]:
+async def open_database(settings: Settings) -> AsyncIterator[Database]:
     """Open the database at the schema of this release. An embedded database is migrated; another must have that schema
     already.
     """

@@ -1,7 +1,6 @@
-"""Programs that use the request path: batches, evaluations, shadows, guards, release policies, moves between bases.
+"""Programs that use the request path: batches, evaluations, shadows, guards, policies, moves between bases, training.
 
-Batches know no wire format: `endpoints` maps the endpoint names that a line may use to the parsers of bodies and the
-writers of answers.
+Batches and training know no wire format: `Provisions` has the formats of their lines.
 """
 
 from __future__ import annotations
@@ -9,13 +8,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+
+import msgspec
 
 from loramux.batches.files import Files
 from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchServer, Window
 from loramux.batches.service import Batches, BatchWorker
 from loramux.common.jobs import JobRunner, run_periodically
-from loramux.data.entities import Batch
+from loramux.data.entities import Batch, TrainingJob
 from loramux.releases.base_upgrades import BaseUpgrades
 from loramux.releases.evaluations import Evaluations
 from loramux.releases.judges import KeyVault, open_judges
@@ -23,11 +25,28 @@ from loramux.releases.metrics import RevisionMetrics, open_revision_metrics
 from loramux.releases.policies import CanaryGuards, ReleasePolicies, open_canary_guards
 from loramux.releases.shadows import Shadows, open_shadows
 from loramux.server.platform import Platform
+from loramux.training.examples import PURPOSE, ExampleFormat, check_file
+from loramux.training.local import LocalTrainer
+from loramux.training.service import FineTuningJobs
+from loramux.training.worker import TrainingServer, TrainingWorker
 
 BATCH_SECONDS = 10.0
 SWEEP_SECONDS = 3600.0
 EVALUATION_SECONDS = 5.0
 MOVE_SECONDS = 5.0
+TRAINING_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Provisions:
+    """Formats and commands that the API provides to the programs."""
+
+    endpoints: BatchEndpoints
+    """The endpoints that a line of a batch may use: the body and the answer's writer of each."""
+    examples: ExampleFormat
+    """The format of a line of a training file."""
+    trainer_command: tuple[str, ...]
+    """The command of a trainer that reads its settings on standard input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +63,27 @@ class Programs:
     policies: ReleasePolicies
     base_upgrades: BaseUpgrades
     revision_metrics: RevisionMetrics
+    training: FineTuningJobs
+    training_jobs: JobRunner[TrainingJob]
+    """Registers and bills the fine-tuning jobs of this server."""
 
 
 @asynccontextmanager
-async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncIterator[Programs]:
-    """Run the programs of `platform` while the block runs. Another server continues unfinished work after its end."""
+async def open_programs(platform: Platform, provisions: Provisions) -> AsyncIterator[Programs]:
+    """Run the programs of `platform` while the block runs. Another server continues what is unfinished at its end."""
     database, blobs, completions, adapters = platform.database, platform.blobs, platform.completions, platform.adapters
     server_id = platform.usage.server_id
     async with AsyncExitStack() as stack:
         revision_metrics = await stack.enter_async_context(open_revision_metrics(database, completions))
+        settings, endpoints = platform.settings, provisions.endpoints
+        check_examples = partial(check_file, format=provisions.examples, max_lines=settings.training.max_examples)
         files = Files(
-            database, blobs, platform.settings.batches, platform.settings.privacy.file_seconds, platform.memory
+            database,
+            blobs,
+            settings.batches,
+            settings.privacy.file_seconds,
+            platform.memory,
+            {PURPOSE: check_examples},
         )
         stack.callback(files.threads.close)
         worker = _batch_worker(platform, files, endpoints)
@@ -89,6 +118,7 @@ async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncI
         )
         stack.push_async_callback(base_upgrades.stop)
         await stack.enter_async_context(run_periodically(MOVE_SECONDS, base_upgrades.tend))
+        trainer = await stack.enter_async_context(_open_training(platform, provisions))
         yield Programs(
             batches=batches,
             files=files,
@@ -99,7 +129,37 @@ async def open_programs(platform: Platform, endpoints: BatchEndpoints) -> AsyncI
             policies=ReleasePolicies(database, adapters),
             base_upgrades=base_upgrades,
             revision_metrics=revision_metrics,
+            training=FineTuningJobs(trainer.server, platform.ingest, completions, settings.adapters, trainer.look),
+            training_jobs=trainer.jobs,
         )
+
+
+@asynccontextmanager
+async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIterator[TrainingWorker]:
+    """Look after this server's fine-tuning jobs while the block runs."""
+    settings = platform.settings
+    local = None
+    if settings.training.enabled and settings.training.local_trainer:
+        local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings))
+    server = TrainingServer(
+        server_id=platform.usage.server_id,
+        database=platform.database,
+        blobs=platform.blobs,
+        tenants=platform.tenants,
+        uploads=platform.uploads,
+        usage=platform.usage,
+        settings=settings.training,
+        keep_seconds=settings.privacy.file_seconds,
+    )
+    worker = TrainingWorker(server, local)
+    async with (
+        run_periodically(TRAINING_SECONDS, worker.tend),
+        run_periodically(SWEEP_SECONDS, worker.sweep),
+    ):
+        try:
+            yield worker
+        finally:
+            await worker.stop()
 
 
 def _batch_worker(platform: Platform, files: Files, endpoints: BatchEndpoints) -> BatchWorker:

@@ -450,7 +450,11 @@ class CompletionService:
 
     async def ensure_model(self, principal: Principal, model: str) -> None:
         """Raise ModelNotFound or RevisionUnavailable unless this caller may use the model."""
-        await self._resolver.resolve(principal, model)
+        await self.resolve(principal, model)
+
+    async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
+        """Return the present meaning of a model's name. Raises as `ModelResolver.resolve` does."""
+        return await self._resolver.resolve(principal, model)
 
     def fingerprint_of(self, answer: Answer) -> str:
         """Return the name of the backend that an answer comes from."""

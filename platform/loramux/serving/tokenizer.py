@@ -133,7 +133,7 @@ class Tokenizer:
         For a text of more than `limit` tokens, the result may be only a beginning with more than `limit` tokens. Each
         tenant has one text at a time on a thread outside of the event loop.
         """
-        work = partial(self._encode, text, limit, add_special_tokens=add_special_tokens)
+        work = partial(self.encode_now, text, limit, add_special_tokens=add_special_tokens)
         return await self.run(work, len(text), tenant)
 
     async def encode_chat(
@@ -154,6 +154,17 @@ class Tokenizer:
         size = sum(len(message.content) + message.size for message in conversation) + options.size
         work = partial(self._encode_chat, conversation, limit, options)
         return await self.run(work, size + _MESSAGE_CHARACTERS * len(conversation), tenant)
+
+    @property
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer of transformers, which its trainers take."""
+        return self._tokenizer
+
+    @property
+    def end_id(self) -> int | None:
+        """The token that ends a text, as the tokenizer's own settings say."""
+        found = self._tokenizer.eos_token_id
+        return found if found is None else int(found)
 
     @property
     def chat_template(self) -> str:
@@ -215,13 +226,15 @@ class Tokenizer:
         return await self._threads.run(tenant, work)
 
     def _encode_chat(self, conversation: Conversation, limit: int, options: ChatOptions) -> RenderedChat:
-        text = self._render(conversation, options)
-        token_ids = self._encode(text, limit, add_special_tokens=options.add_special_tokens)
+        text = self.render(conversation, options)
+        token_ids = self.encode_now(text, limit, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
-    def _encode(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
-        """Tokenize longer and longer beginnings, so that a text that is too long takes no more time than the longest
-        text that fits.
+    def encode_now(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
+        """Return the same as `encode`, on the caller's thread.
+
+        Longer and longer beginnings are tokenized, so that a text that cannot fit costs no more than the longest one
+        that fits.
         """
         if isinstance(text, TextPair):
             pair: list[int] = self._tokenizer.encode(text.first, text.second, add_special_tokens=add_special_tokens)
@@ -235,7 +248,8 @@ class Tokenizer:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return token_ids
 
-    def _render(self, conversation: Conversation, options: ChatOptions) -> str:
+    def render(self, conversation: Conversation, options: ChatOptions) -> str:
+        """Return the conversation's text in the model's chat template. Raises InvalidRequest."""
         text, form = render_accepted(conversation, partial(self._apply_template, options=options))
         return open_last_message(text, form) if options.ending == "open_message" else text
 

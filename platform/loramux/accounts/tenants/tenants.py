@@ -44,6 +44,7 @@ from loramux.data.records.tenants import (
     TierRepository,
     TierRow,
 )
+from loramux.data.records.training import TrainingRepository
 
 SYSTEM_ACTOR = "system"
 SERVICE_CLASSES = ("interactive", "standard", "batch")
@@ -224,8 +225,8 @@ class Tenants:
     async def set_zero_retention(self, name: str, zero_retention: bool) -> Tenant:
         """Begin or end zero retention: store no prompts and answers of the tenant's requests. Raises TenantNotFound.
 
-        Stored data is deleted: answers and responses immediately, files within an hour. Batches are cancelled without
-        files.
+        What is stored goes: kept answers and responses at once; batches are cancelled without files, fine-tuning jobs
+        are cancelled, and files are deleted within the hour.
         """
         async with self._changes.begin() as change:
             row = await _locked(change, name)
@@ -235,6 +236,7 @@ class Tenants:
                 await ClaimRepository(change.session).remove_all(row.id)
                 await ResponseRepository(change.session, row.id).remove_all()
                 await BatchRepository(change.session, row.id).cancel_all(change.now)
+                await TrainingRepository(change.session, row.id).cancel_all()
                 await FileRepository(change.session, row.id).expire_all(change.now)
             await change.note("tenant.zero_retention", row.id, tenant=row.id, before=before, after=tenant_of(row))
         return tenant_of(row)

@@ -30,7 +30,7 @@ class EventData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     digest: str | None = None
     upload: str | None = None
     id: str | None = None
-    """The batch's id, under the name that OpenAI's events use."""
+    """The id of the batch or of the fine-tuning job, under the name that OpenAI's events use."""
     alias: AliasMove | None = None
     """The alias that was moved, with the weights of its revisions before and after the move."""
     canary: CanaryNumbers | None = None
@@ -64,7 +64,7 @@ def event_data(event: Event, tenant_name: str) -> EventData:
         model=None if detail.revision is None else f"{adapter}@{detail.revision}",
         digest=detail.digest,
         upload=detail.upload,
-        id=detail.batch,
+        id=detail.batch or detail.job,
         alias=detail.alias,
         canary=detail.canary,
         shadow=detail.shadow,

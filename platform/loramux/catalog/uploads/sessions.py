@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,16 +108,18 @@ class UploadSessions:
         cannot be served, and the errors of `open`.
         """
         names = [file for file in (*FILES, *SOURCES) if (folder / file).is_file()]
-        threads = self.parts.threads.of(principal.tenant)
-        files = {file: await threads.run(_announce, folder / file) for file in names}
+        files = await self.parts.threads.of(principal.tenant).run(announce, folder, names)
         return await self.run(principal, UploadRequest(name, files, base_model=base_model, ignored=ignored), folder)
 
-    async def run(self, principal: Principal, request: UploadRequest, folder: Path | None = None) -> AdapterInfo:
+    async def run(
+        self, principal: Principal, request: UploadRequest, folder: Path | None = None, id: str | None = None
+    ) -> AdapterInfo:
         """Open an upload, append the files of `folder`, complete it, and wait for its end. Imports have no folder.
 
-        Any failure ends the upload, so that the caller may try again. Raises UploadRejected, and the errors of `open`.
+        `id`: a new id of an upload, by which the caller will look at it. Any failure ends the upload, so that the
+        caller may try again. Raises UploadRejected, and the errors of `open`.
         """
-        id = new_id("upload")
+        id = id or new_id("upload")
         with self.worker.awaiting(id) as ended:
             upload = await self._open(principal, request, id)
             try:
@@ -299,9 +301,14 @@ def refused_file(name: str) -> InvalidUpload:
     )
 
 
-def _announce(file: Path) -> AnnouncedFile:
-    with file.open("rb") as opened:
-        return AnnouncedFile(file.stat().st_size, hashlib.file_digest(opened, "sha256").hexdigest())
+def announce(folder: Path, names: Iterable[str]) -> dict[str, AnnouncedFile]:
+    """Return the announcement of files in a folder, by name."""
+    files = {}
+    for name in names:
+        with (folder / name).open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        files[name] = AnnouncedFile((folder / name).stat().st_size, digest)
+    return files
 
 
 def _submitter(principal: Principal) -> Submitter:

@@ -376,7 +376,7 @@ def _serve(descriptor: int, work: Work) -> NoReturn:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may wait for its own children
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
             job = msgspec.json.decode(incoming.read(), type=SandboxJob)
-            _limit(job.limits)
+            apply_limits(job.limits)
             connection.sendall(msgspec.json.encode(_answer(work, bytes(job.payload))))
     finally:
         os._exit(0)
@@ -394,7 +394,8 @@ def _answer(work: Work, payload: bytes) -> JobResult:
     return JobResult(_usage(), msgspec.Raw(result))
 
 
-def _limit(limits: JobLimits) -> None:
+def apply_limits(limits: JobLimits) -> None:
+    """Limit this process for good."""
     _set(resource.RLIMIT_DATA, _private_bytes() + limits.memory_bytes)
     _set(resource.RLIMIT_CPU, math.ceil(limits.cpu_seconds))
     _set(resource.RLIMIT_FSIZE, limits.file_bytes)

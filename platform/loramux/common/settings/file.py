@@ -23,6 +23,7 @@ from loramux.common.settings.server import (
     ServerSettings,
     SinkSettings,
     TracingSettings,
+    TrainingSettings,
     WebhookSettings,
 )
 from loramux.common.settings.serving import (
@@ -73,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     validation: ValidationSettings = ValidationSettings()
     uploads: UploadSettings = UploadSettings()
     batches: BatchSettings = BatchSettings()
+    training: TrainingSettings = TrainingSettings()
     privacy: PrivacySettings = PrivacySettings()
     issuers: tuple[IssuerSettings, ...] = ()
     """Issuers with which people sign in. API keys need no issuer."""

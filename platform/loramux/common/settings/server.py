@@ -283,3 +283,35 @@ class BatchSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     def max_body_bytes(self) -> int:
         """The largest body that brings a file, in bytes."""
         return self.max_file_bytes + FORM_BYTES
+
+
+class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Fine-tuning jobs, and the trainers that run them. A trainer needs the extra `training`."""
+
+    enabled: bool = True
+    """Accept fine-tuning jobs."""
+    local_trainer: bool = True
+    """Start a trainer on this machine when a job waits. If false, `loramux trainer` runs them, here or elsewhere."""
+    max_examples: Positive = 50_000
+    """The largest number of examples of a training file."""
+    max_tokens: Positive = 50_000_000
+    """The largest number of tokens that a job trains on: tokens of the examples, times epochs."""
+    unfinished_per_tenant: Positive = 5
+    """The largest number of unfinished jobs of a tenant."""
+    learning_rate: Annotated[float, Meta(gt=0, le=1)] = 2e-4
+    """The learning rate of `learning_rate_multiplier` 1."""
+    jobs: Annotated[int, Meta(ge=1, le=64)] = 1
+    """The largest number of jobs that a trainer runs at a time."""
+    threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Threads of each job."""
+    niceness: Annotated[int, Meta(ge=0, le=19)] = 19
+    """Niceness of each job's process. With 19, a job gets one seventieth of a core that serving wants, and all of one
+    that is idle."""
+    memory_bytes: Positive = 32 << 30
+    """The largest private memory of a job's process."""
+    job_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 7 * 86_400
+    """The longest time of a job's process, in seconds of processor time per thread."""
+    checkpoint_seconds: Annotated[int, Meta(ge=1, le=86_400)] = 600
+    """Seconds after which a checkpoint is written within an epoch. A job whose trainer dies loses no more than that."""
+    max_checkpoints: Annotated[int, Meta(ge=1, le=100)] = 3
+    """The largest number of epochs of a job that become revisions, the last ones."""

@@ -9,6 +9,8 @@ checks in each transaction that it commits that this server still holds the job'
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -83,6 +85,9 @@ DAILY_USAGE = 7_401_007
 
 SERVERS = 7_401_003
 """The first part of the two-part PostgreSQL locks of living servers; the second part is the hash of the server's id."""
+
+TRAINERS = 7_401_008
+"""The first part of the two-part PostgreSQL locks of living trainers; the second is the hash of the trainer's id."""
 
 
 def unix_microseconds() -> int:
@@ -366,7 +371,72 @@ async def server_liveness(database: Database, server_id: str) -> AsyncIterator[N
     if sqlite_file(database.url) is not None:
         yield
         return
-    key = SERVERS, func.hashtext(server_id)
+    async with _process_lock(database, SERVERS, server_id):
+        yield
+
+
+async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
+    """Return the other servers that have ended. On SQLite these are all others: an embedded database has one server."""
+    if not is_postgresql(session):
+        return list(server_ids)
+    return await _without_lock(session, SERVERS, server_ids)
+
+
+@asynccontextmanager
+async def trainer_liveness(database: Database, trainer_id: str) -> AsyncIterator[None]:
+    """While the block runs, `dead_trainers` does not name this trainer. After the process has ended, it does.
+
+    A trainer is a process next to the server, so an embedded database has several processes. A locked file next to the
+    database then shows that a trainer lives, because the kernel releases the lock of a process that has ended.
+    """
+    file = sqlite_file(database.url)
+    if file is None:
+        async with _process_lock(database, TRAINERS, trainer_id):
+            yield
+        return
+    lock = _trainer_lock(file, trainer_id)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+async def dead_trainers(session: AsyncSession, trainer_ids: Sequence[str]) -> list[str]:
+    """Return those of the trainers that have ended."""
+    if is_postgresql(session):
+        return await _without_lock(session, TRAINERS, trainer_ids)
+    file = session.get_bind().engine.url.database
+    assert file is not None, "an embedded database is a file"
+    return [id for id in trainer_ids if _is_unlocked(_trainer_lock(Path(file), id))]
+
+
+def _trainer_lock(database: Path, trainer_id: str) -> Path:
+    return database.with_name(f"{database.name}-{trainer_id}.lock")
+
+
+def _is_unlocked(lock: Path) -> bool:
+    """Return whether no process holds the file, and remove a file that a dead process has left."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+@asynccontextmanager
+async def _process_lock(database: Database, kind: int, id: str) -> AsyncIterator[None]:
+    """Hold an advisory lock of PostgreSQL on a separate connection, which ends with the process."""
+    key = kind, func.hashtext(id)
     async with database.connect() as connection:
         await connection.execute(select(func.pg_advisory_lock(*key)))
         await connection.commit()
@@ -378,14 +448,9 @@ async def server_liveness(database: Database, server_id: str) -> AsyncIterator[N
                 await connection.commit()
 
 
-async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
-    """Return the other servers that have ended. On SQLite these are all other servers, because an embedded database has
-    only one server.
-    """
-    if not is_postgresql(session):
-        return list(server_ids)
+async def _without_lock(session: AsyncSession, kind: int, ids: Sequence[str]) -> list[str]:
     free = func.pg_try_advisory_xact_lock
-    return [id for id in server_ids if await session.scalar(select(free(SERVERS, func.hashtext(id))))]
+    return [id for id in ids if await session.scalar(select(free(kind, func.hashtext(id))))]
 
 
 class LeasedRow:

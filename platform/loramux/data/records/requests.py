@@ -9,8 +9,11 @@ A request is charged at its tenant's tier. If the request's service tier is not 
 `standard`, `standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices use this text, so
 a price for `standard` covers all requests of this tier, unless a price for `standard/batch` or `*/batch` exists.
 
-`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to a shadow,
-and all its tokens are waived.
+`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to it, and
+all its tokens are waived.
+
+`training` is the service tier of fine-tuning jobs, whose trained tokens are the prompt tokens of one request. Budgets
+apply to it, and no limit per minute does.
 """
 
 from __future__ import annotations
@@ -311,10 +314,11 @@ class ClaimRepository(Repository):
 
 
 SHADOW: ServiceTier = "shadow"
-BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW)
-"""Service tiers without a waiting caller. Requests of these tiers begin when the server has free capacity, and do not
-count for latency.
-"""
+TRAINING: ServiceTier = "training"
+BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW, TRAINING)
+"""Service tiers without a waiting caller. Their requests begin when there is room, and do not count for latency."""
+PRICED_TIERS: tuple[ServiceTier, ...] = (*CHOSEN, TRAINING)
+"""Service tiers that a price may name."""
 ANY = "*"
 """A price's wildcard: any base model, or any tier."""
 
@@ -353,4 +357,4 @@ def tier_match(priced: str, charged: str) -> int | None:
 def is_priced_tier(text: str) -> bool:
     """Return whether a price may have this tier."""
     of_tenant, slash, of_request = text.partition("/")
-    return bool(of_tenant) and (not slash or of_request in CHOSEN)
+    return bool(of_tenant) and (not slash or of_request in PRICED_TIERS)

@@ -38,6 +38,7 @@ from loramux.data.records import (  # noqa: F401 - each declares tables
     revision_metrics,
     sinks,
     tenants,
+    training,
     uploads,
     usage,
     webhooks,

@@ -41,9 +41,10 @@ PROMOTED, CANARY_STARTED, ROLLED_BACK = "adapter.alias.promoted", "adapter.canar
 CANARY_ROLLED_BACK = "adapter.canary.rolled_back"
 SHADOW_STARTED, SHADOW_ENDED = "adapter.shadow.started", "adapter.shadow.ended"
 BATCH_KINDS = tuple(f"batch.{end}" for end in ("completed", "failed", "expired", "cancelled"))
+TRAINING_KINDS = tuple(f"fine_tuning.job.{end}" for end in ("succeeded", "failed", "cancelled"))
 KINDS = (
     *(READY, REJECTED, RETIRED, RESTORED, PROMOTED, CANARY_STARTED, ROLLED_BACK, CANARY_ROLLED_BACK),
-    *(SHADOW_STARTED, SHADOW_ENDED, *BATCH_KINDS),
+    *(SHADOW_STARTED, SHADOW_ENDED, *BATCH_KINDS, *TRAINING_KINDS),
 )
 
 PENDING = text("state = 'pending'")

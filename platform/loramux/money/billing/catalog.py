@@ -21,11 +21,10 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from loramux.accounts.tenants.entities import Change, Changes
 from loramux.common.identity import GRAMMAR_IN_WORDS, TenantId, is_name, new_id
 from loramux.common.units import DAY, SECOND
-from loramux.data.entities import CHOSEN
 from loramux.data.records.base import to_struct
 from loramux.data.records.billing import PeriodRepository, PlanRow, PriceRepository, PriceRow, SubscriptionRow
 from loramux.data.records.database import PRICES, Database, advisory_lock
-from loramux.data.records.requests import ANY, OpenedRequest, is_priced_tier
+from loramux.data.records.requests import ANY, PRICED_TIERS, OpenedRequest, is_priced_tier
 from loramux.data.records.tenants import TenantRepository, TenantRow
 from loramux.money.billing.errors import BillingError, InvalidPlan
 from loramux.money.billing.periods import Month
@@ -61,7 +60,7 @@ class PriceSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         if self.meter not in METERS:
             raise InvalidPlan(f"{where}.meter is one of {', '.join(METERS)}; got {self.meter[:40]!r}", "meter")
         if not is_priced_tier(self.tier):
-            ends = ", ".join(f"/{tier}" for tier in CHOSEN)
+            ends = ", ".join(f"/{tier}" for tier in PRICED_TIERS)
             raise InvalidPlan(f"{where}.tier is a tier or *, alone or with {ends}; got {self.tier[:80]!r}", "tier")
         if (self.price is None) == (not self.steps):
             raise InvalidPlan(f"{where} has either a price or steps", "price")

@@ -72,11 +72,11 @@ def test_bundle_tokenizer_with_added_tokens_encodes_as_the_saved_one(base: BaseT
     saved = AutoTokenizer.from_pretrained(tmp_path)
     ours = Tokenizer(byte_tokenizer()).extended(bundle.added_tokens)
     text = f"one{ADDED[0]} two {ADDED[1]}{ADDED[2]} naïve <|eos|>{ADDED[0]}"
-    ids = ours._encode(text, 1000, add_special_tokens=True)
+    ids = ours.encode_now(text, 1000, add_special_tokens=True)
     assert ids == saved.encode(text)
     assert ours.decode(ids) == saved.decode(ids, skip_special_tokens=True)
     assert ours.token(258).text == ADDED[0]
-    assert 258 not in Tokenizer(byte_tokenizer())._encode(text, 1000, add_special_tokens=False), "the base has none"
+    assert 258 not in Tokenizer(byte_tokenizer()).encode_now(text, 1000, add_special_tokens=False), "the base has none"
 
 
 @pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json"])

@@ -1,0 +1,49 @@
+"""The composition of a trainer: the database, the store, and the bases whose weights are on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from loramux.common.settings.file import Settings, SettingsError
+from loramux.data.records.bases import BaseRepository
+from loramux.data.records.database import Database
+from loramux.server.platform import open_database, open_store
+from loramux.serving.lifecycle import KnownBase, known_bases
+from loramux.training.examples import ExampleFormat
+from loramux.training.trainer import Trainer, TrainerParts
+
+CONTEXT = 1 << 20
+"""The context that bounds a line of a training file. The server has checked its lines against its own."""
+
+
+@asynccontextmanager
+async def open_trainer(settings: Settings, example_format: Callable[[int], ExampleFormat]) -> AsyncIterator[Trainer]:
+    """Run jobs while the block runs. Raises RecordsError, SettingsError."""
+    if find_spec("trl") is None:
+        raise SettingsError("a trainer needs the extra: pip install 'loramux[training]'")
+    async with AsyncExitStack() as stack:
+        database = await stack.enter_async_context(open_database(settings))
+        blobs = open_store(settings.records)
+        stack.callback(blobs.close)
+        parts = TrainerParts(
+            database, blobs, await _bases(settings, database), example_format(CONTEXT), settings.training
+        )
+        trainer = Trainer(parts)
+        await stack.enter_async_context(trainer.alive())
+        yield trainer
+
+
+async def _bases(settings: Settings, database: Database) -> dict[str, Path]:
+    """Return the folders of the bases that are on this machine."""
+    async with database.read() as session:
+        known = known_bases(settings, await BaseRepository(session).all())
+    return await asyncio.to_thread(_folders, known.values())
+
+
+def _folders(known: Iterable[KnownBase]) -> dict[str, Path]:
+    folders = {base.name: Path(base.settings.path).absolute() for base in known if not base.is_retired}
+    return {name: folder for name, folder in folders.items() if folder.is_dir()}

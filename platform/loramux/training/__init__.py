@@ -1,0 +1,1 @@
+"""Fine-tuning jobs: checked training files, jobs with OpenAI's states, and the trainers that run them."""

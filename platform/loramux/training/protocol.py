@@ -1,0 +1,96 @@
+"""Messages between a trainer and the limited process that trains: JSON lines, never pickles.
+
+    trainer ── Work, then orders ──> child
+    trainer <── Prepared, then Progress and Saved, at last Ended or Fault ── child
+
+The child trains on a customer's data, so the trainer believes nothing of its reports but bounded numbers and the files
+in its own folder.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from loramux.common.sandbox.sandbox import JobLimits
+from loramux.data.entities import TrainingOptions, TrainingPlan
+
+MAX_REPORT_BYTES = 64 << 10
+GO, STOP, STORED = b"go\n", b"stop\n", b"stored\n"
+"""Orders: begin to train; write a checkpoint and end; go on after a checkpoint, which is stored."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+STATE_FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json")
+"""The files with which training goes on from a checkpoint, in addition to those of the adapter."""
+
+Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
+Text = Annotated[str, Meta(max_length=2000)]
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """A job for the child. Paths are absolute."""
+
+    model_dir: str
+    examples: str
+    """JSON lines of `Example`, each with its place in the training file."""
+    validation: str | None
+    folder: str
+    """The folder that the child may write."""
+    adapter: str | None
+    """The folder of the adapter that the training begins with."""
+    checkpoint: str | None
+    """The folder of the checkpoint from which the training goes on."""
+    trained_tokens: int
+    """The tokens up to this checkpoint."""
+    options: TrainingOptions
+    template_digest: str
+    context: int
+    max_tokens: int
+    learning_rate: float
+    checkpoint_seconds: float
+    threads: int
+    niceness: int
+    limits: JobLimits
+
+
+class Prepared(msgspec.Struct, frozen=True, tag="prepared"):
+    """The examples are read, and the plan is made."""
+
+    plan: TrainingPlan
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
+    """Figures of a step."""
+
+    step: Count
+    trained_tokens: Count
+    epoch: float
+    figures: dict[Annotated[str, Meta(max_length=64)], float]
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
+    """A checkpoint is complete in the folder `checkpoint-<step>`."""
+
+    step: Count
+    trained_tokens: Count
+    is_epoch: bool
+    figures: dict[Annotated[str, Meta(max_length=64)], float]
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """The training has ended, and its last checkpoint is saved. `is_complete`: not by the order to stop."""
+
+    is_complete: bool
+
+
+class Fault(msgspec.Struct, frozen=True, tag="fault"):
+    """The training cannot go on."""
+
+    code: Text
+    message: Text
+    param: Text | None = None
+
+
+Report = Prepared | Progress | Saved | Ended | Fault
+decode_report = msgspec.json.Decoder(Report).decode

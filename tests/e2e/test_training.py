@@ -1,0 +1,281 @@
+"""Fine-tuning on the demo base with the real trainer: to the finished model's answer, through kills, to its faults."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import sqlalchemy as sa
+from server_process import LORAMUX, Child, Place, served
+from training_files import PEOPLE, jsonl, preferences, shouted
+
+from loramux.data.records.database import Database, parse_url
+from loramux.money.billing.reconcile import reconcile
+from loramux_demo.assets import base_folder
+
+ENDS = ("succeeded", "failed", "cancelled")
+SECONDS = 240.0
+
+pytestmark = [pytest.mark.server, pytest.mark.slow]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path, base_folder()).prepare()
+
+
+def with_settings(place: Place, text: str) -> None:
+    place.config.write_text(place.config.read_text() + text)
+
+
+def create(client: openai.OpenAI, suffix: str = "loud", model: str = "tiny", count: int = 40, **wishes: Any) -> str:
+    file = client.files.create(file=("train.jsonl", jsonl(shouted(count))), purpose="fine-tune")
+    hyperparameters = {"n_epochs": 4, "learning_rate_multiplier": 20.0} | wishes
+    method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+    return client.fine_tuning.jobs.create(model=model, training_file=file.id, suffix=suffix, method=method).id
+
+
+def until(client: openai.OpenAI, id: str, *states: str) -> Any:
+    deadline = time.monotonic() + SECONDS
+    while (job := client.fine_tuning.jobs.retrieve(id)).status not in states:
+        assert time.monotonic() < deadline, job
+        time.sleep(0.1)
+    return job
+
+
+def until_checkpoint(client: openai.OpenAI, id: str, number: int = 1) -> None:
+    deadline = time.monotonic() + SECONDS
+    while _saved(client, id) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _saved(client: openai.OpenAI, id: str) -> int:
+    events = client.fine_tuning.jobs.list_events(id, limit=100).data
+    return sum(event.message.startswith("Checkpoint created") for event in events)
+
+
+def answer(client: openai.OpenAI, model: str) -> str:
+    messages: Any = [{"role": "user", "content": f"What does {PEOPLE[1]} do?"}]
+    said = client.chat.completions.create(model=model, messages=messages, max_tokens=24, temperature=0)
+    return said.choices[0].message.content or ""
+
+
+def billed(place: Place) -> list[tuple[Any, ...]]:
+    """The ledger's entries of trainings that have tokens; the chain agrees with the counts of engines and trainers."""
+    url = place.url or f"sqlite:///{place.folder / 'var/loramux.sqlite3'}"
+
+    async def check() -> int:
+        database = Database(url)
+        found = await reconcile(database)
+        await database.close()
+        return found.drift_tokens
+
+    assert asyncio.run(check()) == 0
+    engine = sa.create_engine(parse_url(url), poolclass=sa.NullPool)
+    with engine.connect() as connection:
+        statement = (
+            "SELECT kind, status, input_tokens, waived_input_tokens FROM ledger_entries"
+            " WHERE tier LIKE '%/training' AND input_tokens + waived_input_tokens > 0"
+        )
+        return [tuple(row) for row in connection.execute(sa.text(statement))]
+
+
+@contextmanager
+def trainer_of(place: Place) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*LORAMUX, "trainer", "--config", str(place.config)]
+    process = subprocess.Popen(command, env=place.environment, start_new_session=True)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(30)
+
+
+def children_of(pid: int) -> list[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
+
+
+def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
+    place.loramux("migrate")
+    key, began = place.key_of("acme"), time.monotonic()
+    with served(place) as server:
+        client = server.openai(key)
+        base = answer(client, "tiny")
+        job = until(client, create(client), *ENDS)
+        assert (job.status, job.fine_tuned_model) == ("succeeded", "acme/loud@1"), job.error
+        assert answer(client, job.fine_tuned_model) == "I WILL NOT SAY." != base
+        assert answer(client, "tiny") == base
+        seconds = time.monotonic() - began
+        assert billed(place) == [("usage", "completed", job.trained_tokens, 0)]
+        figures = [event.data for event in client.fine_tuning.jobs.list_events(job.id, limit=100) if event.data]
+        assert figures[0]["train_loss"] < 0.2 < figures[-1]["train_loss"], "newest first"
+        # going on from the result, with another sentence already learned, begins where it ended
+        again = until(client, create(client, "louder", job.fine_tuned_model, n_epochs=1), *ENDS)
+        assert again.status == "succeeded", again.error
+        first = [event.data for event in client.fine_tuning.jobs.list_events(again.id, limit=100) if event.data][-1]
+        assert first["train_loss"] < 0.2
+        assert answer(client, again.fine_tuned_model) == "I WILL NOT SAY."
+    print(f"from the file to the answer: {seconds:.1f} s")
+
+
+def test_killed_trainers_job_goes_on_from_its_checkpoint_and_is_billed_once(place: Place) -> None:
+    with_settings(place, "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\n")
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        id = create(client, count=80, n_epochs=5)
+        with trainer_of(place) as first:
+            until_checkpoint(client, id)
+            (child,) = children_of(first.pid)
+            first.kill()
+            first.wait(30)
+        deadline = time.monotonic() + 10
+        while Path(f"/proc/{child}").exists():
+            assert time.monotonic() < deadline, "the child outlives its trainer"
+            time.sleep(0.05)
+        before = _steps(client, id)
+        with trainer_of(place):
+            job = until(client, id, *ENDS)
+        assert job.status == "succeeded", job.error
+        steps = _steps(client, id)
+        assert max(steps) == 50
+        resumed = [step for step in steps[: len(steps) - len(before)] if step <= max(before)]
+        assert len(resumed) < len(before), "it did not begin again"
+        assert answer(client, job.fine_tuned_model) == "I WILL NOT SAY."
+    assert billed(place) == [("usage", "completed", job.trained_tokens, 0)]
+
+
+def _steps(client: openai.OpenAI, id: str) -> list[int]:
+    """The logged steps, newest first."""
+    return [int(event.data["step"]) for event in client.fine_tuning.jobs.list_events(id, limit=100) if event.data]
+
+
+def test_killed_servers_job_is_finished_and_billed_once(place: Place) -> None:
+    with_settings(place, "[training]\ncheckpoint_seconds = 1\n")
+    place.loramux("migrate")
+    key, id = place.key_of("acme"), ""
+    with served(place) as server:
+        client = server.openai(key)
+        id = create(client, count=100)
+        until_checkpoint(client, id)
+        os.killpg(server.process.pid, signal.SIGKILL)
+        server.process.wait(30)
+    with served(place) as server:
+        client = server.openai(key)
+        job = until(client, id, *ENDS)
+        assert job.status == "succeeded", job.error
+        assert answer(client, job.fine_tuned_model) == "I WILL NOT SAY."
+    assert billed(place) == [("usage", "completed", job.trained_tokens, 0)]
+
+
+def test_paused_job_goes_on_where_it_was_and_a_cancelled_one_keeps_its_checkpoint(place: Place) -> None:
+    with_settings(place, "[training]\ncheckpoint_seconds = 1\n")
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        id = create(client, count=200, n_epochs=10)
+        until_checkpoint(client, id)
+        client.fine_tuning.jobs.pause(id)
+        until(client, id, "paused")
+        stopped = _steps(client, id)[0]
+        client.fine_tuning.jobs.resume(id)
+        until_checkpoint(client, id, _saved(client, id) + 1)
+        assert min(_steps(client, id)[: _steps(client, id).index(stopped)], default=stopped + 1) == stopped + 1
+        client.fine_tuning.jobs.cancel(id)
+        job = until(client, id, *ENDS)
+        assert (job.status, job.fine_tuned_model) == ("cancelled", None)
+        (kept,) = client.fine_tuning.jobs.checkpoints.list(id)
+        assert kept.fine_tuned_model_checkpoint == "acme/loud@1"
+        assert answer(client, "acme/loud@1")
+    assert billed(place) == [("usage", "cancelled", job.trained_tokens, 0)]
+
+
+def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(place: Place) -> None:
+    with_settings(place, "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\n")
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        file = client.files.create(file=("pairs.jsonl", jsonl(preferences())), purpose="fine-tune").id
+        method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 3, "learning_rate_multiplier": 50.0}}}
+        asked: Any = {"training_file": file, "validation_file": file, "suffix": "polite", "method": method}
+        id = client.fine_tuning.jobs.create(model="tiny", **asked).id
+        with trainer_of(place) as first:
+            until_checkpoint(client, id)
+            first.kill()
+            first.wait(30)
+        with trainer_of(place):
+            job = until(client, id, *ENDS)
+        assert job.status == "succeeded", job.error
+        figures = [event.data for event in client.fine_tuning.jobs.list_events(id, limit=100) if event.data]
+        margins = [one["train_reward_margin"] for one in figures if "train_reward_margin" in one]
+        assert margins[0] > 1 > abs(margins[-1]), "newest first"
+        assert any("valid_loss" in one for one in figures)
+        assert answer(client, job.fine_tuned_model) != answer(client, "tiny")
+    assert billed(place) == [("usage", "completed", job.trained_tokens, 0)]
+
+
+def test_diverging_loss_stops_the_job_and_costs_nothing(place: Place) -> None:
+    with_settings(place, "[training]\nlearning_rate = 1.0\n")
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        job = until(client, create(client, learning_rate_multiplier=1000.0, n_epochs=50), *ENDS)
+        assert job.status == "failed"
+        assert job.error.code == "training_diverged"
+        assert "learning_rate_multiplier" in job.error.message
+        assert job.fine_tuned_model is None
+    assert [one[2] for one in billed(place)] in ([], [0])
+
+
+def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> None:
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        long = {"messages": [{"role": "user", "content": "x" * 600}, {"role": "assistant", "content": "y"}]}
+        data = jsonl([*shouted(12), long])
+        file = client.files.create(file=("train.jsonl", data), purpose="fine-tune")
+        job = until(client, client.fine_tuning.jobs.create(model="tiny", training_file=file.id).id, *ENDS)
+        assert (job.status, job.error.code) == ("failed", "invalid_training_file")
+        assert "Line 13: it has more than the 512 tokens of the context" in job.error.message
+    assert billed(place) == []
+
+
+def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    file = place.folder / "train.jsonl"
+    file.write_bytes(jsonl(shouted()))
+    with served(place) as server:
+        wishes = ["--suffix", "loud", "--epochs", "1", "--learning-rate-multiplier", "20", "--rank", "4", "--watch"]
+        said = _finetune(server, key, "create", str(file), "--model", "tiny", *wishes)
+        assert said.returncode == 0, said.stderr
+        assert "succeeded\tacme/loud@1\t" in said.stdout
+        listed = _finetune(server, key, "list")
+        assert "acme/loud@1" in listed.stdout
+        id = listed.stdout.split("\t")[0]
+        assert _finetune(server, key, "watch", id).stdout.startswith(f"{id}\tsucceeded")
+        assert _finetune(server, key, "cancel", id).stdout.startswith(f"{id}\tsucceeded")
+
+
+def _finetune(server: Child, key: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "loramux_api", "finetune", *arguments, "--url", server.url]
+    environment = os.environ | {"LORAMUX_API_KEY": key}
+    return subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
