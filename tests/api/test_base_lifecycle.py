@@ -77,7 +77,7 @@ def test_add_of_an_architecture_that_is_not_served_is_refused(server: Operated, 
     (tmp_path / "tokenizer.json").write_text("{}")
     refused = server.add("odd", tmp_path)
     assert (refused.status_code, refused.json()["param"]) == (400, "path")
-    assert "not a causal language model" in refused.json()["detail"]
+    assert "model_type 'no-such-model' has not been shown to give the same tokens" in refused.json()["detail"]
 
 
 def test_base_that_does_not_load_is_listed_with_the_reason_and_others_are_served(
