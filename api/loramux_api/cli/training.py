@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from loramux.common import logs
 from loramux.common.settings.file import Settings, load_settings
-from loramux_api.cli.common import config_option
+from loramux_api.cli.common import config_option, json_option, put
 from loramux_api.cli.remote import Remote, on_server
 from loramux_client.objects import FineTuningEvent, FineTuningJob
 
@@ -137,7 +137,8 @@ def cancel(remote: Remote, id: str) -> None:
 @click.command()
 @config_option(required=False)
 @click.option("--settings-on-stdin", is_flag=True, hidden=True)
-def trainer(config: Path | None, *, settings_on_stdin: bool) -> None:
+@json_option
+def trainer(config: Path | None, *, settings_on_stdin: bool, as_json: bool) -> None:
     """Run fine-tuning jobs of the servers with the same database and store. SIGTERM or Ctrl-C stops it.
 
     Its jobs then go on from their last checkpoints, here or elsewhere. It needs the extra `loramux[training]`.
@@ -154,6 +155,10 @@ def trainer(config: Path | None, *, settings_on_stdin: bool) -> None:
     else:
         raise click.UsageError("give the settings of the servers: --config FILE")
     logs.configure(settings.logging.format, settings.logging.level)
+    if not settings_on_stdin:
+        put(
+            as_json, {"config": str(config)}, f"loramux: taking fine-tuning jobs of {config}. Ctrl-C stops the trainer."
+        )
     asyncio.run(_run(settings, IDLE_SECONDS if settings_on_stdin else None))
 
 
