@@ -51,13 +51,16 @@ class Place:
         return os.environ | {"PYTHONPATH": ":".join(str(self.tree / part) for part in parts)}
 
     def prepare(self) -> Place:
+        base = f'[model]\npath = "{self.base}"\nserved_model_name = "tiny"\n'
+        if self.max_wait_s is not None:  # only a base of a list has settings of its engines
+            wait = f"engines = {{ max_wait_s = {self.max_wait_s} }}"
+            base = f'[[bases]]\nname = "tiny"\npath = "{self.base}"\n{wait}\n'
         self.config.write_text(
-            f'[model]\npath = "{self.base}"\nserved_model_name = "tiny"\n'
+            f"{base}"
             "[engine]\npool_bytes = 16_777_216\nmax_num_batched_tokens = 64\nnum_threads = 1\n"
             f"in_process = {str(self.in_process).lower()}\ntensor_parallel_size = {self.ranks}\n"
             "[validation]\nparity = false\n"
             f"[server]\ndrain_seconds = 60\nlame_duck_seconds = {self.lame_duck_seconds}\n"
-            + (f"[engines]\nmax_wait_s = {self.max_wait_s}\n" if self.max_wait_s else "")
             + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
         )
         return self
