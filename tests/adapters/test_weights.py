@@ -93,7 +93,7 @@ def test_weights_scales_equal_pefts(
 
 
 def test_weights_of_a_converted_pissa_fit_the_unchanged_base(tmp_path: Path, base_of) -> None:
-    """The way out that the refusal of init_lora_weights names: the result is a LoRA of the original base."""
+    """PEFT's conversion of PiSSA, which the refusal of init_lora_weights names, gives a LoRA of the original base."""
     config = peft.LoraConfig(
         task_type="CAUSAL_LM", r=4, lora_alpha=4, target_modules=["q_proj"], init_lora_weights="pissa"
     )

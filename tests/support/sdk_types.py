@@ -76,7 +76,7 @@ def class_of(rows: list[Row], kind: str, field: str) -> str | None:
 
 
 def fields_of(rows: list[Row]) -> Iterator[tuple[type, str, str | None]]:
-    """Every field of a request type, and of those within fields that are served, with its class; None: it has none."""
+    """Yield every field of a request type, and every field within a served field, with its class or None."""
     seen: set[type] = set()
     todo = list(ROOTS.values())
     while todo:

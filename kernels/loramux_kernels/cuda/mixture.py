@@ -284,7 +284,7 @@ def _table_row(
     row: tl.tensor, live: tl.tensor, tokens: tl.tensor, experts: tl.tensor, row_slots: tl.tensor,
     num_adapted: tl.tensor, num_sites: tl.tensor,
 ) -> tl.tensor:  # fmt: skip
-    """Return the table's row for a row of the routes; -1 if it has no adapter or does not exist."""
+    """Return the table's row for a row of the routes, or -1 if the routes' row has no adapter or does not exist."""
     inside = (row >= 0) & (row < live)
     token = tl.load(tokens + row, mask=inside, other=0)
     slot = tl.load(row_slots + token, mask=inside & (token < num_adapted), other=-1)

@@ -75,7 +75,7 @@ def test_async_pipeline_preempted_requests_answer_as_peft_does(zoo_of) -> None:
 @pytest.mark.parametrize("room", [1, 2, 6], ids=["the last there was room for", "the last but one", "any"])
 @pytest.mark.parametrize("at", [0, 1, 4])
 def test_async_pipeline_stop_token_ends_the_answer_at_its_place(zoo_of, at: int, room: int) -> None:
-    """The row that ran after it is not reported, and the other sequence is not affected."""
+    """The row that ran after the stop token is not reported, and the other sequence is not affected."""
     zoo = zoo_of("llama")
     stopping, other = Asked("s", None, (5, 6, 7), 9), Asked("o", "plain", (9, 8), 9)
     tokens = zoo.answer(stopping)
