@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 from chat_site import chat_site
 from constrained_site import TOOLS_TEMPLATE
+from litestar.enums import ScopeType
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from scripted_engine import EOS
 from site_fixture import Site
@@ -52,7 +53,7 @@ class Recorder:
     sent: list[Sent] = field(default_factory=list)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != ScopeType.HTTP:
             await self.app(scope, receive, send)
             return
         headers = {name.decode().lower(): value.decode() for name, value in scope["headers"]}

@@ -54,9 +54,9 @@ class SimulatedObjects(Objects):
             raise FileNotFoundError(name)
         yield self.data[name]
 
-    def names(self, prefix: str) -> list[str]:
+    def names(self, prefix: str, count: int | None = None) -> list[str]:
         self._reach()
-        return sorted(name for name in self.data if name.startswith(f"{prefix}/"))
+        return sorted(name for name in self.data if name.startswith(f"{prefix}/"))[:count]
 
     def delete(self, names: Sequence[str]) -> None:
         self._reach()
