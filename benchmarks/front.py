@@ -11,8 +11,8 @@ A row is one kind of answer with one number of requests that run at a time. Its 
 
 - *us_per_token*: processor time of the server's process, user and system, all threads, per token. It is the time for
   answers of TOKENS tokens minus that for answers of one token, over the tokens in between, so that what a request
-  costs once is not in it: that is *us_per_request*. The engine makes `--steps-per-s` steps: a server that is behind
-  its engine joins events, and costs less per token.
+  costs once is not in it: that is *us_per_request*. The engine makes `--steps-per-s` steps: a server that is
+  slower than its engine joins events, and costs less per token.
 - *threads*: the same by thread: `engine-reports` reads and decodes the engine's messages, `loop` is the event loop
   (text, events), `python` is the HTTP server's own, which writes the sockets.
 - *carries*: tokens per second that arrive while the stand-in does not pause.

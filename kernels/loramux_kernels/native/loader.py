@@ -131,7 +131,7 @@ def _runtime_of_torch() -> RuntimeAbi:
 def loaded_libraries(name: str) -> list[str]:
     """Return the files of this process's libraries whose names begin with `name`; none if the system does not say.
 
-    torch's wheels for Arm hold GCC's runtime under a name of their own, such as `libgomp-a49a47f9.so.1.0.0`.
+    torch's wheels for Arm hold GCC's runtime under another name, such as `libgomp-a49a47f9.so.1.0.0`.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
