@@ -6,7 +6,7 @@ ARGS ?=
 # LOCKED=1 installs the versions of requirements-dev.lock (made with Python 3.11), not the newest that pyproject.toml allows.
 CONSTRAINTS := $(if $(LOCKED),-c requirements-dev.lock)
 
-.PHONY: console simulate demo check test test-all lint format docs bench lock clean
+.PHONY: console simulate demo check test test-all lint format docs arm bench lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -39,6 +39,9 @@ format: $(VENV)/.dev  ## format the code and the pages
 
 docs: $(VENV)/.dev  ## the documentation site, in build/site
 	$(BIN)/python tools/reference.py docs && $(BIN)/zensical build --clean --strict
+
+arm:  ## the operators' tests in an emulated Arm Python (Debian 12 as root: tools/emulated_arm.sh)
+	tools/emulated_arm.sh build/arm $(ARGS)
 
 bench: $(VENV)/.dev  ## ours against PEFT, in one run, with ratios and a plot
 	$(BIN)/python benchmarks/compare.py $(ARGS)

@@ -11,14 +11,16 @@ A row is one kind of answer with one number of requests that run at a time. Its 
 
 - *us_per_token*: processor time of the server's process, user and system, all threads, per token. It is the time for
   answers of TOKENS tokens minus that for answers of one token, over the tokens in between, so that what a request
-  costs once is not in it: that is *us_per_request*.
+  costs once is not in it: that is *us_per_request*. The engine makes `--steps-per-s` steps: a server that is
+  slower than its engine joins events, and costs less per token.
 - *threads*: the same by thread: `engine-reports` reads and decodes the engine's messages, `loop` is the event loop
-  (text, events), the rest is the HTTP server's own: it writes the sockets.
-- *alone*: single parts, each timed alone in this process: `message` (decode the report), `text` (token to text,
-  without and with stop strings), `frame` (text to an event's bytes).
-- *carries*: tokens per second that arrive while the stand-in is never waited for.
-- *latency* (with `--latency`): first token and the gap between two events of a stream, p50 and p99 in ms, at 50, 80
-  and 95 percent of what it carries.
+  (text, events), `python` is the HTTP server's own, which writes the sockets.
+- *carries*: tokens per second that arrive while the stand-in does not pause.
+- *latency_ms* (with `--latency`): first token and the gap between two reads of a stream, p50 and p99, at 50, 80 and 95
+  percent of what it carries. All requests come at once, so the first token is that of a burst.
+
+The first row has single parts of a token's way, each alone and warm in this process, in us: `message` (decode it),
+`text` (its delta), `text_with_stops` (the same with two stop strings), `frame` (the delta to an event's bytes).
 
 On a loopback socket the receiver's part of TCP is done by the sender's system call, so it is in the server's figure.
 The result is one JSON line a row on stdout.
@@ -27,6 +29,7 @@ The result is one JSON line a row on stdout.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -45,7 +48,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 from peers.serving import Command as ServerCommand
@@ -70,6 +74,10 @@ from loramux.engine.messages import (
     TokenEvent,
     TopLogprob,
 )
+from loramux.serving.messages import Delta
+from loramux.serving.output import OutputProcessor
+from loramux.serving.tokenizer import StopAutomaton, Tokenizer
+from loramux_api.controllers.completions import CompletionBody, CompletionWriter
 
 MODEL_PATH = BENCHMARKS.parent / "demo/loramux_demo/assets/base"
 RATE_FILE = "LORAMUX_FRONT_RATE"
@@ -351,6 +359,44 @@ def site(model: Path, folder: Path) -> Iterator[Site]:
         yield Site(port, pid, key, rate)
 
 
+def parts(model: Path) -> dict[str, float]:
+    """Return the processor time of single parts of a token's way, in microseconds: the fastest of several rounds."""
+    tokenizer = Tokenizer.load(model)
+    token_ids = asyncio.run(tokenizer.encode(TEXT, 1 << 16, add_special_tokens=False))
+    report = StepReport([TokenEvent(request_id=f"cmpl-{n:032}-0", token_id=token) for n, token in enumerate(token_ids)])
+    message, decode = msgspec.msgpack.encode(report), msgspec.msgpack.Decoder(Report).decode
+    body = msgspec.json.decode(KINDS["completions"].body(TOKENS), type=CompletionBody)
+    answered = SimpleNamespace(id=f"cmpl-{0:032}", created=0, model="base", service_tier="default")
+    writer = CompletionWriter(body, cast(Any, answered), "fp_0")
+    deltas: list[Delta] = []
+
+    def push(*stops: str) -> None:
+        output = OutputProcessor(0, tokenizer, token_ids, StopAutomaton(stops), 0)
+        deltas[:] = [output.push(event) for event in report.events]
+
+    def write() -> None:
+        for delta in deltas:
+            for event in writer.chunk(delta):
+                writer.frame(event)
+
+    works: dict[str, Callable[[], object]] = {
+        "message": lambda: decode(message),
+        "text_with_stops": lambda: push("never written", "\n\n\n"),
+        "text": push,
+        "frame": write,
+    }
+    return {name: round(_fastest(work) / len(token_ids), 2) for name, work in works.items()}
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(200):
+        began = time.thread_time_ns()
+        work()
+        times.append(time.thread_time_ns() - began)
+    return min(times) / 1000
+
+
 def measure(
     at: Site, name: str, streams: int, tokens: int, repetitions: int, steps_per_s: float, *, latency: bool
 ) -> dict[str, Any]:
@@ -414,6 +460,7 @@ def main() -> None:
     parser.add_argument("--latency", action="store_true", help="measure first tokens and gaps at set rates too")
     parser.add_argument("--model", type=Path, default=MODEL_PATH, help="folder whose tokenizer and template are used")
     given = parser.parse_args()
+    print(json.dumps({"parts_us": parts(given.model)}), flush=True)
     with tempfile.TemporaryDirectory() as folder, site(given.model, Path(folder)) as at:
         for name in given.kinds:
             for streams in given.streams:

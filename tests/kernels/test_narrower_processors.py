@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from loramux_kernels.native import compiler
+from loramux_kernels.native.prebuilt import LEVELS
 
 pytestmark = [
     pytest.mark.usefixtures("native"),
@@ -61,3 +62,16 @@ def test_sums_stay_in_registers(operator, command, tmp_path):
     stores = sum(bool(re.search(r"\bvmov\w+\s+%[xy]mm\d+, [^%]", line)) for line in lines)
     assert multiplications > 100
     assert stores < 4 * multiplications
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", LEVELS["aarch64"], ids=lambda level: level.name)
+def test_operators_compile_for_arm(level, tmp_path):
+    """Debian's cross compiler is enough for it; `tools/emulated_arm.sh` also runs the operators' tests."""
+    command = shutil.which("aarch64-linux-gnu-g++")
+    if command is None:
+        pytest.skip("there is no aarch64-linux-gnu-g++ here")
+    units = [str(source) for source in compiler.sources() if source.suffix == ".cpp"]
+    library = tmp_path / "libloramux.so"
+    compiler.compile_library([command, *compiler.FLAGS, *level.flags, *units, *compiler.LIBRARIES], library)
+    assert library.read_bytes()[18:20] == b"\xb7\x00"  # EM_AARCH64

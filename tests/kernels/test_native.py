@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from loramux_kernels.native import compiler
-from loramux_kernels.native.loader import NativeLoader
+from loramux_kernels.native.loader import NativeLoader, loaded_libraries
 from loramux_kernels.packed_linear import PackedLinear, packed_linear_reference
 
 LORA = """
@@ -170,3 +170,14 @@ def test_native_failed_build_is_tried_again_after_a_growing_pause(caplog):
     assert look() is not None
     assert tries == [0.0, 10.0, 30.0]
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING", "WARNING"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads what Linux says of the process")
+def test_library_with_a_name_of_its_own_is_found_once_loaded(tmp_path):
+    source = tmp_path / "made.c"
+    source.write_text("int of_its_own(void) { return 7; }")
+    library = tmp_path / "libfront test-1a2b.so.1.0.0"
+    subprocess.run([*compiler.find_compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    assert loaded_libraries("libfront") == []
+    ctypes.CDLL(str(library))
+    assert loaded_libraries("libfront") == [str(library)]

@@ -118,7 +118,7 @@ def _runtime_of_torch() -> RuntimeAbi:
 
     Raises NativeUnavailable if torch does not run its threads by OpenMP.
     """
-    for loaded in (None, *_loaded_libraries("libgomp"), "libgomp.so.1"):
+    for loaded in (None, *loaded_libraries("libgomp"), "libgomp.so.1"):
         try:
             library = ctypes.CDLL(loaded)
             names = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
@@ -128,10 +128,10 @@ def _runtime_of_torch() -> RuntimeAbi:
     raise NativeUnavailable("this build of torch does not run its threads by OpenMP")
 
 
-def _loaded_libraries(name: str) -> list[str]:
+def loaded_libraries(name: str) -> list[str]:
     """Return the files of this process's libraries whose names begin with `name`; none if the system does not say.
 
-    torch's wheels for Arm hold GCC's runtime under a name of their own, such as `libgomp-a49a47f9.so.1.0.0`.
+    torch's wheels for Arm hold GCC's runtime under another name, such as `libgomp-a49a47f9.so.1.0.0`.
     """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

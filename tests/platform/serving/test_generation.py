@@ -256,3 +256,28 @@ def test_counters_add_up(tmp_path: Path) -> None:
         assert made.service.running == 0
 
     in_harness(test, tmp_path, script=lambda request: [*request.prompt_token_ids[1:], EOS])
+
+
+def test_reader_gets_each_token_at_once_and_a_late_reader_all_that_wait(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        generation = await made.begin(prompts=([1, 2],), max_tokens=40)
+        first = await generation.read()
+        assert 1 <= len(first) < 40
+        await generation.task
+        rest = await generation.read()
+        assert len(first) + len(rest) == 40
+        assert [delta.finish_reason for delta in rest if delta.finish_reason] == ["length"]
+        assert await generation.read() == []
+
+    in_harness(test, tmp_path, script=lambda _: [65] * 40)
+
+
+def test_reader_of_a_whole_answer_is_woken_once_for_many_tokens(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        generation = await made.begin(prompts=([1, 2],), max_tokens=40)
+        read = [len(await generation.read(32)), len(await generation.read(32)), len(await generation.read(32))]
+        assert read[0] >= 32
+        assert sum(read) == 40
+        assert read[2] == 0
+
+    in_harness(test, tmp_path, script=lambda _: [65] * 40)

@@ -1,0 +1,30 @@
+"""The front is measured with a stand-in for the engine: every token arrives, streamed or whole, in every kind."""
+
+from pathlib import Path
+
+import pytest
+from front import KINDS, MODEL_PATH, measure, parts, site
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory):
+    with site(MODEL_PATH, tmp_path_factory.mktemp("front")) as at:
+        yield at
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_is_measured(running, kind: str) -> None:
+    row = measure(running, kind, 2, 4, 1, 100.0, latency=True)
+    assert row["carries"] > 0
+    assert row["us_per_request"] > 0
+    assert ("latency_ms" in row) == KINDS[kind].stream
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].stream])
+def test_each_token_is_an_event_at_a_rate_that_the_client_follows(running, kind: str) -> None:
+    with running.client(KINDS[kind].path, 2) as send:
+        assert send(KINDS[kind].body(4), True, 20.0).events >= 2 * 4
+
+
+def test_parts_cost_something() -> None:
+    assert all(value > 0 for value in parts(Path(MODEL_PATH)).values())
