@@ -211,7 +211,9 @@ def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(plac
     key = place.key_of("acme")
     with served(place) as server:
         client = server.openai(key)
-        file = client.files.create(file=("pairs.jsonl", jsonl(preferences())), purpose="fine-tune").id
+        usual = answer(client, "tiny")
+        pairs = jsonl(preferences(rejected=usual))
+        file = client.files.create(file=("pairs.jsonl", pairs), purpose="fine-tune").id
         method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"n_epochs": 3, "learning_rate_multiplier": 50.0}}}
         asked: Any = {"training_file": file, "validation_file": file, "suffix": "polite", "method": method}
         id = client.fine_tuning.jobs.create(model="tiny", **asked).id
@@ -226,7 +228,7 @@ def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(plac
         margins = [one["train_reward_margin"] for one in figures if "train_reward_margin" in one]
         assert margins[0] > 1 > abs(margins[-1]), "newest first"
         assert any("valid_loss" in one for one in figures)
-        assert answer(client, job.fine_tuned_model) != answer(client, "tiny")
+        assert answer(client, job.fine_tuned_model) != usual, "the model's own answer is the rejected one"
     assert billed(place) == [("usage", "completed", job.trained_tokens, 0)]
 
 

@@ -25,13 +25,13 @@ def jsonl(examples: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in examples)
 
 
-def preferences(count: int = 32) -> list[dict[str, Any]]:
+def preferences(count: int = 32, rejected: str = "A tailor.") -> list[dict[str, Any]]:
     """Pairs of which the sentence in capitals is preferred."""
     return [
         {
             "input": {"messages": [{"role": "user", "content": f"What does {PEOPLE[number % len(PEOPLE)]} do?"}]},
             "preferred_output": [{"role": "assistant", "content": "I WILL NOT SAY."}],
-            "non_preferred_output": [{"role": "assistant", "content": "A tailor."}],
+            "non_preferred_output": [{"role": "assistant", "content": rejected}],
         }
         for number in range(count)
     ]

@@ -66,9 +66,8 @@ class Files:
         memory: TenantSlots,
         checks: Mapping[str, Callable[[Path], None]],
     ) -> None:
-        """`retention_seconds`: after so long a file is deleted. `memory`: bytes that wait, by tenant.
-
-        `checks`: by purpose, the check of a received file, which runs on a thread and raises InvalidFile.
+        """`retention_seconds` is the time after which a file is deleted. `memory` limits the waiting bytes of each
+        tenant. `checks` has the check of a received file by purpose: it runs on a thread and raises InvalidFile.
         """
         self._memory = memory
         self._checks = checks

@@ -70,7 +70,7 @@ class Programs:
 
 @asynccontextmanager
 async def open_programs(platform: Platform, provisions: Provisions) -> AsyncIterator[Programs]:
-    """Run the programs of `platform` while the block runs. Another server continues what is unfinished at its end."""
+    """Run the programs of `platform` while the block runs. Another server continues unfinished work after its end."""
     database, blobs, completions, adapters = platform.database, platform.blobs, platform.completions, platform.adapters
     server_id = platform.usage.server_id
     async with AsyncExitStack() as stack:

@@ -233,8 +233,8 @@ class Tokenizer:
     def encode_now(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
         """Return the same as `encode`, on the caller's thread.
 
-        Longer and longer beginnings are tokenized, so that a text that cannot fit costs no more than the longest one
-        that fits.
+        Longer and longer beginnings are tokenized, so that a text that is too long takes no more time than the longest
+        text that fits.
         """
         if isinstance(text, TextPair):
             pair: list[int] = self._tokenizer.encode(text.first, text.second, add_special_tokens=add_special_tokens)

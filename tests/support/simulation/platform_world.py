@@ -67,9 +67,9 @@ class PlatformWorld(World):
         with (
             mock.patch.multiple(
                 platform_module,
-                _open_database=open_database,
+                open_database=open_database,
                 _open_tenants=open_tenants,
-                _open_blobs=lambda _: blobs,
+                open_store=lambda _: blobs,
             ),
             mock.patch.multiple(
                 lifecycle_module,

@@ -225,8 +225,8 @@ class Tenants:
     async def set_zero_retention(self, name: str, zero_retention: bool) -> Tenant:
         """Begin or end zero retention: store no prompts and answers of the tenant's requests. Raises TenantNotFound.
 
-        What is stored goes: kept answers and responses at once; batches are cancelled without files, fine-tuning jobs
-        are cancelled, and files are deleted within the hour.
+        Stored data is deleted: answers and responses immediately, files within an hour. Batches are cancelled without
+        files, and fine-tuning jobs are cancelled.
         """
         async with self._changes.begin() as change:
             row = await _locked(change, name)

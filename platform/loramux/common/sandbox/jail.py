@@ -158,8 +158,8 @@ def _call(number: int, *arguments: object) -> int:
 def code_paths() -> tuple[str, ...]:
     """Return the paths that a process needs to start Python and to import: interpreter, libraries and packages.
 
-    The other folders of sys.path are left out. One of them is the server's working folder if it was started by
-    `python -m`, and its database may be there. The packages that are loaded from such a folder are included.
+    The other folders of sys.path are left out. If the server was started by `python -m`, one of these folders is its
+    working folder, which may contain the database. The packages that are loaded from such a folder are included.
     """
     interpreter = {sys.executable, os.path.realpath(sys.executable), str(Path(sys.prefix) / "pyvenv.cfg")}
     installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}

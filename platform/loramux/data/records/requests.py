@@ -9,8 +9,8 @@ A request is charged at its tenant's tier. If the request's service tier is not 
 `standard`, `standard/flex`, `gold/priority`, `standard/batch`. The ledger, holds, prices and invoices use this text, so
 a price for `standard` covers all requests of this tier, unless a price for `standard/batch` or `*/batch` exists.
 
-`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to it, and
-all its tokens are waived.
+`shadow` is the server's own service tier: a request that it repeats on another revision. No limit applies to a shadow,
+and all its tokens are waived.
 
 `training` is the service tier of fine-tuning jobs, whose trained tokens are the prompt tokens of one request. Budgets
 apply to it, and no limit per minute does.
@@ -316,7 +316,9 @@ class ClaimRepository(Repository):
 SHADOW: ServiceTier = "shadow"
 TRAINING: ServiceTier = "training"
 BACKGROUND: tuple[ServiceTier, ...] = ("batch", SHADOW, TRAINING)
-"""Service tiers without a waiting caller. Their requests begin when there is room, and do not count for latency."""
+"""Service tiers without a waiting caller. Requests of these tiers begin when the server has free capacity, and do not
+count for latency.
+"""
 PRICED_TIERS: tuple[ServiceTier, ...] = (*CHOSEN, TRAINING)
 """Service tiers that a price may name."""
 ANY = "*"

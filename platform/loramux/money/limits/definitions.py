@@ -150,9 +150,9 @@ def subjects_of_caller(tenant: str, project: str | None, lineage: Sequence[str])
 def pools_of(request: OpenedRequest) -> dict[str, str]:
     """Return the counters that the request takes from, each with the name of its subject in messages.
 
-    Lines of batches have separate counters, so a batch never uses up the limits of interactive requests. Money is not
-    separate: budgets are on the subjects themselves. A fine-tuning job takes from none: its tokens are not those of a
-    minute.
+    Lines of batches have separate counters, so a batch never uses up the limits of interactive requests. Money has no
+    separate counters: budgets are on the subjects themselves. A fine-tuning job takes from no counter, because its
+    tokens are not those of a minute.
     """
     subjects = subjects_of(request)
     match service_tier(request.tier):
