@@ -23,7 +23,7 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.uploads.sessions import UploadRequest, UploadSessions, announce
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, new_id
-from loramux.common.jobs import JobRunner
+from loramux.common.jobs import SERVER, JobRunner, run_blocking
 from loramux.common.settings.server import TrainingSettings
 from loramux.common.units import SECOND, TokenCounts
 from loramux.data.entities import EventDetail, Refusal, TrainingCheckpoint, TrainingJob
@@ -116,13 +116,13 @@ class TrainingWorker:
     async def sweep(self) -> None:
         """Delete the objects and rows of jobs that have ended."""
         objects = self.server.blobs.objects
-        names = await asyncio.to_thread(objects.names, "training")
+        names = await run_blocking(SERVER, objects.names, "training")
         stored = sorted({name.split("/")[1] for name in names})
         async with self._database.read() as session:
             unfinished = await TrainingJobs(session).unfinished(stored)
         for id in stored:
             if id not in unfinished:
-                await asyncio.to_thread(objects.delete_under, training_folder(id))
+                await run_blocking(SERVER, objects.delete_under, training_folder(id))
         async with self._database.begin() as session:
             await TrainingJobs(session).forget(self._database.now() - self.server.keep_seconds * SECOND)
 
@@ -245,7 +245,7 @@ class TrainingWorker:
             detail = EventDetail(job=job.id, error=error)
             events = EventRepository(session, job.tenant_id)
             await events.add(f"fine_tuning.job.{outcome}", job.adapter, detail, now)
-        await asyncio.to_thread(self.server.blobs.objects.delete_under, training_folder(job.id))
+        await run_blocking(job.tenant_id, self.server.blobs.objects.delete_under, training_folder(job.id))
 
     async def _register_all(self, job: TrainingJob, checkpoints: list[TrainingCheckpoint], outcome: str) -> str | None:
         """Make the last checkpoint a revision, then those of earlier epochs; return the first one's name."""
@@ -261,8 +261,8 @@ class TrainingWorker:
         """Upload a checkpoint as any adapter is uploaded. A repeated upload of the same bytes is the same revision."""
         server, id = self.server, new_id("upload")
         with server.blobs.staging() as folder:
-            await asyncio.to_thread(self._fetch, job.id, checkpoint, folder)
-            announced = await asyncio.to_thread(announce, folder, ADAPTER_FILES)
+            await run_blocking(job.tenant_id, self._fetch, job.id, checkpoint, folder)
+            announced = await run_blocking(job.tenant_id, announce, folder, ADAPTER_FILES)
             request = UploadRequest(job.adapter, announced, promote=False, base_model=job.base_model)
             info = await server.uploads.run(principal, request, folder, id)
         upload = await server.uploads.get(principal, id)

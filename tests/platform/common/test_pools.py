@@ -35,6 +35,8 @@ WITHOUT_SHARES = {
     ("loramux/engine/execution/runner.py", "ThreadPoolExecutor"): "the step's own thread; no request waits in it",
     ("loramux/engine/client.py", "to_thread"): "the end of an engine",
     ("loramux/server/platform.py", "to_thread"): "the start of a server",
+    ("loramux/server/trainer.py", "to_thread"): "the start of a trainer",
+    ("loramux/training/trainer.py", "to_thread"): "the trainer's process, in which no request waits",
     ("loramux/serving/lifecycle.py", "to_thread"): "the start of a base, which an operator orders",
     ("loramux_api/app.py", "to_thread"): "the end of a server",
 }

@@ -124,9 +124,9 @@ def test_hybrid_on_a_gpu_is_refused_with_the_way_out(dense: Zoo, monkeypatch: py
         load(dense.base)
 
 
-def on_meta(model, settings):
+def on_meta(model, settings, widest):
     """Find the layout, and move the model to a device that is no CPU."""
-    layout = KvLayout(probe_layers(model), settings.engine.block_size, model.dtype.itemsize)
+    layout = KvLayout(probe_layers(model), 1, model.dtype.itemsize).with_block_size(settings.engine.block_size, widest)
     model.to("meta")
     return layout, 0
 
