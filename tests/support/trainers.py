@@ -22,7 +22,8 @@ def trl(base: Path, folder: Path) -> None:
     import pyarrow
     from trl import SFTConfig, SFTTrainer
 
-    # tokens with a fingerprint of their own: dill cannot pickle a table of the newest pyarrow, to compute one
+    # tokens with a given fingerprint: to compute one, dill would have to pickle the table, and the newest pyarrow's
+    # tables cannot be pickled by it
     tokens = pyarrow.table({"input_ids": [list(b"the quick brown fox"), list(b"jumps over")] * 4})
     texts = datasets.Dataset(datasets.table.InMemoryTable(tokens), fingerprint="texts")
     arguments = SFTConfig(
