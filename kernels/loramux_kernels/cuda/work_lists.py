@@ -303,7 +303,7 @@ def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[Attent
 
 
 def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
-    """Return the kinds of attention that launches for `batch` have used."""
+    """Return the shapes for which attention was planned for `batch` so far."""
     return tuple(vars(batch).get("attention_plans", ()))
 
 

@@ -154,8 +154,9 @@ def margins(revenues: Sequence[Revenue], gpu_cost: int | Mapping[str, int]) -> l
     """Return every model's margin in its tenant's currency. Amounts are not converted or added across currencies.
 
     `gpu_cost` is the cost of all GPUs in the period, in nano-units. If the plans have several currencies, it gives the
-    same cost in each of them; if they have one, it is a number. The cost is divided exactly over all computed tokens, so
-    they also share the cost of idle time. Rows of tenants without a plan are in the first currency. Raises MissingCurrency.
+    same cost in each of them; if they have one, it is a number. The cost is divided exactly over all computed tokens,
+    so they also share the cost of idle time. Rows of tenants without a plan are in the first currency. Raises
+    MissingCurrency.
     """
     units, prices = _units(revenues), _prices(revenues)
     currencies = {one.tenant_name: one.bill.currency.code for one in revenues}
