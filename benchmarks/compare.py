@@ -118,7 +118,7 @@ def _directory(arguments: argparse.Namespace) -> Path:
 def main() -> int:
     """The command line; 1 when a system could not be measured."""
     arguments = _parse_arguments()
-    # Raised as an exception, so that servers are stopped at the end.
+    # SIGTERM becomes an exception, so that the servers are stopped on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("compare: stopped by SIGTERM"))
     # Every system uses its own default for waiting threads. loramux chooses PASSIVE for its engine. With PASSIVE, vLLM
     # is about 6% slower, and PEFT takes up to 50% longer.

@@ -33,7 +33,7 @@ class Resources(msgspec.Struct, frozen=True, kw_only=True):
     own_cores: float
     """Processor time over wall time, the load generator included."""
     other_cores: float
-    """The same for everything else on the machine: well above 0, the measurement is not to be trusted."""
+    """The same for everything else on the machine. If it is well above 0, do not trust the measurement."""
 
 
 class Counters(msgspec.Struct, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ class Bench:
         return {"settled": settled, "pairs": await _rate(lambda: _each(pairs, concurrent, self._both), requests)}
 
     async def single(self, requests: int) -> dict[str, float]:
-        """The same, each waiting for the one before."""
+        """The same, but each settlement waits for the previous one."""
         return await self.grouped(requests, 1)
 
     def _ids(self, number: int) -> list[str]:

@@ -197,7 +197,7 @@ def _norm_width(module: nn.Module) -> int | None:
     parameters = dict(module.named_parameters())
     if "norm" not in type(module).__name__.lower() or list(parameters) != ["weight"]:
         return None
-    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm reads another tensor
+    if len(inspect.signature(module.forward).parameters) != 1:  # a gated norm also takes a gate
         return None
     return len(parameters["weight"]) if parameters["weight"].ndim == 1 else None
 
@@ -211,7 +211,8 @@ def _vocabulary(model: PreTrainedModel) -> VocabularyShape | None:
     if head.weight.shape != embedding.weight.shape:
         return None
     names = {module: name for name, module in model.named_modules()}
-    # transformers ties by the whole model's config; the text's own config may differ, or lack the field.
+    # transformers reads `tie_word_embeddings` from the config of the whole model. The text model's config may have
+    # another value, or lack the field.
     tied = head.weight is embedding.weight or bool(getattr(model.config, "tie_word_embeddings", False))
     return VocabularyShape(names[embedding], names[head], *embedding.weight.shape, tied)
 

@@ -373,7 +373,7 @@ def check_kind(document: Mapping[str, Any]) -> None:
 
 
 def converted_kind(document: Mapping[str, Any]) -> str | None:
-    """Return the kind, or the initialisation, of an adapter that becomes a LoRA first; None for any other."""
+    """Return the kind or initialisation if the adapter must be converted to a LoRA first; otherwise None."""
     kind, first = document.get("peft_type"), document.get("init_lora_weights")
     if kind == "LORA" and isinstance(first, str) and (first == "pissa" or first.lower() == "olora"):
         return first.upper()

@@ -288,7 +288,7 @@ def _check_repeat(repeat: Repeat, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def factor_only(vector: torch.Tensor) -> torch.Tensor:
-    """Return `[2, n]`: `vector` `[n]` as factors, and shifts of zero."""
+    """Return `[2, n]`: first the factors, which are `vector` `[n]`, then the shifts, which are all zero."""
     return torch.stack((vector, torch.zeros_like(vector)))
 
 

@@ -190,9 +190,9 @@ async def send_ignored(message: Message, scope: Scope) -> None:
 async def send_console_policy(message: Message, scope: Scope) -> None:
     """Keep other pages of this origin away from the console's session: a `before_send` hook.
 
-    A response to a request with the cookie is data, and no browser may show it as a page. The page with the API's
-    description runs scripts of another origin. In a browser that is signed in, this page gets a separate origin, from
-    which no cookie is sent.
+    If a request has the session's cookie, its response gets headers that forbid a browser to show it as a page. The
+    page with the API's description runs scripts from another origin. In a browser that is signed in, this page gets a
+    separate origin, from which no cookie is sent.
     """
     if message["type"] != "http.response.start":
         return

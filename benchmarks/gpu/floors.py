@@ -23,13 +23,13 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """The bytes and operations that work needs at least."""
+    """Minimum bytes and operations of a computation."""
 
     num_bytes: float
     flops: float = 0.0
 
     def floor_ms(self, ceilings: Ceilings) -> float:
-        """The larger of the two times."""
+        """Minimum time of the work: the larger of the times to move the bytes and to compute the operations."""
         return max(self.num_bytes / ceilings.bytes_per_ms, self.flops / ceilings.flops_per_ms)
 
 

@@ -1,4 +1,6 @@
-"""transformers and PEFT: static batches, left padding, mixed adapters by `generate(adapter_names=...)`.
+"""Runs a workload with transformers and PEFT.
+
+Batches are static and padded on the left. Rows of a batch get different adapters by `generate(adapter_names=...)`.
 
 Batches are taken in the workload's order, and each runs until its longest request has ended; tokens generated after a
 request's end are not counted. A request's first token has the time of the batch's first step, and its end the time of
@@ -89,7 +91,7 @@ class Peft:
         ]
 
     def _adapters_of(self, batch: Sequence[Item]) -> dict[str, Any]:
-        """Use the quick way if all request the same adapter, else `adapter_names`."""
+        """Return the arguments of `generate` that name adapters. If all rows use one adapter, none: this is faster."""
         if not isinstance(self.model, PeftModel):
             return {}
         names = {item.adapter for item in batch}

@@ -7,9 +7,10 @@ are counted separately.
     python benchmarks/vllm_tests [--plain] [--sdist FILE] [--keep FOLDER] [PYTEST ARGUMENTS]
 
 The source distribution is fetched with pip into a temporary folder, and so are pytest-asyncio and the packages that
-vLLM's metadata needs. vLLM itself is not installed: `plugin.py` replaces the modules that its tests import, and starts
-this server when they start vLLM's, with a small model (`model.py`). docs/compatibility.md explains which cases apply,
-and why other cases fail. With `--keep`, FOLDER/outcomes.json has every case by name.
+vLLM's metadata needs. vLLM itself is not installed: `plugin.py` replaces the modules that vLLM's tests import. When a
+test starts vLLM's server, `plugin.py` starts this server instead, with a small model (`model.py`).
+docs/compatibility.md explains which cases apply, and why other cases fail. With `--keep`, FOLDER/outcomes.json has
+every case by name.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ NO_VECTORS = -1
 
 @dataclass(frozen=True, eq=False)
 class OwnWeights:
-    """Weights that adapters bring instead of a norm's, applied to the rows of their segments."""
+    """Adapters' own weights of a norm. Each replaces the norm's weight for the rows of its adapter's segment."""
 
     pool: torch.Tensor
     offsets: torch.Tensor

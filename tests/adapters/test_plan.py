@@ -1,4 +1,4 @@
-"""The plan against PEFT itself: for any configuration, exactly the tensors that PEFT saves, at PEFT's scales."""
+"""The plan, compared with PEFT: for any configuration it has exactly PEFT's tensors, with PEFT's scales."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_absent_object_store_stops_no_loaded_adapter_and_heals(
 
 
 def test_absent_database_refuses_and_settles_later(base_dir: Path, tmp_path: Path) -> None:
-    """PostgreSQL is stopped at once, and comes back."""
+    """PostgreSQL is stopped without a clean shutdown and started again: requests are refused, then all is settled."""
     folder = Path("/tmp") / f"lm-drill-{os.getpid()}"
     server = start_postgres(folder)
     place = Place(tmp_path, base_dir, in_process=True, url=server.get_uri()).prepare()

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def check(case: Case) -> None:
-    """The operators' result against whole matrices in float64, and that base rows and rank 0 are left alone."""
+    """Compare the operators' result with whole matrices in float64. Rows of the base and of rank 0 must not change."""
     dtype = case.x.dtype
     v = lora_shrink(case.x, case.pool, case.table, case.group, case.segments)
     assert v.dtype == torch.float32

@@ -32,7 +32,7 @@ class Case:
     values: list[torch.Tensor]
 
     def to(self, device: torch.device) -> Case:
-        """The same on `device`, contiguous keys and values left out."""
+        """The same case on `device`. `keys` and `values` are not copied and stay where they are."""
         pool = self.layer.key.untyped_storage().clone()
         pool = torch.tensor([], dtype=self.layer.key.dtype).set_(pool).to(device)
         views = (

@@ -140,12 +140,12 @@ class Visit:
         self.page.get_by_role("button", name="Account of").wait_for()
 
     def go(self, path: str, heading: str) -> Page:
-        """Go to a page as a link of the console would, and wait for its heading."""
+        """Go to a page without loading it again, as a link of the console does, and wait for its heading."""
         self.page.evaluate("path => history.pushState(null, '', path)", f"/console{path}")
         return self._await(heading)
 
     def load(self, path: str, heading: str) -> Page:
-        """Load a page by its address, as after a reload."""
+        """Load a page by its address, as a browser does after a reload."""
         self.page.goto(f"{self.url}/console{path}")
         return self._await(heading)
 

@@ -23,7 +23,7 @@ class Case:
     y: torch.Tensor
 
     def to(self, device: torch.device) -> Case:
-        """The same on `device`, whole matrices left out."""
+        """The same case on `device`. `a` and `b` are not copied and stay where they are."""
         table = LoraTable(**{f.name: getattr(self.table, f.name).to(device) for f in fields(self.table)})
         moved = {name: getattr(self, name).to(device) for name in ("pool", "x", "y")}
         return replace(self, table=table, **moved)
@@ -39,7 +39,7 @@ def make_case(
     seed: int = 0,
     alignment: int = 1,
 ) -> Case:
-    """`ranks[slot][site]`; segment k has rows[k] rows of slot k; tiles lie scattered, everything else is NaN.
+    """`ranks[slot][site]`; segment k has rows[k] rows of slot k; tiles are scattered, and everything else is NaN.
 
     Tiles start at multiples of `alignment` elements.
     """

@@ -103,7 +103,7 @@ class _Linear:
         return f"{PREFIX}{self.module}.{tensor}"
 
     def copies(self, header: SafetensorsHeader) -> dict[str, str]:
-        """Return the copies of shared tensors that the file holds for this linear, with the names of the originals."""
+        """Map the name of each copy of a shared tensor that the file holds for this linear to the original's name."""
         named = {self.key(copy): original for copy, original in self.factors.copies.items()}
         return {copy: original for copy, original in named.items() if copy in header.tensors}
 

@@ -138,7 +138,7 @@ class RevisionObject(msgspec.Struct, kw_only=True):
     revision: int
     digest: str
     state: str
-    """State of the revision: `ready`, or `deleted`: the deletion can be undone until `undo_until`."""
+    """State of the revision: `ready` or `deleted`. A deletion can be undone until `undo_until`."""
     rank: int
     size_bytes: int
     created_at: int

@@ -46,7 +46,7 @@ class MigrationPromoteBody(MigrationRollbackBody):
     """Adapters of a migration to move to the target."""
 
     weight: Annotated[int, Meta(ge=1, le=100)] = 100
-    """Percent of the old revision's present share; less than 100 makes a canary."""
+    """Percentage of the old revision's traffic that moves to the new revision; below 100 it is a canary."""
 
 
 class MigrationObject(msgspec.Struct, kw_only=True):

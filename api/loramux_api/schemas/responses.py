@@ -346,7 +346,7 @@ def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
 
 
 def _options(body: ResponseBody) -> ChatOptions:
-    """Return the options of the chat template and the answer, in addition to the items. Raises InvalidRequest."""
+    """Return the body's variables of the chat template, its tools and its effort. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
     tools = toolbox(body)
     use = tools.use(_asked(body.tool_choice), parallel=body.parallel_tool_calls is not False)

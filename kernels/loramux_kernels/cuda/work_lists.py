@@ -258,14 +258,14 @@ merging."""
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Facts that a plan depends on in addition to the batch: the same for all layers of one kind."""
+    """Facts, in addition to the batch, on which a plan depends. They are the same for all layers of one kind."""
 
     groups: int
     """Query heads that share a kv head: they are next to each other in a tile's rows."""
     kv_heads: int
     sliding_window: int | None
     long_rows: int
-    """Query rows times groups in a prefill tile."""
+    """Rows of a prefill tile: query rows times `groups`."""
 
     @property
     def short_rows(self) -> int:
@@ -283,7 +283,7 @@ class AttentionTiles:
     """The items of one tile height."""
 
     rows: int
-    """Query rows times groups; a power of two."""
+    """Rows of a tile: query rows times query heads per kv head. A power of two."""
     items: WorkList
     merges: WorkList | None
     """None if no context was cut."""
@@ -303,7 +303,7 @@ def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[Attent
 
 
 def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
-    """Return the kinds of attention that launches for `batch` have used."""
+    """Return the shapes for which attention was planned for `batch` so far."""
     return tuple(vars(batch).get("attention_plans", ()))
 
 

@@ -254,8 +254,8 @@ def without(mark: str) -> str:
 class XmlWriter(JsonWriter, ArgumentsWriter):
     """Writes an element for each argument. A text is written unchanged, any other value as JSON.
 
-    If an argument may be a text or have another type, a text is written without quotes. If a reader would take that
-    text for the other type, it is written in quotes, as JSON.
+    If an argument's schema allows a text and another type, a text is still written without quotes. But if a reader
+    would take this text for a value of the other type, it is written in quotes, as JSON.
     """
 
     BEGIN = "<parameter="

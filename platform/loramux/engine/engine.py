@@ -219,8 +219,7 @@ class Engine:
 
     @property
     def wait_seconds(self) -> float:
-        """Seconds to wait for a command or for `wake` before the next step: 0 not to wait, inf to wait without a
-        limit."""
+        """Seconds to wait for a command or for `wake` before the next step. 0: do not wait; inf: without a limit."""
         if not self._pipeline.is_idle or self._was_commanded:
             return 0.0
         return max(0.0, self.scheduler.next_plan_at - self._clock())

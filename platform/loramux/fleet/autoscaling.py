@@ -89,7 +89,7 @@ class Autoscaler:
         return max(self.policy.min_engines, int(asked and self.policy.max_engines > 0))
 
     def _wanted(self, ready: Sequence[EngineView]) -> int:
-        """Return the number of engines among which the work would be at its targets."""
+        """Return the number of engines with which wait and memory would be at their targets."""
         if not ready:
             return 0
         policy, count = self.policy, len(ready)
@@ -117,7 +117,7 @@ class Autoscaler:
         return ()
 
     def _can_spare_one(self, ready: Sequence[EngineView]) -> bool:
-        """Return whether one engine less, with the same work, would be well below every target."""
+        """Return whether the same work on one engine less would stay well below every target."""
         policy, others = self.policy, len(ready) - 1
         rows = sum(view.requests / view.max_running for view in ready) / others
         wait = sum(view.wait_s for view in ready) / others

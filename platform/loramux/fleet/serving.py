@@ -8,9 +8,9 @@ engine.
 authorizes connections by their key, greets servers of the same base and message version, and carries frames between
 their connections and `FrontSessions`.
 
-`FetchedAdapters` finds an adapter's files on this machine. A server names the folder in its own cache. The last three
-parts of this path are the content's path in every cache and in the store. So an engine on another machine finds the
-content in its own cache, or fetches it, verified, from the same store.
+`FetchedAdapters` finds an adapter's files on this machine. A server names an adapter by the path of a folder in
+the server's own cache. The last three parts of this path are the same in every cache and in the store. So an engine on
+another machine finds the files in its own cache, or fetches them from the same store and verifies them.
 """
 
 from __future__ import annotations

@@ -615,11 +615,11 @@ class RepeatedPrompt(OutputProcessor):
 
 
 class PooledOutput:
-    """Reads the single event of a prompt that becomes a vector."""
+    """Output of a prompt for which the engine computes a vector and sends a single event."""
 
     num_tokens = 0
     fails_alone = False
-    """A fault of one prompt ends the request, because an answer has all vectors."""
+    """False: a fault of one prompt ends the whole request, because an answer must have all vectors."""
 
     def __init__(self, index: int, classes: Classes) -> None:
         self.index = index

@@ -368,7 +368,7 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 class SwapMachine(CacheMachine):
-    """The same without the cache: what is carried out and back is all that is left."""
+    """The same without the prefix cache: only KV that was copied out and back is reused."""
 
     prefix_cache = False
 

@@ -164,7 +164,7 @@ def make_plan(seed: int) -> Plan:
 
 
 def _pool_some(plan: Plan) -> Plan:
-    """Turn some calls of every third seed into calls for vectors, drawn by a separate generator."""
+    """In about a third of the seeds, turn some calls into calls for embeddings. A separate generator chooses them."""
     rng = random.Random(f"pooling {plan.seed}")
     if rng.random() > 0.35:
         return plan

@@ -41,7 +41,7 @@ FIELD = "authorization"
 _INCORRECT = "Incorrect API key provided"
 """The beginning of OpenAI's refusal, by which clients and proxies recognise it."""
 FLUSH_SECONDS = 10.0
-"""Seconds between two writes of `last_used_at`; a crash loses the times of at most this period."""
+"""Seconds between two writes of `last_used_at`; a crash loses only uses during the last such period."""
 
 MAX_TOKEN_LENGTH = 16_384
 LEEWAY_SECONDS = 60
@@ -152,7 +152,7 @@ class Authenticator:
         """Return the current rights of an owner for whom background work, such as a batch, runs.
 
         `owner` is a member, or the first key of a chain of rotations, whose newest key decides. Raises InvalidKey if no
-        rights are left, and TenantSuspended.
+        rights are left, and TenantSuspended if the tenant is suspended.
         """
         now = self._database.now()
         async with self._database.read() as session:

@@ -136,7 +136,10 @@ class Sessions:
         return await self._principal(row, origin)
 
     async def find(self, secret: str, origin: Origin) -> Session:
-        """Return the session of this secret. Raises InvalidKey if the session has ended, and TenantSuspended."""
+        """Return the session of this secret.
+
+        Raises InvalidKey if the session has ended, and TenantSuspended if its tenant is suspended.
+        """
         now = self._database.now()
         async with self._database.read() as session:
             row = await SessionRepository(session).find(self._mac(secret), SESSION)

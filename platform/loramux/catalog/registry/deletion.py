@@ -105,7 +105,7 @@ class DeletionService:
     ) -> AdapterInfo:
         """Undo `delete`: restore the adapter, its aliases, grants and the revisions deleted with it, but not its pins.
 
-        Raises AdapterNotFound if the adapter cannot be undeleted any more, and TooManyAdapters.
+        Raises AdapterNotFound if the adapter cannot be undeleted any more, and TooManyAdapters if the quota is full.
         """
 
         async def act(change: AdapterChange) -> AdapterInfo:

@@ -165,7 +165,7 @@ class StorageMeterRepository(Repository):
         ]
 
     async def counted(self, until: Mapping[str, int]) -> None:
-        """Record the time up to which these spans are billed."""
+        """Record the time up to which each span is billed, by the span's id."""
         row = self._rows.row
         for moment in sorted(set(until.values())):
             ids = [id for id, at in until.items() if at == moment]

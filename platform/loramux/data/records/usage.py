@@ -432,7 +432,7 @@ def _totals(row: dict[str, Any]) -> UsageTotals:
 
 
 def meters_of(row: Any) -> dict[str, Any]:
-    """Return the expressions of every meter over a table's columns, or over an entry's numbers."""
+    """Return every meter by name: SQL expressions if `row` is a table, numbers if it is a ledger entry."""
     return {
         "input_uncached": row.input_tokens - row.cached_tokens,
         "input_cached": row.cached_tokens,

@@ -235,7 +235,9 @@ AttentionInterface.register(IMPLEMENTATION, attend)
 _KNOWN = frozenset(
     ("scaling", "sliding_window", "softcap", "s_aux", "dropout", "is_causal", "position_ids", "cache_position")
 )
-"""Keywords of the attention interface that `attend` serves, or that have no effect without a mask or in evaluation."""
+"""Keywords that `attend` may get from the attention interface. It uses some; the others change nothing without a mask
+or outside training.
+"""
 
 
 class _Probe:

@@ -42,7 +42,7 @@ INVALID = "invalid_constraint"
 
 
 def load_vocabulary(model_dir: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> LLTokenizer | None:
-    """Return the model's vocabulary as grammars read it; None if its tokenizer is not one of `tokenizers`."""
+    """Return the vocabulary in llguidance's form; None if the tokenizer is not from the `tokenizers` library."""
     from llguidance.hf import from_tokenizer
     from transformers import PreTrainedTokenizerFast  # takes seconds, so only if a model is served
 

@@ -121,9 +121,9 @@ NEVER_USED = float("-inf")
 
 
 def used_at(recency: float, now: float, log2_uses: float = 0.0) -> float:
-    """Return `recency` after 2**log2_uses more uses at `now`, in half-lives.
+    """Return the new recency of an item that had `recency` and is used 2**log2_uses times at `now`.
 
-    The recency is log2 of the sum of 2**(time of use), times in half-lives.
+    A recency is log2 of the sum of 2**(time) over the item's uses. Times are in half-lives.
     """
     now += log2_uses
     high, low = (recency, now) if recency > now else (now, recency)

@@ -87,7 +87,9 @@ class DecodeTimes:
     MEMORY = 16.0
     """Steps after which a measurement counts for 1/e."""
     OUTLIER = 2.0
-    """Multiple of the mean at which a measurement is cut off: the process may have been stopped during the step."""
+    """A measurement above this multiple of the mean counts as this multiple, because the process may have been stopped
+    during the step.
+    """
 
     def __init__(self, step_time: StepTimeModel) -> None:
         self._step_time = step_time

@@ -58,7 +58,7 @@ class RequestQueue:
         """Flows without requests, the lowest counter with its pending lift first."""
         self._length = 0
         self._unreported: dict[tuple[ClassCounter, str], float] = {}
-        """Service since the last report. The other engines of a fleet need this service."""
+        """Service since the last report. The next report tells it to the fleet's other engines, which count it too."""
 
     # questions
 

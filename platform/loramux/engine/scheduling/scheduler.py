@@ -142,12 +142,12 @@ class Scheduler:
             self.state.report_end(request_id, "cancelled")
 
     def drain_events(self) -> list[TokenEvent]:
-        """Return the ends that no step caused: refusals, cancellations, failed adapters."""
+        """Return the events of requests that ended outside a step: refusals, cancellations, failed adapters."""
         events, self.state.events = self.state.events, []
         return events
 
     def take_starts(self) -> list[TokenEvent]:
-        """Return the loads that began with the latest plan, if their requests have `report_start`."""
+        """Return the events of loads that began with the latest plan. Only requests with `report_start` get them."""
         starts, self.state.starts = self.state.starts, []
         return starts
 

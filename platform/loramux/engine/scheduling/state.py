@@ -62,9 +62,9 @@ class SchedulerState:
         self.claims: dict[str, Sequence] = {}
         """The waiting sequence for which each revision is loading or loaded; the oldest claim first."""
         self.events: list[TokenEvent] = []
-        """Ends that no step caused."""
+        """Events of requests that ended outside a step: refusals, cancellations, failed adapters."""
         self.starts: list[TokenEvent] = []
-        """Events that a load for a request with `report_start` begins."""
+        """Events which report that the load of an adapter begins. Only requests with `report_start` get them."""
         self.step_time = step_time
         self.output_lengths = OutputLengths()
         self.num_departures = 0

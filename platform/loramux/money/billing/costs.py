@@ -153,9 +153,10 @@ class Revenue(msgspec.Struct, frozen=True, kw_only=True):
 def margins(revenues: Sequence[Revenue], gpu_cost: int | Mapping[str, int]) -> list[Margin]:
     """Return every model's margin in its tenant's currency. Amounts are not converted or added across currencies.
 
-    `gpu_cost` is the cost of all GPUs in the period, in nano-units: in every currency of the plans, or one number if
-    there is only one currency. The cost is divided exactly over all computed tokens, so they also share the cost of
-    idle time. Rows of tenants without a plan are in the first currency. Raises MissingCurrency.
+    `gpu_cost` is the cost of all GPUs in the period, in nano-units. If the plans have several currencies, it gives the
+    same cost in each of them; if they have one, it is a number. The cost is divided exactly over all computed tokens,
+    so they also share the cost of idle time. Rows of tenants without a plan are in the first currency. Raises
+    MissingCurrency.
     """
     units, prices = _units(revenues), _prices(revenues)
     currencies = {one.tenant_name: one.bill.currency.code for one in revenues}

@@ -58,10 +58,10 @@ class HttpSink(ABC):
 
     @abstractmethod
     async def send(self, events: Sequence[MeterEvent], now: int) -> list[RejectedEvent]:
-        """Deliver as Sink does."""
+        """Deliver the events, as `Sink.send` describes."""
 
     async def _post(self, path: str, **body: Any) -> httpx.Response:
-        """Post and return a final answer; raises NotDelivered or DeliveryUnknown for any other."""
+        """Post, and return a response that settles the batch. Otherwise raises NotDelivered or DeliveryUnknown."""
         try:
             response = await self._client.post(self._url + path, **body)
         except SENT_AND_LOST as error:
