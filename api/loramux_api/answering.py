@@ -323,8 +323,8 @@ class AnswerStream(Stream):
 
 async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
     """Yield the events of all that has come since the last ones were sent: of one token, unless the client is slow."""
+    frames = [writer.frame(event) for event in writer.opening()]
     try:
-        frames = [writer.frame(event) for event in writer.opening()]
         while deltas := await answer.read():
             frames += [writer.frame(event) for delta in deltas for event in writer.chunk(delta)]
             if frames:
@@ -333,7 +333,7 @@ async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
         await writer.finish(answer.usage)
         frames += [writer.frame(event) for event in writer.closing(answer.usage)]
     except LoramuxError as error:
-        frames = [writer.frame(writer.failure(error))]
+        frames.append(writer.frame(writer.failure(error)))
     if last := b"".join(frames) + writer.ending:
         yield last
 

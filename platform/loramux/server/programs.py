@@ -91,19 +91,7 @@ async def open_programs(platform: Platform, provisions: Provisions) -> AsyncIter
         batches = Batches(database, worker, files, endpoints, platform.settings.batches)
         await stack.enter_async_context(run_periodically(BATCH_SECONDS, worker.tend))
         await stack.enter_async_context(run_periodically(SWEEP_SECONDS, worker.sweep))
-        evaluations = Evaluations(
-            database=database,
-            blobs=blobs,
-            files=files,
-            batches=batches,
-            queries=adapters.queries,
-            completions=completions,
-            server_id=server_id,
-            judges=await stack.enter_async_context(open_judges(platform.settings.batches)),
-            keys=KeyVault(platform.tenants.pepper),
-        )
-        stack.push_async_callback(evaluations.stop)
-        await stack.enter_async_context(run_periodically(EVALUATION_SECONDS, evaluations.tend))
+        evaluations = await stack.enter_async_context(_open_evaluations(platform, files, batches))
         guards = await stack.enter_async_context(open_canary_guards(database, adapters))
         shadows = await stack.enter_async_context(open_shadows(database, blobs, completions, adapters.queries, files))
         base_upgrades = BaseUpgrades(
@@ -132,6 +120,28 @@ async def open_programs(platform: Platform, provisions: Provisions) -> AsyncIter
             training=FineTuningJobs(trainer.server, platform.ingest, completions, settings.adapters, trainer.look),
             training_jobs=trainer.jobs,
         )
+
+
+@asynccontextmanager
+async def _open_evaluations(platform: Platform, files: Files, batches: Batches) -> AsyncIterator[Evaluations]:
+    """Run this server's evaluations while the block runs."""
+    async with open_judges(platform.settings.batches) as judges:
+        evaluations = Evaluations(
+            database=platform.database,
+            blobs=platform.blobs,
+            files=files,
+            batches=batches,
+            queries=platform.adapters.queries,
+            completions=platform.completions,
+            server_id=platform.usage.server_id,
+            judges=judges,
+            keys=KeyVault(platform.tenants.pepper),
+        )
+        try:
+            async with run_periodically(EVALUATION_SECONDS, evaluations.tend):
+                yield evaluations
+        finally:
+            await evaluations.stop()
 
 
 @asynccontextmanager

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 
 STOP_SECONDS = 10.0
 """Seconds within which a trainer ends after SIGTERM."""
+
+RESTART_SECONDS = 15.0
+"""Minimum seconds between two starts, because a trainer that fails at its start would be started all the time."""
 
 logger = logging.getLogger(__name__)
 
@@ -20,27 +24,32 @@ class LocalTrainer:
     def __init__(self, command: Sequence[str], settings: bytes) -> None:
         self._command = command
         self._settings = settings
-        self._process: Process | None = None
+        self.process: Process | None = None
+        """The trainer that was started last."""
+        self._started_at = float("-inf")
 
     async def ensure_runs(self) -> None:
-        """Start the trainer unless it runs."""
-        if self._process is not None and self._process.returncode is None:
+        """Start the trainer unless it runs or was started a short time ago."""
+        if self.process is not None and self.process.returncode is None:
             return
-        self._process = await asyncio.create_subprocess_exec(
+        if time.monotonic() - self._started_at < RESTART_SECONDS:
+            return
+        self._started_at = time.monotonic()
+        self.process = await asyncio.create_subprocess_exec(
             *self._command, stdin=PIPE, stdout=DEVNULL, start_new_session=True, env=dict(os.environ)
         )
-        assert self._process.stdin is not None
-        self._process.stdin.write(self._settings + b"\n")
-        logger.info("a trainer is started for the waiting jobs: process %d", self._process.pid)
+        assert self.process.stdin is not None
+        self.process.stdin.write(self._settings + b"\n")
+        logger.info("a trainer is started for the waiting jobs: process %d", self.process.pid)
 
     async def stop(self) -> None:
         """End the trainer, whose jobs go on from their last checkpoints later."""
-        if self._process is None or self._process.returncode is not None:
+        if self.process is None or self.process.returncode is not None:
             return
-        self._process.terminate()
+        self.process.terminate()
         try:
             async with asyncio.timeout(STOP_SECONDS):
-                await self._process.wait()
+                await self.process.wait()
         except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
+            self.process.kill()
+            await self.process.wait()

@@ -108,18 +108,11 @@ class FineTuningJobs:
         )
         async with self._database.begin() as session:
             jobs = TrainingRepository(session, principal.tenant)
-            unfinished = await jobs.count_unfinished()
-            if unfinished >= self._settings.unfinished_per_tenant:
-                raise TooManyJobs(
-                    f"You have {unfinished} unfinished fine-tuning jobs, the most that is allowed "
-                    "(training.unfinished_per_tenant); wait for one to end.",
-                    "training_file",
-                )
+            await self._ensure_room(jobs)
             files = FileRepository(session, principal.tenant)
-            for field, file_id in (("training_file", training_file_id), ("validation_file", validation_file_id)):
-                file = None if file_id is None else await files.get(file_id, Viewpoint.of(principal))
-                if file_id is not None and (file is None or file.purpose != PURPOSE):
-                    raise FileNotFound(file_id, field)
+            await _ensure_file(files, principal, training_file_id, "training_file")
+            if validation_file_id is not None:
+                await _ensure_file(files, principal, validation_file_id, "validation_file")
             await jobs.add(job)
             await TrainingJobs(session).log(id, f"Created fine-tuning job: {id}", job.created_at)
         self._wake()
@@ -198,6 +191,16 @@ class FineTuningJobs:
                 "elsewhere and set training.local_trainer to false."
             )
 
+    async def _ensure_room(self, jobs: TrainingRepository) -> None:
+        """Raise TooManyJobs if the tenant may have no further job."""
+        unfinished = await jobs.count_unfinished()
+        if unfinished >= self._settings.unfinished_per_tenant:
+            raise TooManyJobs(
+                f"You have {unfinished} unfinished fine-tuning jobs, the most that is allowed "
+                "(training.unfinished_per_tenant); wait for one to end.",
+                "training_file",
+            )
+
     def _check_start(self, principal: Principal, start: ResolvedModel, options: TrainingOptions) -> None:
         """Raise InvalidJob unless the caller may go on from this adapter."""
         revision = start.revision
@@ -232,3 +235,10 @@ def _found(id: str, job: TrainingJob | None) -> TrainingJob:
     if job is None:
         raise JobNotFound(id)
     return job
+
+
+async def _ensure_file(files: FileRepository, principal: Principal, id: str, field: str) -> None:
+    """Raise FileNotFound unless the caller sees a training file of this id."""
+    file = await files.get(id, Viewpoint.of(principal))
+    if file is None or file.purpose != PURPOSE:
+        raise FileNotFound(id, field)

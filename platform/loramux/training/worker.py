@@ -56,6 +56,7 @@ MESSAGES = {
     CANCELLED: "The job was cancelled",
     FAILED: "The job failed",
 }
+OVERDUE = Refusal("overdue", "The job did not end in time (training.unfinished_seconds). Its last checkpoint is kept.")
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +115,7 @@ class TrainingWorker:
             logger.warning("the training jobs wait: %s", error)
 
     async def sweep(self) -> None:
-        """Delete the objects and rows of jobs that have ended."""
+        """End the jobs that have been unfinished for too long. Delete the objects and rows of jobs that have ended."""
         objects = self.server.blobs.objects
         names = await run_blocking(SERVER, objects.names, "training")
         stored = sorted({name.split("/")[1] for name in names})
@@ -124,6 +125,8 @@ class TrainingWorker:
             if id not in unfinished:
                 await run_blocking(SERVER, objects.delete_under, training_folder(id))
         async with self._database.begin() as session:
+            overdue = self._database.now() - self.server.settings.unfinished_seconds * SECOND
+            await TrainingJobs(session).cancel_overdue(overdue, OVERDUE)
             await TrainingJobs(session).forget(self._database.now() - self.server.keep_seconds * SECOND)
 
     async def stop(self) -> None:

@@ -15,7 +15,9 @@ from loramux.data.records.database import Database, trainer_liveness
 from loramux.data.records.training import (
     FINISHING,
     MAX_EVENTS,
+    PAUSED,
     QUEUED,
+    SUCCEEDED,
     VALIDATING_FILES,
     TrainingJobs,
     TrainingRepository,
@@ -115,6 +117,33 @@ async def test_tenant_with_fewer_running_jobs_is_next(database: Database, acme: 
         assert [job.id for job in await jobs.waiting()] == [first.id, second.id, later.id]
         await jobs.take(first.id, "trainer_1")
         assert [job.id for job in await jobs.waiting()] == [later.id, second.id]
+
+
+async def test_tenants_take_turns_if_one_job_runs_at_a_time(
+    database: Database, acme: Principal, globex: Principal
+) -> None:
+    ended, second = await add(database, acme), await add(database, acme)
+    later = await add(database, globex)
+    async with database.begin() as session:
+        jobs = TrainingJobs(session)
+        await jobs.change(ended.id, state=SUCCEEDED, started_at=database.now(), finished_at=database.now())
+        assert [job.id for job in await jobs.waiting()] == [later.id, second.id]
+
+
+async def test_job_that_is_unfinished_for_too_long_is_cancelled_with_the_reason(
+    database: Database, acme: Principal
+) -> None:
+    now, reason = database.now(), Refusal("overdue", "The job did not end in time.")
+    old, paused = await add(database, acme, created_at=now - 2), await add(database, acme, created_at=1, state=PAUSED)
+    young, ended = await add(database, acme, created_at=now), await add(database, acme, created_at=1, state=SUCCEEDED)
+    async with database.begin() as session:
+        await TrainingJobs(session).cancel_overdue(now - 1, reason)
+    wanted = {}
+    async with database.read() as session:
+        for job in await TrainingRepository(session, acme.tenant).before(Viewpoint.of(acme), None, 9):
+            wanted[job.id] = (job.wanted, job.error)
+    assert wanted[old.id] == wanted[paused.id] == ("cancel", reason)
+    assert wanted[young.id] == wanted[ended.id] == (None, None)
 
 
 async def test_writes_of_a_trainer_that_has_lost_its_lease_are_refused(database: Database, acme: Principal) -> None:

@@ -298,6 +298,8 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """The largest number of tokens that a job trains on: tokens of the examples, times epochs."""
     unfinished_per_tenant: Positive = 5
     """The largest number of unfinished jobs of a tenant."""
+    unfinished_seconds: Annotated[int, Meta(ge=3600, le=365 * 86_400)] = 14 * 86_400
+    """Seconds after its creation at which an unfinished job is cancelled: no trainer took it, or it stayed paused."""
     learning_rate: Annotated[float, Meta(gt=0, le=1)] = 2e-4
     """The learning rate of `learning_rate_multiplier` 1."""
     jobs: Annotated[int, Meta(ge=1, le=64)] = 1

@@ -224,11 +224,25 @@ class TrainingJobs(Repository):
             await self._session.execute(freed)
 
     async def waiting(self) -> list[TrainingJob]:
-        """List the jobs that no trainer holds, those of tenants with the fewest held jobs first, then oldest first."""
+        """List the jobs that no trainer holds, in the order in which trainers should take them.
+
+        Tenants with the fewest held jobs come first, then those whose last job began longest ago, so that tenants take
+        turns even if one job runs at a time. A tenant's own jobs come oldest first.
+        """
         free = await self._jobs(TrainingJobRow.state.in_(TRAINABLE), TrainingJobRow.trainer_id.is_(None))
         taken = TrainingJobRow.state.in_(TRAINABLE), TrainingJobRow.trainer_id.is_not(None)
         busy = Counter(await self._session.scalars(select(TrainingJobRow.tenant_id).where(*taken)))
-        return sorted(free, key=lambda job: busy[job.tenant_id])
+        last = select(TrainingJobRow.tenant_id, func.max(TrainingJobRow.started_at)).group_by(TrainingJobRow.tenant_id)
+        tenants = {job.tenant_id for job in free}
+        rows = await self._session.execute(last.where(TrainingJobRow.tenant_id.in_(tenants)))
+        began = {tenant: at or 0 for tenant, at in rows}
+        return sorted(free, key=lambda job: (busy[job.tenant_id], began[job.tenant_id]))
+
+    async def cancel_overdue(self, before: int, reason: Refusal) -> None:
+        """Order the end of the unfinished jobs that were created before that time."""
+        overdue = (TrainingJobRow.state.in_((*TRAINABLE, PAUSED)), TrainingJobRow.created_at < before)
+        values = _columns({"wanted": "cancel", "error": reason})
+        await self._session.execute(update(TrainingJobRow).where(*overdue).values(values))
 
     async def take(self, id: str, trainer_id: str) -> TrainingJob | None:
         """Give a job that no trainer holds to this one; None if another one was faster."""
