@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
 import time
@@ -379,9 +380,16 @@ def watched(site: Site, client: httpx.Client) -> list[dict[str, Any]]:
     return next(alias["targets"] for alias in aliases if alias["name"] == "stage")
 
 
+_hours = itertools.count(1)
+
+
 @pytest.fixture
-def stage(client: httpx.Client) -> Iterator[str]:
-    """A new alias with a canary of half the users."""
+def stage(site: Site, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A new alias with a canary of half the users, in an hour in which no other test has sent requests: guards compare
+    whole hours."""
+    database, hours = site.server.app.state.platform.database, next(_hours)
+    now = database.now
+    monkeypatch.setattr(database, "now", lambda: now() + hours * HOUR)
     targets = [{"revision": 1, "weight": 50}, {"revision": 2, "weight": 50}]
     assert client.put(f"{RATED}/aliases/stage", json={"targets": targets}).status_code == 200
     yield f"{RATED}/aliases/stage"
