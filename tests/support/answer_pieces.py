@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from loramux.serving.output import AnswerReader
+from loramux.serving.parts import AnswerReader
 
 
 def read(reader: AnswerReader, pieces: list[str]) -> tuple[str, str, dict[int, tuple[str, str]]]:

@@ -33,7 +33,7 @@ from loramux.constraints.tools import ToolUse
 from loramux.engine.messages import Constraint, ModelFacts
 from loramux.serving.errors import InvalidRequest, Unavailable
 from loramux.serving.messages import ChatOptions, Classes, Conversation, GenerationRequest, Message
-from loramux.serving.output import AnswerReader, Dialect, dialect_of
+from loramux.serving.parts import AnswerReader, Dialect, dialect_of
 from loramux.serving.tokenizer import (
     TAIL_CHARACTERS,
     RenderedChat,
@@ -82,8 +82,10 @@ class Format:
 
     def chat_options(self, asked: GenerationRequest) -> ChatOptions:
         """Return the options of a conversation, with the template's variables for the requested effort."""
-        effort = self.dialect.effort_fields(asked.chat.effort)
-        return replace(asked.chat, template={**effort, **asked.chat.template})
+        effort = asked.chat.effort
+        if effort is None:
+            return asked.chat
+        return replace(asked.chat, template={**self.dialect.effort_fields(effort), **asked.chat.template})
 
     def tool_grammar(self, use: ToolUse) -> ToolGrammar:
         """Return the tools in the notation of the model. Raises InvalidRequest."""

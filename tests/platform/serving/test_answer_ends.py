@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from loramux.constraints.tools import STYLES
 from loramux.engine.messages import TokenEvent
 from loramux.serving.messages import Delta, Token
-from loramux.serving.output import AnswerReader, Dialect, OutputProcessor
+from loramux.serving.output import OutputProcessor
+from loramux.serving.parts import AnswerReader, Dialect
 from loramux.serving.tokenizer import StopAutomaton
 
 EOS = -1

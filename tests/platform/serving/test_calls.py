@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 
 from loramux.constraints.formats import to_grammar
 from loramux.constraints.tools import STYLES, Tool, ToolUse, choose_style, write_tools
-from loramux.serving.output import AnswerReader, Dialect
+from loramux.serving.parts import AnswerReader, Dialect
 from loramux.serving.tokenizer import Tokenizer
 
 NOTATIONS = ("mistral_args", "pythonic", "qwen3_coder", "functiongemma", "gemma4")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loramux.constraints.tools import STYLES, choose_style
-from loramux.serving.output import AnswerReader, Dialect, dialect_of
+from loramux.serving.parts import AnswerReader, Dialect, dialect_of
 
 THOUGHT = ("<think>", "</think>")
 

@@ -9,7 +9,7 @@ import pytest
 
 from loramux.constraints.tools import STYLES, Tool, ToolUse
 from loramux.serving.calls import ConvertingScanner
-from loramux.serving.output import AnswerReader, Dialect
+from loramux.serving.parts import AnswerReader, Dialect
 
 LENGTH = 8_000
 MAX_BYTES = 2_200

@@ -18,7 +18,7 @@ from tiny_base import byte_tokenizer
 from loramux.constraints.formats import to_grammar
 from loramux.constraints.notations import argument_kinds, is_plain
 from loramux.constraints.tools import STYLES, Tool, ToolStyle, ToolUse, write_tools
-from loramux.serving.output import AnswerReader, Dialect
+from loramux.serving.parts import AnswerReader, Dialect
 
 JSON_STYLES = tuple(name for name in STYLES if STYLES[name].notation == "json")
 OTHERS = tuple(name for name in STYLES if STYLES[name].notation != "json")
