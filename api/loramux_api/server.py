@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from litestar import Litestar
 
+from loramux.common.garbage import freeze_garbage
 from loramux.common.settings.file import Settings
 from loramux.common.settings.server import ServerSettings
 from loramux.server.platform import Platform, open_platform
@@ -71,6 +72,7 @@ async def _serve(
     app = create_app(settings)
     signals = _Signals()
     async with _cancellable_start(settings, signals) as platform, attached(app, platform):
+        freeze_garbage()
         listeners = [Listener(app, address, max_connections) for address in addresses]
         code = await _answer(app, settings.server, listeners, signals, on_serving)
     signals.ignore()

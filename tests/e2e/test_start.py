@@ -318,3 +318,25 @@ def assert_refused_without_torch(folder: Path, said: str, *command: str) -> None
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1] == "no torch"
+
+
+FROZEN = """
+import gc, os, signal, sys
+from pathlib import Path
+from loramux.common.settings.file import load_settings
+from loramux_api.server import serve
+
+def report(platform):
+    print("frozen" if gc.get_freeze_count() > len(gc.get_objects()) else gc.get_freeze_count())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+sys.exit(serve(load_settings(Path(sys.argv[1])), report))
+"""
+
+
+def test_started_server_keeps_its_own_objects_out_of_garbage_collection(base_dir: Path, tmp_path: Path) -> None:
+    config = tmp_path / "loramux.toml"
+    config.write_text(settings(base_dir, tmp_path, server=f"port = {free_port()}\nlame_duck_seconds = 0"))
+    arguments = [sys.executable, "-c", FROZEN, str(config)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, "frozen"), done.stderr

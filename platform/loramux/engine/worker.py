@@ -22,10 +22,10 @@ import msgspec
 from transformers.utils.logging import disable_progress_bar
 
 from loramux.common import logs
+from loramux.common.garbage import freeze_garbage
 from loramux.common.sampling import range_fault
 from loramux.common.settings.file import Settings
 from loramux.engine.engine import Engine, build_engine
-from loramux.engine.execution.assembly import freeze_garbage
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loader import load_model
 from loramux.engine.messages import (

@@ -27,6 +27,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
+from loramux.common.garbage import freeze_garbage
 from loramux.common.jobs import TenantQueues
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.data.storage.blobs import BlobStore, digest_at, open_blobs
@@ -99,7 +100,6 @@ class ListeningEngine:
             on_unused(now - self._used_at)
 
         self._listener.start(self._sessions, tend)  # connections are answered while torch is imported
-        from loramux.engine.execution.assembly import freeze_garbage
         from loramux.engine.worker import serve
 
         serve(self._settings, self._inbox, self._report, freeze_garbage)

@@ -20,7 +20,6 @@ SandboxError
 from __future__ import annotations
 
 import ctypes
-import gc
 import importlib
 import logging
 import math
@@ -41,6 +40,7 @@ from typing import NoReturn
 
 import msgspec
 
+from loramux.common.garbage import freeze_garbage
 from loramux.common.sandbox.jail import code_paths, enter_jail, leave_network
 
 START_SECONDS = 120.0
@@ -328,8 +328,7 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
     module, _, function = stage.partition(":")
     work = _prepared(getattr(importlib.import_module(module), function or "prepare"), sys.stdin.buffer.read())
     code_paths()  # collected once, when the modules of every job are loaded
-    gc.collect()
-    gc.freeze()  # a collection in a child must not copy shared pages
+    freeze_garbage()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
     with socket.socket(fileno=descriptor) as control, suppress(TimeoutError, ConnectionError):
         control.settimeout(UNUSABLE_SECONDS if isinstance(work, Unusable) else IDLE_SECONDS)

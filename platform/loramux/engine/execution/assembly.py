@@ -352,9 +352,3 @@ def _bytes_read(model: PreTrainedModel) -> int:
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
     tied = head is not None and head.weight is embedding
     return sum(p.numel() * p.element_size() for p in model.parameters() if tied or p is not embedding)
-
-
-def freeze_garbage() -> None:
-    """Exclude the objects that loading made from garbage collection: walking them would stop steps for milliseconds."""
-    gc.collect()
-    gc.freeze()

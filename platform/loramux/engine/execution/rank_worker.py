@@ -25,8 +25,9 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from loramux.common import logs
+from loramux.common.garbage import freeze_garbage
 from loramux.common.settings.file import Settings
-from loramux.engine.execution.assembly import AssembledModel, freeze_garbage, load_share
+from loramux.engine.execution.assembly import AssembledModel, load_share
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.runner import PackedStep, run_forward
 from loramux.engine.memory.host_memory import HostPages
