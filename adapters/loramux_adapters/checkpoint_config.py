@@ -50,7 +50,9 @@ def _refusal_of_family(model_type: str) -> str | None:
 def refusal_of_attention(config: Fields) -> str | None:
     """Return why a checkpoint's attention is not served; None if it is causal."""
     parts = (config, _text_of(config))
-    if not any(part.get("use_bidirectional_attention") or part.get("is_causal", True) is False for part in parts):
+    # "vision": later tokens are seen within an image alone, and images are not served.
+    looks_ahead = any(part.get("use_bidirectional_attention") not in (None, False, "vision") for part in parts)
+    if not looks_ahead and all(part.get("is_causal", True) is not False for part in parts):
         return None
     return (
         "config.json asks for attention that sees later tokens (use_bidirectional_attention or is_causal = false); "

@@ -249,7 +249,7 @@ def install_mixtures(
     """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held.
 
     `ranks` hold a share of every expert each. A mixture's result, including shared experts, is then one sum over the
-    ranks. Returns the prefixes of the names of modules in mixtures.
+    ranks. Returns the prefixes of the names of modules whose results are in such a sum.
     """
     found = []
     for mixture in track(list(mixtures(model))):
@@ -267,9 +267,12 @@ def install_mixtures(
         else:
             gate_up, down = (ExpertLinear(*part, bank, quantization) for part in parts)
             module.experts = Experts(gate_up, down, gate, bank)
-        found.append(f"{mixture.name}.")
+        summed, whole = (
+            (f"{mixture.name}.experts.", module.experts) if mixture.is_layer else (f"{mixture.name}.", module)
+        )
+        found.append(summed)
         if ranks is not None:
-            module.register_forward_hook(partial(_sum_up, ranks))
+            whole.register_forward_hook(partial(_sum_up, ranks))
     return tuple(found)
 
 

@@ -9,6 +9,7 @@ A model of text and images has its own row. For its text, the facts of the row o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -34,7 +35,7 @@ GATES: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_ta
 SIBLINGS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(("gate_proj", "up_proj")))
 """Names of sibling linears that read the same input in most families."""
 
-FIXED_ROPES = frozenset(("default", "linear", "llama3", "yarn"))
+FIXED_ROPES = frozenset(("default", "linear", "llama3", "yarn", "proportional"))
 """Rotary embeddings whose factors depend on the position alone."""
 
 SWITCHING_ROPES = frozenset(("longrope", "dynamic"))
@@ -44,6 +45,11 @@ transformers takes the longest position of the batch for that length. LongRoPE (
 short to its long factors beyond `original_max_position_embeddings`; dynamic NTK rescales beyond
 `max_position_embeddings`.
 """
+
+OTHER_INPUTS = re.compile(
+    r"(?:^|\.)(?:visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
+"""Names of modules that read images or sound: these modules are neither served nor cut."""
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Stacked weights of a mixture's experts, `[experts, out_features, in_features]` each, in the order in which
@@ -72,6 +78,8 @@ class ExpertForm:
     """True if outputs of `gate_up_proj` belong to gate and up alternately, and are not two halves."""
     is_published_in_mxfp4: bool = False
     """True if published checkpoints hold the weights as four-bit floats (MXFP4)."""
+    is_optional: bool = False
+    """True if only some of the family's models have experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,8 @@ class Family:
         if self.states:
             return "hybrid with linear attention" + (", mixture of experts" if self.experts else "")
         if self.experts:
-            return "mixture of experts" + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
+            kind = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
+            return kind + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
         return "dense"
 
 
@@ -139,6 +148,8 @@ ROWS = (
     Family("gemma", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma2", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma3_text", fuses_layers=True, norm=GEMMA_NORM, angles_by_layer=True),
+    # multiplies the stream after each layer, and feeds some layers with inputs of their own
+    Family("gemma4_text", experts=ExpertForm("router", is_optional=True)),
     Family("phi3", fuses_layers=True),
     Family("olmo2", fuses_layers=True, norm=OLMO_NORM, cut="heads and norms over all heads"),
     Family("olmo3", fuses_layers=True, norm=OLMO_NORM, angles_by_layer=True, cut="heads and norms over all heads"),
@@ -178,6 +189,7 @@ ROWS = (
     Family("qwen3_next", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
     Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
     Family("gemma3", text_type="gemma3_text"),
+    Family("gemma4", text_type="gemma4_text"),
     Family("mistral3", text_type="mistral"),
     Family("qwen2_vl", text_type="qwen2_vl_text", derives_head_width=True),
     Family("qwen2_5_vl", text_type="qwen2_5_vl_text", derives_head_width=True),
