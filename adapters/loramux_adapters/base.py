@@ -100,7 +100,7 @@ class BaseDescription:
     alternates_gate_and_up: bool = False
     """True if outputs of a mixture's `gate_up_proj` belong to gate and up alternately, and are not two halves."""
     has_inputs_by_layer: bool = False
-    """True if layers read a row of each token in a table of their own, in which no adapter's added token has a row."""
+    """True if layers read each token's row in a table other than the embedding: an adapter's added tokens have none."""
 
     def without_head(self) -> BaseDescription:
         """Return the base as seen by adapters that were trained without the output head (for vectors or classes)."""

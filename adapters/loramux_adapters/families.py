@@ -148,7 +148,7 @@ ROWS = (
     Family("gemma", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma2", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma3_text", fuses_layers=True, norm=GEMMA_NORM, angles_by_layer=True),
-    # multiplies the stream after each layer, and feeds some layers with inputs of their own
+    # multiplies the stream after each layer; in some sizes, layers read a separate row of each token
     Family("gemma4_text", experts=ExpertForm("router", is_optional=True)),
     Family("phi3", fuses_layers=True),
     Family("olmo2", fuses_layers=True, norm=OLMO_NORM, cut="heads and norms over all heads"),
@@ -168,6 +168,7 @@ ROWS = (
     Family("arcee", fuses_layers=True),
     Family("apertus"),
     Family("cwm", fuses_layers=True),
+    Family("nemotron"),
     Family("mixtral", fuses_layers=True, experts=ExpertForm()),
     Family("qwen2_moe", fuses_layers=True, experts=ExpertForm()),
     Family("qwen3_moe", fuses_layers=True, experts=ExpertForm()),
@@ -185,6 +186,13 @@ ROWS = (
     Family("deepseek_v2", experts=ExpertForm(), cut="latent heads"),
     Family("deepseek_v3", experts=ExpertForm(), cut="latent heads"),
     Family("glm4_moe_lite", experts=ExpertForm(), cut="latent heads"),
+    Family("minimax_m2", fuses_layers=True, experts=ExpertForm(), cut="heads and norms over all heads"),
+    Family("solar_open", fuses_layers=True, experts=ExpertForm()),
+    Family("exaone_moe", experts=ExpertForm()),  # rotates in some layers
+    Family("afmoe", experts=ExpertForm("router")),
+    Family("hunyuan_v1_moe", experts=ExpertForm()),
+    Family("granitemoe_swa", experts=ExpertForm("router")),
+    Family("cohere2_moe", experts=ExpertForm()),
     Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states="gated delta"),
     Family("qwen3_next", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
     Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
@@ -201,6 +209,35 @@ ROWS = (
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in ROWS}
 """Families that are served, by `model_type`: tests compare their tokens with PEFT's. Other families may call the
 attention function and still be computed wrongly, so they are refused at start."""
+
+_INDEXED = (
+    "its attention reads only the earlier tokens that a trained indexer chooses, which the engine does not compute"
+)
+_MAMBA = "its layers keep states of Mamba 2, a recurrence that the engine does not compute"
+_CHUNKED = (
+    "its attention is cut into chunks of attention_chunk_size tokens, which transformers applies in a mask alone: the "
+    "engine would read the whole context"
+)
+NOT_SERVED: Mapping[str, str] = {
+    "deepseek_v32": _INDEXED,
+    "deepseek_v4": f"{_INDEXED}, and compresses the others",
+    "glm_moe_dsa": _INDEXED,
+    "glm5_next": _INDEXED,
+    "kimi_linear": "its linear attention forgets by channel, and the engine computes one decay for each head",
+    "llama4": _CHUNKED,
+    "llama4_text": _CHUNKED,
+    "granitemoehybrid": _MAMBA,
+    "nemotron_h": _MAMBA,
+    "bamba": _MAMBA,
+    "falcon_h1": _MAMBA,
+    "lfm2": "its layers keep the last inputs of convolutions as states, which the engine does not compute",
+    "falcon": "its attention does not call the function that reads the page pool",
+    "mistral4": "transformers has it only as the text of a model of images, and no test compares it with PEFT",
+    "step3p7": "its layers differ in their number of heads and limit activations, and no test compares them with PEFT",
+    "gemma3n": "transformers makes its part for images with the library timm, which the server does not have",
+    "gemma3n_text": "its layers keep several streams of each token, and no test compares them with PEFT",
+}
+"""Families that are refused for a known reason, by `model_type`."""
 
 SAME_INPUT = tuple(dict.fromkeys(group for family in ROWS for group in family.same_input))
 """Names of sibling linears to which transformers feeds the same tensor, of all families."""

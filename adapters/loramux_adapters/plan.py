@@ -218,8 +218,8 @@ def _check_resized(matches: Iterable[Match], base: BaseDescription, wide: BaseDe
         raise ConfigRejected(
             "field_unsupported",
             "trainable_token_indices",
-            f"The adapter adds {added} tokens to the vocabulary. This base's layers read a row of each token in a table "
-            "of their own, and PEFT saves no rows of that table. Train with the base's own tokens.",
+            f"The adapter adds {added} tokens to the vocabulary. Layers of this base read each token's row in another "
+            "table, and PEFT saves no rows of that table. Train with the base's own tokens.",
         )
     for match in matches:
         if vocabulary is not None and match.module in (vocabulary.embedding, vocabulary.head):

@@ -34,7 +34,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 NARROWED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
-    *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "prefix_dense_intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 """Fields of a config with the size of a dimension that is cut."""

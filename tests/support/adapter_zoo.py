@@ -126,6 +126,7 @@ NEWER_FAMILIES = {
     "arcee": (transformers.ArceeConfig, {}),
     "apertus": (transformers.ApertusConfig, {}),
     "cwm": (transformers.CwmConfig, WIDE_HEADS | WINDOW | {"num_hidden_layers": 4}),
+    "nemotron": (transformers.NemotronConfig, WIDE_HEADS),
     "gemma4": (transformers.Gemma4TextConfig, TWO_WIDTHS | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     "gemma4_e2b": (
         transformers.Gemma4TextConfig,
@@ -157,6 +158,40 @@ NEWER_MIXTURES = {
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_start_index": 1},
     ),
     "dots1": (transformers.Dots1Config, WIDE_HEADS | ROUTED),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        WIDE_HEADS
+        | SIX_LOCAL
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "solar_open": (transformers.SolarOpenConfig, WIDE_HEADS | ROUTED),
+    "exaone_moe": (
+        transformers.ExaoneMoeConfig,
+        WIDE_HEADS | WINDOW | SIX_EXPERTS | {"sliding_window_pattern": 2, "n_group": 2},
+    ),
+    "afmoe": (
+        transformers.AfmoeConfig,
+        WIDE_HEADS | WINDOW | SIX_EXPERTS | {"num_shared_experts": 1, "global_attn_every_n_layers": 2},
+    ),
+    "hunyuan_v1_moe": (transformers.HunYuanMoEV1Config, WIDE_HEADS | {"num_experts": 6, "moe_topk": 3}),
+    "granitemoe_swa": (
+        transformers.GraniteMoeSWAConfig,
+        WINDOW
+        | SIX_LOCAL
+        | {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "shared_intermediate_size": 40,
+            "layer_rope_theta": [10000.0, 0, 500.0],
+        },
+    ),
+    "cohere2_moe": (
+        transformers.Cohere2MoeConfig,
+        WIDE_HEADS
+        | WINDOW
+        | {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40, "sliding_window_pattern": 2},
+    ),
     "gemma4_26b_a4b": (
         transformers.Gemma4TextConfig,
         TWO_WIDTHS
