@@ -32,7 +32,7 @@ from loramux_kernels.tables import (
     Segments,
 )
 
-HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (64, 32))
+HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512), (64, 32))
 """Sizes of keys and of values. The last pair is for ptxas 12.8 (`paged_attention._blocks`), which fails at narrower
 values.
 """

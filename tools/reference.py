@@ -267,6 +267,15 @@ def families_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def refused_table() -> str:
+    """Return the table of refused model families in docs/models.md."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in model_families.NOT_SERVED.items():
+        by_reason.setdefault(reason, []).append(name)
+    rows = (f"| {', '.join(names)} | {reason} |" for reason, names in by_reason.items())
+    return "\n".join(["| `model_type` | reason |", "|---|---|", *rows]) + "\n"
+
+
 def sampling_table() -> str:
     """Return the table of sampling parameters in docs/models.md."""
     lines = ["| parameter | values | neutral | acts on | recommended by checkpoints |", "|---|---|---|---|---|"]
@@ -341,7 +350,7 @@ def with_tables(page: str, text: str) -> str:
 
 PAGES = {"metrics.md": metrics_page, "settings.md": settings_page}
 TABLES = {
-    "models.md": {"families": families_table, "sampling": sampling_table},
+    "models.md": {"families": families_table, "refused": refused_table, "sampling": sampling_table},
     "compatibility.md": {"clients": clients_table},
     "no-effect.md": {"hints": hints_table},
 }

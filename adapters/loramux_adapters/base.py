@@ -99,6 +99,8 @@ class BaseDescription:
     """The parts of joined linears, by the last part of the linears' names."""
     alternates_gate_and_up: bool = False
     """True if outputs of a mixture's `gate_up_proj` belong to gate and up alternately, and are not two halves."""
+    has_inputs_by_layer: bool = False
+    """True if layers read each token's row in a table other than the embedding: an adapter's added tokens have none."""
 
     def without_head(self) -> BaseDescription:
         """Return the base as seen by adapters that were trained without the output head (for vectors or classes)."""
@@ -179,6 +181,7 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         joined=joined_linears(text),
         # transformers' own mark: False if the outputs of gate and up alternate
         alternates_gate_and_up=any(not getattr(m.module.experts, "is_concatenated", True) for m in mixtures(model)),
+        has_inputs_by_layer=bool(getattr(text, "hidden_size_per_layer_input", 0)),
     )
 
 
@@ -231,6 +234,11 @@ class Mixture:
     def router_parameter(self) -> str:
         """Name of the router's weight."""
         return f"{self.name}.{self.router}.weight"
+
+    @property
+    def is_layer(self) -> bool:
+        """True if the experts are in the decoder layer itself, next to its dense network."""
+        return self.name.rpartition(".")[2].isdigit()
 
 
 def mixtures(model: nn.Module) -> Iterator[Mixture]:

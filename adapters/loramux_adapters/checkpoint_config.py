@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from loramux_adapters.families import FAMILIES, MXFP4_FAMILIES, family_of_text
+from loramux_adapters.families import FAMILIES, MXFP4_FAMILIES, NOT_SERVED, family_of_text
 
 ROPE_ALIASES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
 """Names of rope types in older config.json files, which transformers renames when it reads them."""
@@ -30,6 +30,7 @@ def refusal_of_config(config: Fields) -> str | None:
     model_type = str(config.get("model_type"))
     return (
         _refusal_of_family(model_type)
+        or _refusal_of_text(model_type, str(_text_of(config).get("model_type", model_type)))
         or refusal_of_attention(config)
         or refusal_of_ropes(family_of_text(_text_of(config).get("model_type", model_type)).ropes, _rope_types(config))
         or (None if is_published_in_mxfp4(config) else refusal_of_quantization(config.get("quantization_config")))
@@ -39,6 +40,8 @@ def refusal_of_config(config: Fields) -> str | None:
 def _refusal_of_family(model_type: str) -> str | None:
     if model_type in FAMILIES:
         return None
+    if (reason := NOT_SERVED.get(model_type)) is not None:
+        return f"model_type {model_type!r} is not served: {reason}; supported are {', '.join(sorted(FAMILIES))}."
     near = get_close_matches(model_type, FAMILIES, n=4, cutoff=0.6)
     nearest = f"; the nearest of the supported ones are {', '.join(near)}" if near else ""
     return (
@@ -47,10 +50,19 @@ def _refusal_of_family(model_type: str) -> str | None:
     )
 
 
+def _refusal_of_text(model_type: str, text_type: str) -> str | None:
+    """Return why a model of text and images is refused if its text is that of another family."""
+    if text_type in (model_type, FAMILIES[model_type].text_type) or text_type in FAMILIES:
+        return None
+    return _refusal_of_family(text_type)
+
+
 def refusal_of_attention(config: Fields) -> str | None:
     """Return why a checkpoint's attention is not served; None if it is causal."""
     parts = (config, _text_of(config))
-    if not any(part.get("use_bidirectional_attention") or part.get("is_causal", True) is False for part in parts):
+    # "vision": later tokens are seen within an image alone, and images are not served.
+    looks_ahead = any(part.get("use_bidirectional_attention") not in (None, False, "vision") for part in parts)
+    if not looks_ahead and all(part.get("is_causal", True) is not False for part in parts):
         return None
     return (
         "config.json asks for attention that sees later tokens (use_bidirectional_attention or is_causal = false); "

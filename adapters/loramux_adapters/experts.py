@@ -7,6 +7,7 @@ knows which experts have rows. On a GPU this knowledge would make the host wait,
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -203,8 +204,10 @@ class ExpertRouter(nn.Module):
         """`router`: transformers' module of any family."""
         super().__init__()
         weight: torch.Tensor = router.weight.data
+        # Some families pass a bias of the choice, with an element for each expert, in every call.
+        biases = [weight.new_zeros(len(weight))] * (len(inspect.signature(router.forward).parameters) - 1)
         with torch.inference_mode():
-            told = router(weight.new_zeros(1, weight.shape[1]))
+            told = router(weight.new_zeros(1, weight.shape[1]), *biases)
         # Logits are first or last, depending on the family and on transformers' version.
         logits = next(part for part in told if part.is_floating_point() and part.shape[-1] == len(weight))
         self._dtype = logits.dtype
@@ -216,7 +219,7 @@ class ExpertRouter(nn.Module):
         router.hidden_dim = len(weight)
         self._choice = router
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(self, hidden_states: torch.Tensor, *biases: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the router's own result: logits, weights and experts of each token."""
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.packed_linear(x.to(self._dtype))
@@ -226,7 +229,7 @@ class ExpertRouter(nn.Module):
             v = lora_shrink(x, bank.pool, bank.table, self._group, segments)
             lora_expand(v, bank.pool, bank.table, self._group, segments, added)
             logits = logits if added is logits else logits + added
-        chosen: tuple[torch.Tensor, ...] = self._choice(logits.view(*hidden_states.shape[:-1], -1))
+        chosen: tuple[torch.Tensor, ...] = self._choice(logits.view(*hidden_states.shape[:-1], -1), *biases)
         return chosen
 
 
@@ -249,7 +252,7 @@ def install_mixtures(
     """Replace every mixture's experts and router, whose sites `bank` has, and free the weights that they held.
 
     `ranks` hold a share of every expert each. A mixture's result, including shared experts, is then one sum over the
-    ranks. Returns the prefixes of the names of modules in mixtures.
+    ranks. Returns the prefixes of the names of modules whose results are in such a sum.
     """
     found = []
     for mixture in track(list(mixtures(model))):
@@ -267,9 +270,12 @@ def install_mixtures(
         else:
             gate_up, down = (ExpertLinear(*part, bank, quantization) for part in parts)
             module.experts = Experts(gate_up, down, gate, bank)
-        found.append(f"{mixture.name}.")
+        summed, whole = (
+            (f"{mixture.name}.experts.", module.experts) if mixture.is_layer else (f"{mixture.name}.", module)
+        )
+        found.append(summed)
         if ranks is not None:
-            module.register_forward_hook(partial(_sum_up, ranks))
+            whole.register_forward_hook(partial(_sum_up, ranks))
     return tuple(found)
 
 

@@ -9,6 +9,7 @@ A model of text and images has its own row. For its text, the facts of the row o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -34,7 +35,7 @@ GATES: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_ta
 SIBLINGS = (frozenset(("q_proj", "k_proj", "v_proj")), frozenset(("gate_proj", "up_proj")))
 """Names of sibling linears that read the same input in most families."""
 
-FIXED_ROPES = frozenset(("default", "linear", "llama3", "yarn"))
+FIXED_ROPES = frozenset(("default", "linear", "llama3", "yarn", "proportional"))
 """Rotary embeddings whose factors depend on the position alone."""
 
 SWITCHING_ROPES = frozenset(("longrope", "dynamic"))
@@ -44,6 +45,11 @@ transformers takes the longest position of the batch for that length. LongRoPE (
 short to its long factors beyond `original_max_position_embeddings`; dynamic NTK rescales beyond
 `max_position_embeddings`.
 """
+
+OTHER_INPUTS = re.compile(
+    r"(?:^|\.)(?:visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
+"""Names of modules that read images or sound: these modules are neither served nor cut."""
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Stacked weights of a mixture's experts, `[experts, out_features, in_features]` each, in the order in which
@@ -72,6 +78,8 @@ class ExpertForm:
     """True if outputs of `gate_up_proj` belong to gate and up alternately, and are not two halves."""
     is_published_in_mxfp4: bool = False
     """True if published checkpoints hold the weights as four-bit floats (MXFP4)."""
+    is_optional: bool = False
+    """True if only some of the family's models have experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +125,8 @@ class Family:
         if self.states:
             return "hybrid with linear attention" + (", mixture of experts" if self.experts else "")
         if self.experts:
-            return "mixture of experts" + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
+            kind = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
+            return kind + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
         return "dense"
 
 
@@ -139,6 +148,8 @@ ROWS = (
     Family("gemma", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma2", fuses_layers=True, norm=GEMMA_NORM),
     Family("gemma3_text", fuses_layers=True, norm=GEMMA_NORM, angles_by_layer=True),
+    # multiplies the stream after each layer; in some sizes, layers read a separate row of each token
+    Family("gemma4_text", experts=ExpertForm("router", is_optional=True)),
     Family("phi3", fuses_layers=True),
     Family("olmo2", fuses_layers=True, norm=OLMO_NORM, cut="heads and norms over all heads"),
     Family("olmo3", fuses_layers=True, norm=OLMO_NORM, angles_by_layer=True, cut="heads and norms over all heads"),
@@ -157,6 +168,7 @@ ROWS = (
     Family("arcee", fuses_layers=True),
     Family("apertus"),
     Family("cwm", fuses_layers=True),
+    Family("nemotron"),
     Family("mixtral", fuses_layers=True, experts=ExpertForm()),
     Family("qwen2_moe", fuses_layers=True, experts=ExpertForm()),
     Family("qwen3_moe", fuses_layers=True, experts=ExpertForm()),
@@ -174,10 +186,18 @@ ROWS = (
     Family("deepseek_v2", experts=ExpertForm(), cut="latent heads"),
     Family("deepseek_v3", experts=ExpertForm(), cut="latent heads"),
     Family("glm4_moe_lite", experts=ExpertForm(), cut="latent heads"),
+    Family("minimax_m2", fuses_layers=True, experts=ExpertForm(), cut="heads and norms over all heads"),
+    Family("solar_open", fuses_layers=True, experts=ExpertForm()),
+    Family("exaone_moe", experts=ExpertForm()),  # rotates in some layers
+    Family("afmoe", experts=ExpertForm("router")),
+    Family("hunyuan_v1_moe", experts=ExpertForm()),
+    Family("granitemoe_swa", experts=ExpertForm("router")),
+    Family("cohere2_moe", experts=ExpertForm()),
     Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states="gated delta"),
     Family("qwen3_next", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
     Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
     Family("gemma3", text_type="gemma3_text"),
+    Family("gemma4", text_type="gemma4_text"),
     Family("mistral3", text_type="mistral"),
     Family("qwen2_vl", text_type="qwen2_vl_text", derives_head_width=True),
     Family("qwen2_5_vl", text_type="qwen2_5_vl_text", derives_head_width=True),
@@ -189,6 +209,35 @@ ROWS = (
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in ROWS}
 """Families that are served, by `model_type`: tests compare their tokens with PEFT's. Other families may call the
 attention function and still be computed wrongly, so they are refused at start."""
+
+_INDEXED = (
+    "its attention reads only the earlier tokens that a trained indexer chooses, which the engine does not compute"
+)
+_MAMBA = "its layers keep states of Mamba 2, a recurrence that the engine does not compute"
+_CHUNKED = (
+    "its attention is cut into chunks of attention_chunk_size tokens, which transformers applies in a mask alone: the "
+    "engine would read the whole context"
+)
+NOT_SERVED: Mapping[str, str] = {
+    "deepseek_v32": _INDEXED,
+    "deepseek_v4": f"{_INDEXED}, and compresses the others",
+    "glm_moe_dsa": _INDEXED,
+    "glm5_next": _INDEXED,
+    "kimi_linear": "its linear attention forgets by channel, and the engine computes one decay for each head",
+    "llama4": _CHUNKED,
+    "llama4_text": _CHUNKED,
+    "granitemoehybrid": _MAMBA,
+    "nemotron_h": _MAMBA,
+    "bamba": _MAMBA,
+    "falcon_h1": _MAMBA,
+    "lfm2": "its layers keep the last inputs of convolutions as states, which the engine does not compute",
+    "falcon": "its attention does not call the function that reads the page pool",
+    "mistral4": "transformers has it only as the text of a model of images, and no test compares it with PEFT",
+    "step3p7": "its layers differ in their number of heads and limit activations, and no test compares them with PEFT",
+    "gemma3n": "transformers makes its part for images with the library timm, which the server does not have",
+    "gemma3n_text": "its layers keep several streams of each token, and no test compares them with PEFT",
+}
+"""Families that are refused for a known reason, by `model_type`."""
 
 SAME_INPUT = tuple(dict.fromkeys(group for family in ROWS for group in family.same_input))
 """Names of sibling linears to which transformers feeds the same tensor, of all families."""

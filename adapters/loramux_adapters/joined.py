@@ -38,6 +38,8 @@ def joined_linears(text: Any) -> dict[str, JoinedLinear]:
 
     Source: the `forward` of transformers' Phi3Attention, Phi3MLP, Qwen3_5GatedDeltaNet and Qwen3NextGatedDeltaNet.
     """
+    if getattr(text, "is_heterogeneous", False):
+        return {"gate_up_proj": HALVES}  # layers have different numbers of heads: no family joins them
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     joined = {

@@ -4,6 +4,8 @@
 - `model.language_model.layers...` or `language_model.model.layers...`: trained on a multimodal checkpoint whose text
   model is served here, or the reverse. Parts for other inputs than text (`vision_tower`, ...) are never used.
 - `layers...` without `model.`: trained on the model without its head, as adapters of task type FEATURE_EXTRACTION are.
+- `k_proj`, `v_proj` of a layer that reads the keys and values of an earlier layer: older versions of transformers have
+    these linears and never call them, so they are not used here either.
 - `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`, `mlp.experts.gate_up_projs.3`: experts as separate
   linears, as in transformers 4 and unsloth; transformers 5 stacks them in parameters.
 - `self_attn.q_proj` of a base with `qkv_proj`, `linear_attn.in_proj_q` of one with `in_proj_qkv`: parts of a linear
@@ -21,6 +23,7 @@ from functools import cached_property
 
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.components import PREFIX
+from loramux_adapters.families import OTHER_INPUTS
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
@@ -55,7 +58,6 @@ _PREFIXES = (
     ("", "model."),
     ("", "transformer."),
 )
-_OTHER_INPUTS = re.compile(r"(?:model\.)?(?:vision_tower|vision_model|visual|multi_modal_projector|audio_tower)\..+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class TensorNames:
         if place is None and (part := self._of_joined(module, tail)) is not None:
             return part
         if place is None:
-            return TensorPlace(module, "", tail) if _OTHER_INPUTS.fullmatch(module) else None
+            never_runs = OTHER_INPUTS.search(module) is not None or self._is_of_shared_kv(module)
+            return TensorPlace(module, "", tail) if never_runs else None
         return TensorPlace(module, place + module.removeprefix(stem), tail)
 
     def _of_expert(self, module: str, match: re.Match[str], tail: str) -> TensorPlace | None:
@@ -143,6 +146,14 @@ class TensorNames:
             if leaf in linear.parts and (place := self._renamed(f"{parent}.{joined}", self._base.modules)) is not None:
                 return TensorPlace(module, place, tail, part=linear.parts.index(leaf))
         return None
+
+    def _is_of_shared_kv(self, module: str) -> bool:
+        """True if `module` would make the keys or values of a layer whose attention only has queries and an output."""
+        parent, _, leaf = module.rpartition(".")
+        if leaf not in ("k_proj", "v_proj") or (query := self._renamed(f"{parent}.q_proj", self._base.modules)) is None:
+            return False
+        attention = query.removesuffix("q_proj")
+        return {n for n in self._base.modules if n.startswith(attention)} == {query, f"{attention}o_proj"}
 
     def _renamed(self, name: str, known: Collection[str]) -> str | None:
         """Return the name among `known` that means the same, in another transformers or in a multimodal model."""

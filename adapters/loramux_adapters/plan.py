@@ -161,7 +161,7 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
     matches = _matches(config, base)
     _check_targets(matches, config, base)
     if wide != base:
-        _check_resized(matches, base)
+        _check_resized(matches, base, wide)
     pairs = tuple(_pair(match, config, base, limits) for match in matches)
     saved, norms = _saved(config, wide)
     tied: tuple[Repeat, ...] = ()
@@ -210,9 +210,17 @@ def _num_tokens(base: BaseDescription) -> int | None:
     return None if base.vocabulary is None else base.vocabulary.num_tokens
 
 
-def _check_resized(matches: Iterable[Match], base: BaseDescription) -> None:
-    """Refuse factors of a resized embedding or head: because their shape differs from the base's."""
-    vocabulary = base.vocabulary
+def _check_resized(matches: Iterable[Match], base: BaseDescription, wide: BaseDescription) -> None:
+    """Refuse factors of a resized embedding or head, because their shape differs from the base's, and tokens without
+    inputs for the layers."""
+    vocabulary, added = base.vocabulary, (_num_tokens(wide) or 0) - (_num_tokens(base) or 0)
+    if base.has_inputs_by_layer and added > 0:
+        raise ConfigRejected(
+            "field_unsupported",
+            "trainable_token_indices",
+            f"The adapter adds {added} tokens to the vocabulary. Layers of this base read each token's row in another "
+            "table, and PEFT saves no rows of that table. Train with the base's own tokens.",
+        )
     for match in matches:
         if vocabulary is not None and match.module in (vocabulary.embedding, vocabulary.head):
             raise ConfigRejected(

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, parameter_of
 from loramux_adapters.errors import BaseUnusable
-from loramux_adapters.families import Cut, family_of
+from loramux_adapters.families import OTHER_INPUTS, Cut, family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-IMAGES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
-"""Names of modules that read images: these modules are neither served nor cut."""
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+"""Number of a decoder layer in the name of a module or tensor."""
 
 NARROWED = (
     *("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"),
-    *("shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "prefix_dense_intermediate_size"),
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 """Fields of a config with the size of a dimension that is cut."""
@@ -110,13 +110,20 @@ class Sharding:
         """Return the config of a rank's model."""
         narrowed = copy.deepcopy(self.config)
         text = narrowed.get_text_config()
-        if getattr(text, "head_dim", None) is None:
+        layers = layer_configs(text)
+        if varies := len(layers) > 1:
+            text.per_layer_config = None
+        if not varies and getattr(text, "head_dim", None) is None:
             text.head_dim = text.hidden_size // text.num_attention_heads
-        for field in NARROWED:
-            value = getattr(text, field, None)
-            if isinstance(value, int):
-                part = ShardPart(value, repeats=field == "num_key_value_heads")
-                setattr(text, field, part.share_length(self.size, f"config.json's {field}"))
+        for config in (text, *layers) if varies else (text,):
+            for field in NARROWED:
+                value = getattr(config, field, None)
+                if isinstance(value, int):
+                    part = ShardPart(value, repeats=field == "num_key_value_heads")
+                    setattr(config, field, part.share_length(self.size, f"config.json's {field}"))
+        if varies:
+            fields = ("head_dim", "num_key_value_heads")
+            text.per_layer_config = {i: {f: getattr(one, f) for f in fields} for i, one in enumerate(layers)}
         text.vocab_size = ShardPart(text.vocab_size, pads=True).share_length(self.size, "vocab_size")
         for whole in (
             narrowed,
@@ -186,9 +193,11 @@ class Sharding:
         return self._rule(key).outputs is VOCABULARY
 
     def _rule(self, name: str) -> Rule:
-        if IMAGES.search(name):
+        if OTHER_INPUTS.search(name):
             return WHOLE
         attribute = _attribute(name)
+        if (layer := LAYER.search(name)) is not None and (rule := self._rules.get(f"{layer[1]}.{attribute}")):
+            return rule
         return self._rules.get(attribute, WHOLE)
 
 
@@ -272,11 +281,28 @@ FEED_FORWARD = {
 
 
 def rules_of(text: Any) -> dict[str, Rule]:
-    """Return the rules of a family by the last part of a linear's name; linears without a rule are whole."""
+    """Return the rules of a family by the last part of a linear's name, with the layer's number before it if the rule
+    differs by layer; linears without a rule are whole."""
+    layers, family = layer_configs(text), family_of(text)
+    rules = FEED_FORWARD | _heads(layers[0])
+    if len(layers) > 1:
+        rules |= {f"{i}.{name}": rule for i, one in enumerate(layers) for name, rule in _heads(one).items()}
+    if family.experts is not None and family.experts.alternates_gate_and_up:
+        rules["experts.gate_up_proj"] = Rule(outputs=_pairs)
+    return rules | CUTS[family.cut](text)
+
+
+def layer_configs(text: Any) -> list[Any]:
+    """Return the text's config, or that of each layer if layers have different fields."""
+    return list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
+
+
+def _heads(text: Any) -> dict[str, Rule]:
+    """Queries, keys and values are cut by their heads."""
     heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // heads
     kv = _units(width, repeats=True)
-    rules = FEED_FORWARD | {
+    return {
         "q_proj": Rule(outputs=_units(width)),
         "k_proj": Rule(outputs=kv),
         "v_proj": Rule(outputs=kv),
@@ -284,10 +310,6 @@ def rules_of(text: Any) -> dict[str, Rule]:
         "sinks": Rule(outputs=_plain),
         "qkv_proj": Rule(outputs=_joined(ShardPart(heads, width), *[ShardPart(kv_heads, width, repeats=True)] * 2)),
     }
-    family = family_of(text)
-    if family.experts is not None and family.experts.alternates_gate_and_up:
-        rules["experts.gate_up_proj"] = Rule(outputs=_pairs)
-    return rules | CUTS[family.cut](text)
 
 
 def _latent(text: Any) -> dict[str, Rule]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
@@ -230,6 +230,8 @@ class KvLayer:
     """float32[num_pages, num_kv_heads]; None if the keys have the model's dtype."""
     value_scale: torch.Tensor | None = None
     """float32[num_pages, num_kv_heads]; set if and only if key_scale is."""
+    is_read_only: bool = field(default=False, kw_only=True)
+    """True if another layer writes these keys and values."""
 
     def __post_init__(self) -> None:
         is_fp8 = self.key.dtype == torch.uint8

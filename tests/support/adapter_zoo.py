@@ -67,6 +67,10 @@ LATENT = {
     "v_head_dim": 12,
 }
 
+TWO_WIDTHS = (
+    WIDE_HEADS | WINDOW | {"global_head_dim": 40, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+)
+
 FIRST_FAMILIES = {
     "llama": (transformers.LlamaConfig, {}),
     "qwen2": (transformers.Qwen2Config, {}),
@@ -122,6 +126,20 @@ NEWER_FAMILIES = {
     "arcee": (transformers.ArceeConfig, {}),
     "apertus": (transformers.ApertusConfig, {}),
     "cwm": (transformers.CwmConfig, WIDE_HEADS | WINDOW | {"num_hidden_layers": 4}),
+    "nemotron": (transformers.NemotronConfig, WIDE_HEADS),
+    "gemma4": (transformers.Gemma4TextConfig, TWO_WIDTHS | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}),
+    "gemma4_e2b": (
+        transformers.Gemma4TextConfig,
+        TWO_WIDTHS
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 10,
+        },
+    ),
 }
 
 NEWER_MIXTURES = {
@@ -140,6 +158,46 @@ NEWER_MIXTURES = {
         {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 40, "moe_layer_start_index": 1},
     ),
     "dots1": (transformers.Dots1Config, WIDE_HEADS | ROUTED),
+    "minimax_m2": (
+        transformers.MiniMaxM2Config,
+        WIDE_HEADS
+        | SIX_LOCAL
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    ),
+    "solar_open": (transformers.SolarOpenConfig, WIDE_HEADS | ROUTED),
+    "exaone_moe": (
+        transformers.ExaoneMoeConfig,
+        WIDE_HEADS | WINDOW | SIX_EXPERTS | {"sliding_window_pattern": 2, "n_group": 2},
+    ),
+    "afmoe": (
+        transformers.AfmoeConfig,
+        WIDE_HEADS | WINDOW | SIX_EXPERTS | {"num_shared_experts": 1, "global_attn_every_n_layers": 2},
+    ),
+    "hunyuan_v1_moe": (transformers.HunYuanMoEV1Config, WIDE_HEADS | {"num_experts": 6, "moe_topk": 3}),
+    "granitemoe_swa": (
+        transformers.GraniteMoeSWAConfig,
+        WINDOW
+        | SIX_LOCAL
+        | {
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.5,
+            "shared_intermediate_size": 40,
+            "layer_rope_theta": [10000.0, 0, 500.0],
+        },
+    ),
+    "cohere2_moe": (
+        transformers.Cohere2MoeConfig,
+        WIDE_HEADS
+        | WINDOW
+        | {"num_experts": 6, "num_experts_per_tok": 3, "num_shared_experts": 1, "expert_selection_fn": "sigmoid"}
+        | {"first_k_dense_replace": 1, "prefix_dense_intermediate_size": 40, "sliding_window_pattern": 2},
+    ),
+    "gemma4_26b_a4b": (
+        transformers.Gemma4TextConfig,
+        TWO_WIDTHS
+        | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 40}
+        | {"num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    ),
 }
 
 HYBRID = {
@@ -185,6 +243,16 @@ WITH_IMAGES = {
     "gemma3_images": (
         with_images(transformers.Gemma3Config, transformers.Gemma3TextConfig, PATCHES),
         WIDE_HEADS | WINDOW | {"query_pre_attn_scalar": 24},
+    ),
+    "gemma4_images": (
+        with_images(
+            transformers.Gemma4Config,
+            transformers.Gemma4TextConfig,
+            PATCHES | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4},
+        ),
+        TWO_WIDTHS
+        | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 97}
+        | {"hidden_size_per_layer_input": 10},
     ),
     "mistral3_images": (
         with_images(
@@ -242,6 +310,9 @@ LINEARS = (
 )
 """Linears of every family, by their names."""
 
+NOT_FOR_PEFT = {"gemma4_images": r".*vision_tower.*"}
+"""Modules on which PEFT itself fails: linears that clip their results."""
+
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
 RECIPES = {
@@ -273,6 +344,7 @@ class Zoo:
     """One family's model and adapters on disk, and PEFT's answers."""
 
     def __init__(self, family: str, root: Path, saved_as: torch.dtype = torch.float32, **fields: object) -> None:
+        self.family = family
         self.base = root / "base"
         self.adapters = root / "adapters"
         config_class, extra = FAMILIES[family]
@@ -290,6 +362,10 @@ class Zoo:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 else:
                     parameter.mul_(3.0)
+            saved = model.state_dict()
+            for name, buffer in model.named_buffers():  # factors of layers, biases of routers
+                if name in saved and buffer.is_floating_point():
+                    buffer.add_(torch.randn_like(buffer) * 0.1)
         model.to(saved_as).save_pretrained(self.base)
         self._answers: dict[Asked, list[int]] = {}
         self._reference: peft.PeftModel | None = None
@@ -301,7 +377,7 @@ class Zoo:
 
     def make_adapter(self, name: str, recipe: dict[str, object], seed: int) -> None:
         """Save an adapter whose B is not zero."""
-        config = peft.LoraConfig(task_type="CAUSAL_LM", **recipe)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", exclude_modules=NOT_FOR_PEFT.get(self.family), **recipe)
         if self._reference is None:
             model = self.auto.from_pretrained(self.base, dtype=torch.float32, **EXACT).eval()
             self._reference = peft.get_peft_model(model, config, adapter_name=name)

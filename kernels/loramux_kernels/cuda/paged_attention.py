@@ -210,6 +210,8 @@ def _long_rows(dim: int, dtype: torch.dtype) -> int:
     """Return the height of prefill tiles: as many rows as a thread's registers can hold sums of."""
     if dtype == torch.float32:
         return DECODE_TILE_ROWS
+    if dim > 256:
+        return DECODE_TILE_ROWS
     return 32 if dim > 128 else 64
 
 
@@ -231,7 +233,7 @@ def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp
     """Return the context tokens of one pass: registers must hold their addresses, scores and widened codes."""
     if dtype == torch.float32:
         return 32 if is_fp8 and dim <= 128 else 16
-    if is_fp8 and rows > DECODE_TILE_ROWS and value_dim > 128:
+    if dim > 256 or (is_fp8 and rows > DECODE_TILE_ROWS and value_dim > 128):
         return 16
     return 64 if dim <= 64 or (dim <= 128 and rows == DECODE_TILE_ROWS and not is_fp8) else 32
 
@@ -273,7 +275,8 @@ def _launches(
     grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8)
-    launches = [Launch(_attend, grid, arguments, num_warps=4, num_stages=stages)]
+    warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
+    launches = [Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
         launches.append(Launch(merge_partials, grid, arguments, num_warps=4, num_stages=1))

@@ -18,7 +18,19 @@ from loramux_kernels.tables import AttentionBatch
 
 KEPT = (
     *("ministral", "ministral3", "glm", "glm4", "cohere", "cohere2", "exaone4", "ernie4_5", "hunyuan_v1_dense"),
-    *("starcoder2", "apertus", "gpt_oss", "glm4_moe_lite", "deepseek_v2", "deepseek_v3"),
+    *(
+        "starcoder2",
+        "apertus",
+        "gemma4",
+        "gemma4_e2b",
+        "gemma4_26b_a4b",
+        "gemma4_images",
+        "gpt_oss",
+        "glm4_moe_lite",
+        "deepseek_v2",
+        "deepseek_v3",
+    ),
+    *("nemotron", "exaone_moe", "afmoe", "hunyuan_v1_moe", "granitemoe_swa", "cohere2_moe"),
     *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe"),
     *HYBRIDS,
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen3_5_moe_images"),

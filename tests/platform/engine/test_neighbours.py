@@ -102,6 +102,7 @@ def test_earlier_contents_of_pages_change_nothing(tmp_path, family: str, block_s
 
 
 ROPES = {
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},

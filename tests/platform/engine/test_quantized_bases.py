@@ -107,7 +107,8 @@ class RoundedZoo(FormatZoo):
 
 
 @pytest.mark.parametrize(
-    ("family", "quantization"), [("llama", "int8"), ("gemma2", "int8"), ("qwen2", "nf4"), ("llama", "nf4-double")]
+    ("family", "quantization"),
+    [("llama", "int8"), ("gemma2", "int8"), ("gemma4_e2b", "int8"), ("qwen2", "nf4"), ("llama", "nf4-double")],
 )
 def test_adapters_on_weights_quantized_at_load_answer_as_peft_on_them(tmp_path, family, quantization) -> None:
     zoo = RoundedZoo(family, tmp_path, quantization)

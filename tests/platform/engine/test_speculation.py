@@ -355,7 +355,7 @@ def check(zoo: Zoo, asked: list[Asked], got: dict[str, list[int]]) -> None:
 
 
 @ON_RANKS
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "qwen3", "gemma4_e2b"])
 def test_speculation_in_mixed_batches_answers_as_peft_does(zoo_of, family: str, ranks: int) -> None:
     zoo, asked = zoo_of(family), some_requests(seed=1, count=18)
     engine = eager_engine(zoo, asked, max_num_batched_tokens=29, tensor_parallel_size=ranks)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import peft
 import pytest
-from adapter_zoo import WITH_IMAGES, Asked, serve
+from adapter_zoo import NOT_FOR_PEFT, WITH_IMAGES, Asked, serve
 from formats import FormatZoo
 from preempting import preempting
 
@@ -23,7 +23,9 @@ RECIPES = {
 def test_multimodal_base_answers_text_as_peft_does(tmp_path: Path, family: str) -> None:
     zoo = FormatZoo(family, tmp_path, [])
     for seed, (name, config) in enumerate(RECIPES.items()):
-        zoo.make_format(name, peft.LoraConfig(**{k: v for k, v in config.to_dict().items() if k in KEPT}), seed)
+        fields = {k: v for k, v in config.to_dict().items() if k in KEPT}
+        fields["exclude_modules"] = NOT_FOR_PEFT.get(family)
+        zoo.make_format(name, peft.LoraConfig(**fields), seed)
     names = [None, *RECIPES]
     asked = [Asked(f"r{i}", names[i % 3], tuple(range(3 + i, 5 + 7 * i)), 6) for i in range(6)]
     assert len({tuple(zoo.answer(Asked("x", name, (5, 6, 7, 8), 8))) for name in names}) == len(names)

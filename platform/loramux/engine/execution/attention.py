@@ -60,6 +60,8 @@ class LayerShape:
     key_dim: int
     value_dim: int
     options: AttentionOptions = AttentionOptions()
+    source: int | None = None
+    """Index of the earlier layer whose keys and values this layer reads; None: its own."""
 
     @property
     def scaling(self) -> float:
@@ -68,8 +70,13 @@ class LayerShape:
 
     @property
     def elements(self) -> int:
-        """Elements of key and value together."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+        """Elements of key and value together that the layer itself keeps."""
+        return self.num_kept_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def num_kept_heads(self) -> int:
+        """Key-value heads that the layer itself keeps."""
+        return self.num_kv_heads if self.source is None else 0
 
 
 NO_KV = LayerShape(0, 0, 0)
@@ -131,8 +138,12 @@ class KvLayout:
         num_pages = pool.numel() // self.page_elements
         cells = pool.view(torch.uint8) if self.is_fp8 else pool
         scales = pool.view(torch.float32) if self.is_fp8 else None
-        start, scale_start, views = self._scale_bytes, 0, []
+        start, scale_start = self._scale_bytes, 0
+        views: list[KvLayer] = []
         for layer in self.layers:
+            if layer.source is not None:
+                views.append(replace(views[layer.source], is_read_only=True))
+                continue
             sides, its_scales = [], []
             for dim in (layer.key_dim, layer.value_dim):
                 shape = (num_pages, layer.num_kv_heads, self.block_size, dim)
@@ -148,7 +159,7 @@ class KvLayout:
 
     @property
     def _scale_bytes(self) -> int:
-        return _aligned(2 * SCALE_BYTES * sum(layer.num_kv_heads for layer in self.layers)) if self.is_fp8 else 0
+        return _aligned(2 * SCALE_BYTES * sum(layer.num_kept_heads for layer in self.layers)) if self.is_fp8 else 0
 
 
 def _aligned(num_bytes: int) -> int:
@@ -216,7 +227,8 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     """
     assert attention_mask is None, "no mask function is registered, so transformers passes none"
     layer = attention_step.layers[_layer_index(module)]
-    write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, attention_step.batch.slot_mapping)
+    if not layer.is_read_only:
+        write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, attention_step.batch.slot_mapping)
     output = paged_attention(
         query[0].transpose(0, 1),
         layer,
@@ -249,6 +261,8 @@ class _Probe:
         self.ignored: set[str] = set()
         self.uneven: tuple[int, int] | None = None
         """Heads and key-value heads of a layer that do not fit each other."""
+        self._keys: dict[int, torch.Tensor] = {}
+        """Keys of each layer. A layer that passes the very tensor of an earlier layer shares that layer's KV."""
 
     def __call__(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
@@ -261,7 +275,10 @@ class _Probe:
         options = AttentionOptions(**{name: kwargs.get(keyword) for name, keyword in names.items()})
         if query.shape[1] % key.shape[1]:
             self.uneven = query.shape[1], key.shape[1]
-        self.seen[_layer_index(module)] = LayerShape(key.shape[1], key.shape[3], value.shape[3], options)
+        index = _layer_index(module)
+        source = next((layer for layer, keys in self._keys.items() if keys is key), None)
+        self._keys.setdefault(index, key)
+        self.seen[index] = LayerShape(key.shape[1], key.shape[3], value.shape[3], options, source)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 
@@ -276,7 +293,8 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShap
         tokens = torch.zeros(1, num_tokens, dtype=torch.long, device=next(model.parameters()).device)
         positions = torch.arange(num_tokens, device=tokens.device)[None]
         try:
-            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=1)
+            # A tensor, as in a step: for a number, some models compute fewer rows in layers that share KV.
+            model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=positions[0, -1:])
         except (RuntimeError, ValueError, TypeError) as error:
             raise UnsupportedModel(f"{_kind(model)} cannot run on a packed batch: {error}") from error
     if probe.ignored:

@@ -235,8 +235,19 @@ class Forward:
                 position_ids=inputs.position_ids[None],
                 use_cache=False,
                 attention_step=self._attention_step(inputs),
+                **self._inputs_by_layer(inputs.input_ids),
             ).last_hidden_state[0]
         return hidden
+
+    def _inputs_by_layer(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what some models' layers read of each token in addition to its embedding."""
+        if not getattr(self._decoder, "hidden_size_per_layer_input", 0):
+            return {}
+        padding = self.model.config.get_text_config().pad_token_id
+        for kind in ("image", "video", "audio"):  # as these models do with placeholders
+            if (placeholder := getattr(self.model.config, f"{kind}_token_id", None)) is not None:
+                input_ids = input_ids.masked_fill(input_ids == placeholder, padding)
+        return {"per_layer_inputs": self._decoder.get_per_layer_inputs(input_ids[None])}
 
     def _attention_step(self, inputs: StepInputs) -> AttentionStep:
         tables, batch = inputs.state_tables, inputs.batch

@@ -165,6 +165,7 @@ def empty_model(sharding: Sharding) -> PreTrainedModel:
     model_class, narrowed = _narrowed_class(sharding)
     with MODEL_LOCK, torch.device("meta"):
         model: PreTrainedModel = model_class(narrowed)
+    _restore_vocabulary(model, sharding.config)
     model.config.return_dict = True
     model.config.output_hidden_states = model.config.output_attentions = False
     return model.eval()
@@ -202,8 +203,9 @@ def _with_narrow_parameters(model_class: Any, sharding: Sharding) -> Any:
 
 
 def _restore_vocabulary(model: PreTrainedModel, config: PretrainedConfig) -> None:
-    """Set the size of the whole vocabulary, because some models compare token ids with it."""
+    """Set the size of the whole vocabulary and its padding token, because some models compare token ids with them."""
     whole, text = config.get_text_config().vocab_size, model.config.get_text_config()
+    text.pad_token_id = config.get_text_config().pad_token_id
     for module in model.modules():
         if getattr(module, "vocab_size", None) == text.vocab_size:
             module.vocab_size = whole
