@@ -287,17 +287,18 @@ def _convolve(
         begins = tl.load(item + 4)
         row = tl.load(item + 1).to(tl.int64) + tl.arange(0, BLOCK_ROWS)[:, None]
         if part < 2 * KEY_HEADS:
-            source = query + part * query_head
-            stride = query_row
-            scale = KEY_DIM**-0.5
-            if part >= KEY_HEADS:
-                source = key + (part - KEY_HEADS) * key_head
-                stride = key_row
-                scale = 1.0
-            x = _convolved(
-                source, stride, kernel, states, table, page_stride, inputs, row, first, stop, begins,
-                part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
-            )  # fmt: skip
+            # Two calls: the pointers' alignment would be lost if they were merged.
+            if part < KEY_HEADS:
+                x = _convolved(
+                    query + part * query_head, query_row, kernel, states, table, page_stride, inputs, row, first, stop,
+                    begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+                )  # fmt: skip
+            else:
+                x = _convolved(
+                    key + (part - KEY_HEADS) * key_head, key_row, kernel, states, table, page_stride, inputs, row,
+                    first, stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+                )  # fmt: skip
+            scale = tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
             x *= scale / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
             tl.store(normed + (row * 2 * KEY_HEADS + part) * KEY_DIM + d, x, mask=(row < stop) & (d < KEY_DIM))
         else:
@@ -403,8 +404,7 @@ def _solve(
         # blocks of 2 rows, then of 4, ...
         inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system, 0.0))
         for level in tl.static_range(1, 5):
-            size_of: tl.constexpr = 1 << level
-            is_between = (i // (2 * size_of) == j // (2 * size_of)) & (i // size_of > j // size_of)
+            is_between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
             part = tl.where(is_between, system, 0.0)
             step = tl.dot(part, inverse, input_precision="tf32x3")
             inverse -= tl.dot(inverse, step, input_precision="tf32x3")

@@ -417,7 +417,8 @@ STATE_CHUNK = 32
 
 STATE_ITEM_WIDTH = 6
 """Columns of an item of linear attention: sequence, first row, one past the last row, first row of the sequence, 1 if
-the sequence begins with that row, 1 if the item has the sequence's last row of the step."""
+the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has the
+sequence's last row of the step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -473,5 +474,6 @@ def _state_items(spans: Sequence[tuple[int, int, int]]) -> tuple[Ints, Ints, Int
     chunks = prompts[owner]
     chunks[:, 1] += offset
     chunks[:, 2] = np.minimum(chunks[:, 1] + STATE_CHUNK, chunks[:, 2])
+    chunks[:, 4] |= offset > 0
     chunks[:, 5] = chunks[:, 2] == prompts[owner, 2]
     return whole[is_single], chunks, prompts
