@@ -11,6 +11,7 @@ import torch
 from loramux_kernels.cuda.coded_linear import prepare_coded_linear
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.layer_operators import prepare_gated, prepare_rms_norm, prepare_rope
+from loramux_kernels.cuda.linear_attention import prepare_gated_norm, prepare_linear_attention
 from loramux_kernels.cuda.lora import new_intermediate, prepare_expand, prepare_rescale, prepare_shrink
 from loramux_kernels.cuda.mixture import prepare_combine, prepare_expert_items, prepare_grouped_linear, prepare_route
 from loramux_kernels.cuda.paged_attention import prepare_attention, prepare_write_kv
@@ -19,6 +20,8 @@ from loramux_kernels.cuda.work_lists import LONG_RANKS, LORA_ITEM_WIDTH, SHORT, 
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
+    DeltaRows,
+    DeltaWeights,
     KvLayer,
     LogitBias,
     LoraGroup,
@@ -30,6 +33,8 @@ from loramux_kernels.tables import (
     Routes,
     SamplingBatch,
     Segments,
+    StateLayer,
+    StateShape,
 )
 
 HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512), (64, 32))
@@ -50,7 +55,7 @@ def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
         *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_coded()),
-        *(*_mixture(), *_sampling(), *_token_mask()),
+        *(*_mixture(), *_sampling(), *_token_mask(), *_linear_attention()),
     ]
 
 
@@ -234,6 +239,33 @@ def _token_mask() -> Iterator[Variant]:
     for dtype in (torch.bfloat16, torch.float32):
         launch = prepare_forbid(torch.empty(4, 151_936, dtype=dtype), rows, words)
         yield Variant(f"forbid-tokens-{_short(dtype)}", launch)
+
+
+def _linear_attention() -> Iterator[Variant]:
+    """Yield a step with a decoding sequence and a prompt: 16 heads of keys, 16 or 32 of values, as published."""
+    batch = AttentionBatch(
+        cu_seqlens=torch.tensor([0, 1, 101], dtype=torch.int32),
+        context_lens=torch.tensor([300, 100], dtype=torch.int32),
+        block_table=torch.zeros(2, 16, dtype=torch.int32),
+        slot_mapping=torch.zeros(101, dtype=torch.int64),
+        state_tables=torch.zeros(2, 16, dtype=torch.int32),
+    )
+    for dtype, repeats in ((torch.bfloat16, 2), (torch.bfloat16, 1), (torch.float16, 2), (torch.float32, 2)):
+        joined = torch.empty(101, 16, 256 + 2 * repeats * 128 + 2 * repeats, dtype=dtype)
+        widths = (128, 128, repeats * 128, repeats * 128, repeats, repeats)
+        query, key, value, gate, b, a = joined.split(widths, dim=-1)
+        value, gate = (part.unflatten(2, (repeats, 128)) for part in (value, gate))
+        shape = StateShape(16 * repeats, 128, 128, 16 * (2 + repeats) * 128, 3)
+        kernel, heads = torch.empty(shape.channels, 4, dtype=dtype), torch.empty(shape.heads)
+        weights = DeltaWeights(kernel, heads, heads.to(dtype))
+        state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
+        out = torch.empty(101, shape.heads, 128, dtype=dtype)
+        name = f"{16 * repeats}-heads-{_short(dtype)}"
+        for launch in prepare_linear_attention(DeltaRows(query, key, value, b, a), weights, state, batch, out):
+            stage = launch.kernel.__name__.strip("_")
+            rows = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
+            yield Variant(f"linear-attention-{stage}{rows}-{name}", launch)
+        yield Variant(f"gated-norm-{name}", prepare_gated_norm(out, gate, torch.empty(128, dtype=dtype), 1e-6, out))
 
 
 def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:

@@ -5,6 +5,8 @@
 - `Routes`: the rows of a step that each expert of a mixture computes.
 - `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: the pages with the context of each
   sequence.
+- `StateLayer`: one layer's states of linear attention as units of the pool, of `StateShape`. `DeltaRows`,
+  `DeltaWeights`: the other arguments of linear attention.
 - `Norm`, `OwnWeights`, `Rotation`: the normalisation of rows, the weights for it, and the rotation of heads by
   position.
 - `Penalties`, `LogitBias`, `SamplingBatch`: the choice of a token from each row of logits.
@@ -22,6 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import torch
+from torch.nn import functional
 
 from loramux_kernels.device import to_device
 from loramux_kernels.native.abi import AttentionBatchAbi, KvLayerAbi, LoraTableAbi, NormAbi
@@ -271,6 +274,8 @@ class AttentionBatch:
     """int32[S, max_blocks]; entries past a sequence's last page are never read."""
     slot_mapping: torch.Tensor
     """int64[T]; page * block_size + offset of each new token."""
+    state_tables: torch.Tensor | None = None
+    """int32[S, state pages]: the pages of each sequence's states of linear attention; None if the model has none."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
@@ -279,11 +284,115 @@ class AttentionBatch:
         return tuple(zip(rows, rows[1:], self.context_lens.tolist(), strict=False))
 
     @cached_property
+    def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows int64[n] of the sequences that decode one token, and their state tables; None if there are none."""
+        found = [(i, start) for i, (start, stop, context) in enumerate(self.spans) if stop - start == 1 < context]
+        if not found or self.state_tables is None:
+            return None
+        sequences, rows = torch.tensor(found, device=self.state_tables.device).T
+        return rows, self.state_tables[sequences]
+
+    @cached_property
     def abi(self) -> AttentionBatchAbi:
         """Addresses of the tensors for the C++ operators."""
         tensors = (self.cu_seqlens, self.context_lens, self.block_table)
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors), "tables are contiguous and int32"
         return AttentionBatchAbi(*(tensor.data_ptr() for tensor in tensors), *self.block_table.shape)
+
+
+STATE_DTYPE = torch.float32
+"""Dtype of states, for every dtype of the model, because states are sums over all tokens of a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One layer's state of one sequence: a matrix for each head, and the last inputs of a convolution."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    channels: int
+    """Channels of the convolution."""
+    taps: int
+    """Earlier inputs that the convolution reads."""
+
+    @property
+    def unit(self) -> int:
+        """Elements of one head's matrix."""
+        return self.key_dim * self.value_dim
+
+    @property
+    def units(self) -> int:
+        """Units of the matrices and, after them, of the convolution's inputs."""
+        return self.heads + -(-self.channels * self.taps // self.unit)
+
+
+@dataclass(frozen=True, eq=False)
+class StateLayer:
+    """One layer's states in the pool.
+
+    Unit n of a sequence is unit n % units_per_page of its state page n // units_per_page. The layer's first units hold
+    a head's matrix `[Dk, Dv]` each; the others hold the inputs `[channels, taps]`, oldest first, without a gap.
+    """
+
+    shape: StateShape
+    units: torch.Tensor
+    """float32[num_pages, units_per_page, unit], a strided view of the pool."""
+    first: int
+    """Number of the layer's first unit."""
+
+    @cached_property
+    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return int64[units] twice: each unit's page among a sequence's state pages, and its place there."""
+        numbers = torch.arange(self.first, self.first + self.shape.units, device=self.units.device)
+        return numbers // self.units.shape[1], numbers % self.units.shape[1]
+
+    def read(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return copies of the matrices `[n, heads, Dk, Dv]` and the inputs `[n, channels, taps]` of n sequences."""
+        shape, (pages, places) = self.shape, self._places
+        found = self.units[tables[:, pages], places]
+        matrices = found[:, : shape.heads, : shape.unit].unflatten(2, (shape.key_dim, shape.value_dim))
+        inputs = found[:, shape.heads :].flatten(1)[:, : shape.channels * shape.taps]
+        return matrices, inputs.unflatten(1, (shape.channels, shape.taps))
+
+    def write(self, tables: torch.Tensor, matrices: torch.Tensor, inputs: torch.Tensor) -> None:
+        """Store matrices and inputs as `read` returns them."""
+        shape, (pages, places), unit = self.shape, self._places, self.units.shape[2]
+        rest = (shape.units - shape.heads) * unit - shape.channels * shape.taps
+        tail = functional.pad(inputs.flatten(1).to(STATE_DTYPE), (0, rest)).unflatten(1, (-1, unit))
+        heads = functional.pad(matrices.flatten(2), (0, unit - shape.unit))
+        self.units[tables[:, pages], places] = torch.cat((heads, tail), dim=1)
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaRows:
+    """A step's rows as the linears of linear attention leave them: views, whose last dimension is contiguous.
+
+    R heads of values share a head of queries and keys.
+    """
+
+    query: torch.Tensor
+    """[T, key heads, Dk]"""
+    key: torch.Tensor
+    """[T, key heads, Dk]"""
+    value: torch.Tensor
+    """[T, key heads, R, Dv]"""
+    b: torch.Tensor
+    """[T, key heads, R]: the step size is its sigmoid."""
+    a: torch.Tensor
+    """[T, key heads, R]: the state decays by its softplus."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeltaWeights:
+    """The weights of linear attention, except its linears and its norm."""
+
+    kernel: torch.Tensor
+    """[channels, taps + 1], contiguous: channels of all query heads, of all key heads, then of all value heads."""
+    decay: torch.Tensor
+    """float32[heads], below 0: factor of the softplus."""
+    shift: torch.Tensor
+    """[heads]: added to `a`."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ the device, and every layer reads them. `refill` replaces the items in place, so
 - `plan_attention`: which query rows meet which stretch of context in one program. Contexts are cut if a few long ones
   would leave multiprocessors idle. The balance is that of FlashInfer's plan (Ye et al., 2025), the merge that of
   Flash-Decoding (Dao et al., 2023).
+- `plan_states`: which sequences have one row, and which have chunks of rows, for linear attention.
 
 This module does not import triton: plans are made and tested on a CPU too.
 """
@@ -409,3 +410,70 @@ def _cut_into(tiles: Ints, tokens: Ints, piece: int) -> tuple[Ints, Ints]:
     merges = np.zeros((len(counts), ATTENTION_ITEM_WIDTH), dtype=np.int64)
     merges[:, :4] = np.column_stack((tiles[merged, 1], tiles[merged, 2], firsts, counts))
     return items, merges
+
+
+STATE_CHUNK = 32
+"""Rows of a prompt that linear attention computes together."""
+
+STATE_ITEM_WIDTH = 6
+"""Columns of an item of linear attention: sequence, first row, one past the last row, first row of the sequence, 1 if
+the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has the
+sequence's last row of the step."""
+
+
+@dataclass(frozen=True, eq=False)
+class StateTiles:
+    """A step's sequences as work for linear attention."""
+
+    singles: WorkList
+    """Sequences of one row."""
+    chunks: WorkList | None
+    """Chunks of the other sequences; None if a launch has single rows only."""
+    prompts: WorkList | None
+    """The other sequences, whole."""
+
+    @property
+    def of_single_rows(self) -> StateTiles:
+        """The part that decode steps need."""
+        return StateTiles(self.singles, None, None)
+
+    def refill(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Put another step's sequences into reserved tiles."""
+        for work, items in zip((self.singles, self.chunks, self.prompts), _state_items(spans), strict=True):
+            if work is not None:
+                work.refill(items)
+
+
+def plan_states(batch: AttentionBatch) -> StateTiles:
+    """Return the work of a step, made on first use and kept with the batch, as a cached property would be."""
+    if "state_tiles" not in vars(batch):
+        assert batch.state_tables is not None, "a step of a model with linear attention has the pages of its states"
+        attach_states(batch, StateTiles(*upload(_state_items(batch.spans), batch.state_tables.device)))
+    found: StateTiles = vars(batch)["state_tiles"]
+    return found
+
+
+def reserve_states(max_sequences: int, max_rows: int, device: torch.device) -> StateTiles:
+    """Return empty tiles at fixed addresses for steps of up to `max_sequences` sequences and `max_rows` rows."""
+    capacities = (max_sequences, max_rows // STATE_CHUNK + max_sequences, max_sequences)
+    return StateTiles(*(reserve(capacity, STATE_ITEM_WIDTH, device) for capacity in capacities))
+
+
+def attach_states(batch: AttentionBatch, tiles: StateTiles) -> None:
+    """Have every launch of linear attention for `batch` use `tiles`."""
+    vars(batch)["state_tiles"] = tiles
+
+
+def _state_items(spans: Sequence[tuple[int, int, int]]) -> tuple[Ints, Ints, Ints]:
+    """Return the items of sequences of one row, of the other sequences' chunks, and of these sequences."""
+    start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+    whole = np.column_stack((np.arange(len(start)), start, stop, start, stop - start == context, np.ones_like(start)))
+    is_single = stop - start == 1
+    prompts = whole[~is_single]
+    owner, offset = cut(prompts[:, 2] - prompts[:, 1], STATE_CHUNK)
+    chunks = prompts[owner]
+    chunks[:, 1] += offset
+    chunks[:, 2] = np.minimum(chunks[:, 1] + STATE_CHUNK, chunks[:, 2])
+    chunks[:, 4] |= offset > 0
+    chunks[:, 5] = chunks[:, 2] == prompts[owner, 2]
+    return whole[is_single], chunks, prompts

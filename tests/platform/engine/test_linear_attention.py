@@ -13,17 +13,11 @@ from adapter_zoo import HYBRIDS, ON_RANKS, Asked, Zoo, load, make_engine, serve,
 from formats import FormatZoo
 from preempting import preempting
 
-from loramux.engine.execution.attention import (
-    KvLayout,
-    LayerState,
-    StateLayout,
-    StateShape,
-    UnsupportedModel,
-    probe_layers,
-)
+from loramux.engine.execution.attention import StateLayout, UnsupportedModel, state_shape
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.policy import PageBudget
 from loramux.engine.scheduling.sequence import Sequence
+from loramux_kernels.tables import StateLayer, StateShape
 
 LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
 IN_PROJECTIONS = r".*\.(in_proj_qkv|in_proj_qkvz|in_proj_z|in_proj_b|in_proj_a|in_proj_ba)"
@@ -118,25 +112,12 @@ def test_hybrid_with_drafts_and_swap_set_uses_neither_and_says_so(dense: Zoo, ca
     assert stats.drafted_tokens == 0
 
 
-def test_hybrid_on_a_gpu_is_refused_with_the_way_out(dense: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loramux.engine.execution.assembly._probe", on_meta)
-    with pytest.raises(UnsupportedModel, match=r'linear attention.*engine\.device = "cpu"'):
-        load(dense.base)
-
-
-def on_meta(model, settings, widest):
-    """Find the layout, and move the model to a device that is no CPU."""
-    layout = KvLayout(probe_layers(model), 1, model.dtype.itemsize).with_block_size(settings.engine.block_size, widest)
-    model.to("meta")
-    return layout, 0
-
-
 def test_pages_that_cannot_hold_a_heads_state_are_refused(dense: Zoo) -> None:
     model = load(dense.base)[0].runner._forward.model
     nets = [layer.linear_attn.net for layer in model.get_decoder().layers if hasattr(layer, "linear_attn")]
     for layer, net in zip((0, 2, 4), nets, strict=True):
         model.get_decoder().layers[layer].linear_attn = net
-    assert StateLayout.of(model, 8 * 20 * 4).num_pages == 3 * StateShape.of(nets[0]).units
+    assert StateLayout.of(model, 8 * 20 * 4).num_pages == 3 * state_shape(nets[0]).units
     with pytest.raises(UnsupportedModel, match=r"raise engine\.block_size"):
         StateLayout.of(model, 8 * 20 * 4 - 4)
 
@@ -146,8 +127,8 @@ def test_states_of_two_layers_and_sequences_do_not_overlap() -> None:
     layout = StateLayout({1: shape, 2: shape}, page_bytes=3 * 80 + 4)
     assert (shape.units, layout.units_per_page, layout.num_pages) == (5, 3, 4)
     views = layout.views(torch.full((8 * 61,), float("nan")))
-    tables = torch.tensor([[5, 0, 7, 2], [1, 6, 3, 4]])
-    kept: list[tuple[LayerState, torch.Tensor, torch.Tensor]] = []
+    tables = torch.tensor([[5, 0, 7, 2], [1, 6, 3, 4]], dtype=torch.int32)
+    kept: list[tuple[StateLayer, torch.Tensor, torch.Tensor]] = []
     for view in views.values():
         kept.append((view, torch.randn(2, 3, 4, 5), torch.randn(2, 7, 3)))
         view.write(tables, *kept[-1][1:])

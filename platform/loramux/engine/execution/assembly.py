@@ -130,11 +130,6 @@ def assemble_share(
     sites = _sites(base, shard)
     layout, activation_bytes = _probe(model, settings, widest_tile(sites.values()))
     states = StateLayout.of(model, layout.page_bytes)
-    if states.layers and model.device.type != "cpu":
-        raise UnsupportedModel(
-            f"model_type {model.config.model_type!r} has layers with linear attention, which are served on CPUs only; "
-            f'set engine.device = "cpu" or give another base.'
-        )
     page_elements = layout.page_elements
     # The linears are joined first, because the pool takes the free memory. Until the old form is freed, also in torch's
     # allocator, both forms would reduce the pool.
@@ -148,16 +143,16 @@ def assemble_share(
     weights = install(model, base, bank, settings.model.quantization, shard, pack)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
+    install_linear_attention(model)
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     forward = Forward(model, [], bank)
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
-    beside = activation_bytes + (_graph_bytes(forward, layout, settings) if measures else 0)
+    beside = activation_bytes + (_graph_bytes(forward, layout, states, settings) if measures else 0)
     pool = _allocate_pool(settings, model, layout, beside, bank.slot_bytes / pages_of_slot)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
-    forward.layers = layout.views(pool)
-    install_linear_attention(model, states, pool)
+    forward.layers, forward.states = layout.views(pool), states.views(pool)
     return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest)
 
 
@@ -192,7 +187,7 @@ def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
     return replace(shape, out_features=outputs, in_features=inputs)
 
 
-def _graph_bytes(forward: Forward, layout: KvLayout, settings: Settings) -> int:
+def _graph_bytes(forward: Forward, layout: KvLayout, states: StateLayout, settings: Settings) -> int:
     """Return the GPU memory that recorded steps will keep, from measuring the recordings of the largest steps.
 
     Graphs hold the pool's address, so those that serve are recorded after the pool was made. The first bucket of rows
@@ -209,12 +204,19 @@ def _graph_bytes(forward: Forward, layout: KvLayout, settings: Settings) -> int:
     before = torch.cuda.mem_get_info(device)[0]
     page = torch.zeros(layout.page_elements, dtype=forward.model.dtype, device=device)
     bank.use_pool(page, 1)
-    forward.layers = layout.views(page)
+    forward.layers, forward.states = layout.views(page), states.views(page)
     longest = engine.max_model_len or max_positions(forward.model.config)
     measured = []
     for buckets in (1, 2):
         runner = GpuRunner.build(
-            forward, DeviceSampler((), device), None, engine, longest, layout.block_size, most_buckets=buckets
+            forward,
+            DeviceSampler((), device),
+            None,
+            engine,
+            longest,
+            layout.block_size,
+            states.num_pages,
+            most_buckets=buckets,
         )
         torch.cuda.empty_cache()
         measured.append((sum(runner.graphs), before - torch.cuda.mem_get_info(device)[0]))

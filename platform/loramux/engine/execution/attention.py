@@ -18,20 +18,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_adapters.base import MODEL_LOCK
 from loramux_adapters.families import family_of
-from loramux_kernels.gated_delta import gated_delta_prompt, gated_delta_step
+from loramux_kernels.linear_attention import gated_norm, linear_attention
 from loramux_kernels.paged_attention import paged_attention, write_kv
-from loramux_kernels.tables import AttentionBatch, KvLayer
+from loramux_kernels.tables import (
+    STATE_DTYPE,
+    AttentionBatch,
+    DeltaRows,
+    DeltaWeights,
+    KvLayer,
+    StateLayer,
+    StateShape,
+)
 
 IMPLEMENTATION = "loramux"
 PROBE = "loramux_probe"
@@ -166,42 +172,14 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, eq=False)
-class StateStep:
-    """The sequences of one step and the pages of their states."""
-
-    tables: torch.Tensor
-    """int64[S, state pages]"""
-    spans: tuple[tuple[int, int, int], ...]
-    """Each sequence's first row, one past its last row, and its context length after the step."""
-
-    @cached_property
-    def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Rows int64[n] of sequences that decode one token, and their tables; None if there are none."""
-        found = [(i, start) for i, (start, stop, context) in enumerate(self.spans) if stop - start == 1 < context]
-        if not found:
-            return None
-        sequences, rows = torch.tensor(found, device=self.tables.device).T
-        return rows, self.tables[sequences]
-
-    @cached_property
-    def prompts(self) -> list[tuple[slice, torch.Tensor, bool]]:
-        """Rows of each other sequence, its table `[1, state pages]`, and True if the rows begin the sequence."""
-        return [
-            (slice(start, stop), self.tables[i : i + 1], stop - start == context)
-            for i, (start, stop, context) in enumerate(self.spans)
-            if not stop - start == 1 < context
-        ]
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
     """The pool's views and the step's tables, which a forward passes to every layer's attention."""
 
     layers: list[KvLayer]
     batch: AttentionBatch
-    states: StateStep | None = None
-    """States of linear attention; None if the model has none."""
+    states: Mapping[int, StateLayer] = field(default_factory=dict)
+    """States of linear attention by the layer's index."""
     kept_rows: torch.Tensor | None = None
     """int64[n], ascending: the rows whose hidden states are read after the last layer; None: all."""
 
@@ -340,41 +318,14 @@ def _layer_index(module: nn.Module) -> int:
     return index
 
 
-STATE_DTYPE = torch.float32
-"""Dtype of states, for every dtype of the model, because states are sums over all tokens of a sequence."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateShape:
-    """One layer's state of one sequence."""
-
-    heads: int
-    key_dim: int
-    value_dim: int
-    channels: int
-    """Channels of the convolution."""
-    taps: int
-    """Earlier inputs that the convolution reads."""
-
-    @classmethod
-    def of(cls, net: Any) -> StateShape:
-        """Return the shape of the state of transformers' `module`."""
-        return cls(net.num_v_heads, net.head_k_dim, net.head_v_dim, net.conv_dim, net.conv_kernel_size - 1)
-
-    @property
-    def unit(self) -> int:
-        """Elements of one head's matrix."""
-        return self.key_dim * self.value_dim
-
-    @property
-    def units(self) -> int:
-        """Units of the matrices and, after them, of the convolution's inputs."""
-        return self.heads + -(-self.channels * self.taps // self.unit)
+def state_shape(net: Any) -> StateShape:
+    """Return the shape of a sequence's state in transformers' gated delta net."""
+    return StateShape(net.num_v_heads, net.head_k_dim, net.head_v_dim, net.conv_dim, net.conv_kernel_size - 1)
 
 
 def state_unit_bytes(model: PreTrainedModel) -> int:
     """Return the bytes that a page must hold for the states of linear attention; 0 for a model without."""
-    return max((StateShape.of(net).unit * STATE_DTYPE.itemsize for net in _nets(model).values()), default=0)
+    return max((state_shape(net).unit * STATE_DTYPE.itemsize for net in _nets(model).values()), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +339,7 @@ class StateLayout:
     @classmethod
     def of(cls, model: PreTrainedModel, page_bytes: int) -> StateLayout:
         """Find the layers with linear attention. Raises UnsupportedModel if a page cannot hold a unit."""
-        layout = cls({layer: StateShape.of(net) for layer, net in _nets(model).items()}, page_bytes)
+        layout = cls({layer: state_shape(net) for layer, net in _nets(model).items()}, page_bytes)
         if layout.layers and not layout.units_per_page:
             raise UnsupportedModel(
                 f"engine.block_size makes pages of {page_bytes} bytes, and one head's state of this base takes "
@@ -412,121 +363,60 @@ class StateLayout:
         units = sum(shape.units for shape in self.layers.values())
         return -(-units // self.units_per_page) if units else 0
 
-    def views(self, pool: torch.Tensor) -> dict[int, LayerState]:
-        """Return each layer's states as views of the flat pool."""
+    def views(self, pool: torch.Tensor) -> dict[int, StateLayer]:
+        """Return each layer's states as views of the flat pool; none for a model without linear attention."""
+        if not self.layers:
+            return {}
         flat = pool.view(STATE_DTYPE)
         per_page = self.page_bytes // STATE_DTYPE.itemsize
         shape = (flat.numel() // per_page, self.units_per_page, self.unit)
         units = flat.as_strided(shape, (per_page, self.unit, 1))
         views, first = {}, 0
         for layer, state in self.layers.items():
-            numbers = torch.arange(first, first + state.units, device=pool.device)
-            views[layer] = LayerState(state, units, numbers // self.units_per_page, numbers % self.units_per_page)
+            views[layer] = StateLayer(state, units, first)
             first += state.units
         return views
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class LayerState:
-    """One layer's states in the pool."""
-
-    shape: StateShape
-    units: torch.Tensor
-    """float32[num_pages, units_per_page, unit]"""
-    pages: torch.Tensor
-    """int64[units of the layer]: index, among a sequence's state pages, of the page that holds the unit."""
-    places: torch.Tensor
-    """int64[units of the layer]: index of the unit in that page."""
-
-    def read(self, tables: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of the matrices `[n, heads, Dk, Dv]` and the inputs `[n, channels, taps]` of n sequences."""
-        shape = self.shape
-        found = self.units[tables[:, self.pages], self.places]
-        matrices = found[:, : shape.heads, : shape.unit].unflatten(2, (shape.key_dim, shape.value_dim))
-        inputs = found[:, shape.heads :].flatten(1)[:, : shape.channels * shape.taps]
-        return matrices, inputs.unflatten(1, (shape.channels, shape.taps))
-
-    def write(self, tables: torch.Tensor, matrices: torch.Tensor, inputs: torch.Tensor) -> None:
-        """Store matrices and inputs as `read` returns them."""
-        shape, (_, _, unit) = self.shape, self.units.shape
-        rest = (shape.units - shape.heads) * unit - shape.channels * shape.taps
-        tail = functional.pad(inputs.flatten(1).to(STATE_DTYPE), (0, rest)).unflatten(1, (-1, unit))
-        heads = functional.pad(matrices.flatten(2), (0, unit - shape.unit))
-        self.units[tables[:, self.pages], self.places] = torch.cat((heads, tail), dim=1)
 
 
 class GatedDeltaNet(nn.Module):
     """Replaces a gated delta net: the same parts over the packed rows of many sequences, each with its own state."""
 
-    def __init__(self, net: Any, state: LayerState) -> None:
+    def __init__(self, net: Any, layer: int) -> None:
         super().__init__()
         self.net = net
-        self._state = state
-        self._repeats = net.num_v_heads // net.num_k_heads
-        self._decay = -net.A_log.detach().float().exp()
-        self._kernel = net.conv1d.weight.detach()
+        self._layer = layer
+        decay = -net.A_log.detach().float().exp()
+        self._weights = DeltaWeights(net.conv1d.weight.detach()[:, 0].contiguous(), decay, net.dt_bias.detach())
 
     def forward(self, hidden_states: torch.Tensor, *, attention_step: AttentionStep, **_: Any) -> torch.Tensor:
         """Map `[1, T, hidden_size]` to the same shape."""
-        net, shape, states = self.net, self._state.shape, attention_step.states
-        assert states is not None, "a step of a model with linear attention has the pages of its states"
-        mixed, z, b, a = self._project(hidden_states)
-        decay = self._decay * functional.softplus(a.float() + net.dt_bias)
-        beta = b.sigmoid().float()
-        out = torch.empty(len(mixed), shape.heads, shape.value_dim, device=mixed.device)
-        if states.decoding is not None:
-            rows, tables = states.decoding
-            matrices, inputs = self._state.read(tables)
-            window = torch.cat((inputs, mixed[rows, :, None]), dim=-1)
-            parts = self._parts(self._convolve(window)[..., 0])
-            out[rows], matrices = gated_delta_step(*parts, decay[rows], beta[rows], matrices)
-            self._state.write(tables, matrices, window[..., 1:])
-        for span, table, begins in states.prompts:
-            matrices, inputs = self._zeros(mixed.device) if begins else self._state.read(table)
-            window = torch.cat((inputs, mixed[None, span].mT), dim=-1)
-            parts = self._parts(self._convolve(window)[0].T)
-            out[span], after = gated_delta_prompt(*parts, decay[span], beta[span], matrices[0])
-            self._state.write(table, after[None], window[..., -shape.taps :])
-        y = net.norm(out.to(z.dtype).view(-1, shape.value_dim), z.reshape(-1, shape.value_dim))
-        result: torch.Tensor = net.out_proj(y.view(1, len(mixed), -1))
+        rows, gate = self._project(hidden_states)
+        out = linear_attention(rows, self._weights, attention_step.states[self._layer], attention_step.batch)
+        norm = self.net.norm
+        y = gated_norm(out, gate, norm.weight, norm.variance_epsilon)
+        result: torch.Tensor = self.net.out_proj(y.flatten(1)[None])
         return result
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the convolution's inputs `[T, channels]`, z, b and a of each row."""
+    def _project(self, x: torch.Tensor) -> tuple[DeltaRows, torch.Tensor]:
+        """Return the linears' results, and the gate `[T, key heads, R, Dv]`, as views."""
         net = self.net
+        heads, repeats = net.num_k_heads, net.num_v_heads // net.num_k_heads
         if hasattr(net, "in_proj_qkv"):
-            projected = (net.in_proj_qkv(x), net.in_proj_z(x), net.in_proj_b(x), net.in_proj_a(x))
-            return tuple(part[0] for part in projected)
-        query, key, value, *others = net.fix_query_key_value_ordering(net.in_proj_qkvz(x), net.in_proj_ba(x))
-        mixed = torch.cat([part[0].flatten(1) for part in (query, key, value)], dim=-1)
-        return mixed, *(part[0] for part in others)
-
-    def _convolve(self, window: torch.Tensor) -> torch.Tensor:
-        """Map inputs `[n, channels, taps + t]` to `[n, channels, t]`."""
-        kernel = self._kernel
-        return functional.silu(functional.conv1d(window.to(kernel.dtype), kernel, groups=len(kernel)))
-
-    def _parts(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split rows `[n, channels]` into queries, keys and values of every head, float32; the first two of length
-        one, queries scaled."""
-        net, shape = self.net, self._state.shape
-        query, key, value = mixed.float().split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
-        query, key = (part.unflatten(1, (-1, shape.key_dim)) for part in (query, key))
-        query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
-        query, key = (part.repeat_interleave(self._repeats, dim=1) for part in (query * shape.key_dim**-0.5, key))
-        return query, key, value.unflatten(1, (-1, shape.value_dim))
-
-    def _zeros(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = self._state.shape
-        matrices = torch.zeros(1, shape.heads, shape.key_dim, shape.value_dim, device=device)
-        return matrices, torch.zeros(1, shape.channels, shape.taps, device=device)
+            query, key, value = net.in_proj_qkv(x)[0].split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
+            parts = (query, key, value, net.in_proj_z(x)[0], net.in_proj_b(x)[0], net.in_proj_a(x)[0])
+            query, key, value, z, b, a = (part.unflatten(1, (heads, -1)) for part in parts)
+        else:  # the parts of one key head are next to each other
+            widths = [net.head_k_dim, net.head_k_dim, *[repeats * net.head_v_dim] * 2]
+            query, key, value, z = net.in_proj_qkvz(x)[0].unflatten(1, (heads, -1)).split(widths, dim=-1)
+            b, a = net.in_proj_ba(x)[0].unflatten(1, (heads, -1)).chunk(2, dim=-1)
+        value, z = (part.unflatten(2, (repeats, net.head_v_dim)) for part in (value, z))
+        return DeltaRows(query, key, value, b, a), z
 
 
-def install_linear_attention(model: PreTrainedModel, layout: StateLayout, pool: torch.Tensor) -> None:
-    """Replace the model's linear attention by modules that keep their states in `pool`."""
-    views = layout.views(pool) if layout.layers else {}
+def install_linear_attention(model: PreTrainedModel) -> None:
+    """Replace the model's linear attention by modules whose states are in the pool."""
     for index, net in _nets(model).items():
-        model.get_decoder().layers[index].linear_attn = GatedDeltaNet(net, views[index])
+        model.get_decoder().layers[index].linear_attn = GatedDeltaNet(net, index)
 
 
 def _nets(model: PreTrainedModel) -> dict[int, Any]:

@@ -45,10 +45,12 @@ from loramux_kernels.cuda.work_lists import (
     TileMap,
     TileShape,
     attach_attention,
+    attach_states,
     attach_tile_map,
     decode_shape,
     refill_attention,
     reserve_attention,
+    reserve_states,
 )
 from loramux_kernels.device import stage, to_device
 from loramux_kernels.tables import AttentionBatch, Segments
@@ -70,20 +72,24 @@ MOST_RECORDED_ROWS = 2048
 
 
 class StepBuffers:
-    """Inputs of steps up to `max_rows` rows and `max_sequences` sequences of `max_blocks` pages each, on the device.
+    """Inputs of steps up to `max_rows` rows and `max_sequences` sequences of `max_blocks` pages each, on the device;
+    a sequence also has `state_pages` pages with its states of linear attention.
 
     The tensors are allocated once, so views of them keep their addresses. They are filled from pinned memory without
     waiting.
     """
 
-    def __init__(self, max_rows: int, max_sequences: int, max_blocks: int, device: torch.device) -> None:
-        self.max_rows, self.max_sequences = max_rows, max_sequences
+    def __init__(
+        self, max_rows: int, max_sequences: int, max_blocks: int, device: torch.device, state_pages: int = 0
+    ) -> None:
+        self.max_rows, self.max_sequences, self.state_pages = max_rows, max_sequences, state_pages
         self._device = device
         # Rows: input ids, positions, KV slots, the row of the previous step that sampled a PENDING token, and adapters'
         # slots.
         self._rows = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
         self._rows[[2, 4]] = NO_SLOT
-        self._block_table = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
+        tables = torch.zeros(max_sequences, state_pages + max_blocks, dtype=torch.int32, device=device)
+        self._tables, self._state_tables, self._block_table = tables, tables[:, :state_pages], tables[:, state_pages:]
         # A decode step samples every row. Graphs read this tensor, so all of them share one.
         self._every_row = torch.arange(max_sequences, device=device)
 
@@ -93,7 +99,8 @@ class StepBuffers:
         The PENDING token of row i is taken from `sampled[sources[i]]`, the tokens that an earlier step leaves on the
         device.
         """
-        length, (sequences, blocks) = len(packed.input_ids), packed.block_table.shape
+        length, sequences = len(packed.input_ids), len(packed.context_lens)
+        tables = np.hstack((packed.state_tables, packed.block_table)) if self.state_pages else packed.block_table
         rows = np.zeros(self._rows.shape, dtype=np.int64)
         rows[[2, 4]] = NO_SLOT
         rows[:4, :length] = packed.input_ids, packed.position_ids, packed.slot_mapping, sources
@@ -104,7 +111,7 @@ class StepBuffers:
             assert sampled is not None, "a pending token was sampled by the step before"
             ids = self._rows[0]
             ids.copy_(torch.where(ids == PENDING, sampled[self._rows[3].clamp(min=0)], ids))
-        self._block_table[:sequences, :blocks].copy_(stage(packed.block_table, self._device), non_blocking=True)
+        self._tables[:sequences, : tables.shape[1]].copy_(stage(tables, self._device), non_blocking=True)
         return StepInputs(
             input_ids=self._rows[0, :length],
             position_ids=self._rows[1, :length],
@@ -114,6 +121,7 @@ class StepBuffers:
                 context_lens=torch.from_numpy(packed.context_lens),
                 block_table=self._block_table[:sequences],
                 slot_mapping=self._rows[2, :length],
+                state_tables=self._state_tables[:sequences],
             ),
             sampled_rows=to_device(packed.sampled_rows, self._device),
         )
@@ -131,6 +139,7 @@ class StepBuffers:
                 context_lens=torch.ones(rows, dtype=torch.int32),
                 block_table=self._block_table,
                 slot_mapping=self._rows[2, :rows],
+                state_tables=self._state_tables,
             ),
             sampled_rows=self._every_row[:rows],
         )
@@ -145,12 +154,14 @@ class StepBuffers:
 
 
 class ReservedAttention:
-    """Work lists at fixed addresses, for each kind of attention that a model's layers use in one forward."""
+    """Work lists at fixed addresses, for each kind of attention that a model's layers use in one forward, and for
+    linear attention."""
 
     def __init__(self, shapes: Iterable[AttentionShape], buffers: StepBuffers, device: torch.device) -> None:
         sequences, rows = buffers.max_sequences, min(buffers.max_rows, MOST_RECORDED_ROWS)
         partials = max(MIN_PARTIALS, 2 * sequences)
         self._tiles = {shape: reserve_attention(shape, sequences, rows, partials, device) for shape in shapes}
+        self._states = reserve_states(sequences, rows, device) if buffers.state_pages else None
 
     @property
     def shapes(self) -> tuple[AttentionShape, ...]:
@@ -161,6 +172,8 @@ class ReservedAttention:
         """Make launches for `batch` read the lists of the first `heights` tile heights; one is enough for decoding."""
         for shape, tiles in self._tiles.items():
             attach_attention(batch, shape, tiles[:heights])
+        if self._states is not None:
+            attach_states(batch, self._states.of_single_rows if heights == 1 else self._states)
 
     def refill(self, packed: PackedStep, heights: int) -> None:
         """Put a step's sequences into the lists."""
@@ -168,6 +181,8 @@ class ReservedAttention:
         spans = list(zip(ends, ends[1:], packed.context_lens.tolist(), strict=False))
         for shape, tiles in self._tiles.items():
             refill_attention(tiles[:heights], spans, shape)
+        if self._states is not None:
+            (self._states.of_single_rows if heights == 1 else self._states).refill(spans)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,11 @@ from loramux_kernels.cuda.work_lists import (
     AttentionShape,
     TileMap,
     attach_attention,
+    attach_states,
     attach_tile_map,
     attention_shapes,
     reserve_attention,
+    reserve_states,
 )
 from loramux_kernels.tables import Segments
 
@@ -97,6 +99,7 @@ class GpuRunner:
         decode_graphs: DecodeGraphs,
         decoder_graphs: DecoderGraphs,
         block_size: int,
+        state_pages: int,
     ) -> None:
         self.bank = forward.bank
         self._forward = forward
@@ -107,6 +110,7 @@ class GpuRunner:
         self._decode_graphs = decode_graphs
         self._decoder_graphs = decoder_graphs
         self._block_size = block_size
+        self._state_pages = state_pages
         self._previous: SampledTokens | None = None
         whole, decoders = decode_graphs.count, decoder_graphs.count
         self.graphs = StepGraphs(whole.recorded + decoders.recorded, whole.missing + decoders.missing)
@@ -121,6 +125,7 @@ class GpuRunner:
         settings: EngineSettings,
         max_model_len: int,
         block_size: int,
+        state_pages: int = 0,
         most_buckets: int | None = None,
     ) -> GpuRunner:
         """Make a runner for steps as large as `settings` allow.
@@ -131,7 +136,7 @@ class GpuRunner:
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device)
+        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device, state_pages)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
@@ -141,12 +146,12 @@ class GpuRunner:
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size, most_buckets)
         if device.type == "cuda":  # other devices compile no kernels
             warm_up(forward, buffers, sampler, attention.shapes)
-        return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, block_size)
+        return cls(forward, sampler, constraints, buffers, decode_graphs, decoder_graphs, block_size, state_pages)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
-        packed = pack(step, self._block_size)
+        packed = pack(step, self._block_size, self._state_pages)
         tokens = None if self._previous is None else self._previous.tokens
         inputs = self._buffers.fill(packed, self._sources(step, packed), tokens)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
@@ -210,6 +215,8 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     inputs = buffers.padded(rows)
     for shape in shapes:
         attach_attention(inputs.batch, shape, reserve_attention(shape, 1, 1, 1, device))
+    if buffers.state_pages:
+        attach_states(inputs.batch, reserve_states(1, 1, device))
     segments = Segments((0, rows), (forward.bank.blank_slot(),))
     attach_tile_map(segments, TileMap.of_every_shape(rows, forward.bank.max_rank, device))
     extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())

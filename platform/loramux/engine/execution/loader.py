@@ -205,7 +205,9 @@ def _runner(
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     sampler = DeviceSampler(eos, pool.device)
-    return GpuRunner.build(forward, sampler, constraints, settings.engine, max_model_len, share.block_size)
+    return GpuRunner.build(
+        forward, sampler, constraints, settings.engine, max_model_len, share.block_size, share.states.num_pages
+    )
 
 
 def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:

@@ -14,7 +14,7 @@ are those after the last norm, which the output head reads too: transformers' `l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,14 +28,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from loramux.engine.execution.attention import AttentionStep, StateStep
+from loramux.engine.execution.attention import AttentionStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, Sampler, ScoredRows, split_scored
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank, PagedRows, StepExtras
 from loramux_kernels.device import to_host
-from loramux_kernels.tables import AttentionBatch, KvLayer, Segments
+from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
 
 Ints = NDArray[np.signedinteger[Any]]
 HeadOf = Callable[[int], PagedRows | None]
@@ -105,7 +105,7 @@ class PackedStep:
     block_table: Ints
     """int32[S, most pages of a sequence]; 0 after a sequence's last page, which is never read."""
     state_tables: Ints
-    """int64[S, pages of a sequence's recurrent states]; no columns if the model has none."""
+    """int32[S, pages of a sequence's recurrent states]; no columns if the model has none."""
     sampled_rows: Ints
     """int64: the rows whose logits are needed, in row order. These are the last own row of each chunk that samples, its
     drafts' rows, and the rows of prompts in `scored`."""
@@ -147,7 +147,7 @@ def pack(step: Step, block_size: int, state_pages: int = 0) -> PackedStep:
         cu_seqlens=cu_seqlens,
         context_lens=np.array([c.end for c in chunks], dtype=np.int32),
         block_table=block_table,
-        state_tables=held[:, :state_pages].astype(np.int64),
+        state_tables=held[:, :state_pages],
         sampled_rows=np.array(sampled, dtype=np.int64),
         segments=_segments(step),
         scored=scored if scored.rows else None,
@@ -173,8 +173,6 @@ class StepInputs:
     batch: AttentionBatch
     sampled_rows: torch.Tensor
     """int64: the rows whose logits are needed."""
-    state_tables: torch.Tensor | None = None
-    """int64[S, state pages]; None if the model has no recurrent states."""
 
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
@@ -195,6 +193,8 @@ class Forward:
         self.bank = bank
         self.layers = layers
         """Each layer's part of the pool."""
+        self.states: Mapping[int, StateLayer] = {}
+        """States of the layers with linear attention, by the layer's index."""
         self._decoder: Any = decoder_of(model)
         self._run_decoder: Callable[..., Any] = self._decoder.forward
         self._keeps_hidden = False
@@ -250,9 +250,8 @@ class Forward:
         return {"per_layer_inputs": self._decoder.get_per_layer_inputs(input_ids[None])}
 
     def _attention_step(self, inputs: StepInputs) -> AttentionStep:
-        tables, batch = inputs.state_tables, inputs.batch
-        states = None if tables is None else StateStep(tables, batch.spans)
-        return AttentionStep(self.layers, batch, states, None if self._keeps_hidden else inputs.sampled_rows)
+        kept_rows = None if self._keeps_hidden else inputs.sampled_rows
+        return AttentionStep(self.layers, inputs.batch, self.states, kept_rows)
 
     @contextmanager
     def _decoding_by(self, decode: Decode | None) -> Iterator[None]:
@@ -391,13 +390,12 @@ class OtherRanks(Protocol):
 @torch.inference_mode()
 def run_forward(forward: Forward, packed: PackedStep) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
-    tables = (packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping)
+    tables = (packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping, packed.state_tables)
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
         position_ids=torch.from_numpy(packed.position_ids),
         batch=AttentionBatch(*map(torch.from_numpy, tables)),
         sampled_rows=torch.from_numpy(packed.sampled_rows),
-        state_tables=torch.from_numpy(packed.state_tables) if packed.state_tables.shape[1] else None,
     )
     return forward(inputs, packed.segments, forward.bank.extras_of(packed.segments, packed.sampled_rows))
 

@@ -1,0 +1,97 @@
+"""Linear attention's kernels against the torch reference: results, states, and what must not change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linear_cases import Case, Sizes, make_linear_case
+
+from loramux_kernels.cuda.linear_attention import gated_norm, linear_attention
+from loramux_kernels.cuda.work_lists import STATE_CHUNK, attach_states, reserve_states
+from loramux_kernels.linear_attention import gated_norm_reference, linear_attention_reference
+
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+SIZES = {
+    "two value heads a key head": Sizes(2, 4, 8, 20),
+    "as many": Sizes(3, 3, 16, 16),
+    "one": Sizes(1, 1, 24, 40),
+}
+MIXED = [(1, 9), (STATE_CHUNK + 38, 0), (1, 0), (STATE_CHUNK + 1, 50), (2, 7), (STATE_CHUNK, 0), (1, 300), (5, 0)]
+"""Decoding rows, prompts of one token and of several chunks, and chunks of prompts shorter than the convolution."""
+
+
+def check(case: Case, dtype: torch.dtype) -> None:
+    """Compare results and the whole pool, NaN included."""
+    wanted = case.with_copied_pool()
+    expected = linear_attention_reference(*wanted.arguments)
+    got = linear_attention(*case.arguments)
+    count, scale = case.batch.spans[-1][1], TOLERANCE[dtype]
+    assert got.dtype == dtype
+    torch.testing.assert_close(got[:count].float(), expected[:count].float(), atol=scale, rtol=scale)
+    own = case.batch.state_tables
+    case.state.write(own, *case.state.read(own))  # the reference clears the rest of a unit, which nothing reads
+    torch.testing.assert_close(case.state.units, wanted.state.units, atol=scale, rtol=scale, equal_nan=True)
+
+
+@pytest.mark.parametrize("by_key_head", [False, True], ids=["by kind", "by key head"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_linear_attention_of_mixed_steps_equals_the_reference(device, sizes: Sizes, by_key_head: bool) -> None:
+    check(make_linear_case(sizes, MIXED, torch.float32, device, by_key_head=by_key_head, padding=3), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linear_attention_in_half_precision_equals_the_reference(device, dtype: torch.dtype) -> None:
+    check(make_linear_case(SIZES["two value heads a key head"], MIXED, dtype, device), dtype)
+
+
+@pytest.mark.parametrize("spans", [[(1, 4), (1, 0)], [(40, 3)]], ids=["single rows", "a prompt"])
+def test_linear_attention_of_published_head_sizes_equals_the_reference(device, spans) -> None:
+    check(make_linear_case(Sizes(1, 2, 128, 128), spans, torch.float32, device), torch.float32)
+
+
+@pytest.mark.parametrize("cuts", [(1, 99), (2, 31, 67), (STATE_CHUNK, 1, 1, 66), (50, 50)])
+def test_linear_attention_of_a_prompt_in_pieces_equals_the_whole(device, cuts: tuple[int, ...]) -> None:
+    sizes = SIZES["two value heads a key head"]
+    whole = make_linear_case(sizes, [(100, 0)], torch.float32, device)
+    expected = linear_attention_reference(*whole.with_copied_pool().arguments)
+    start = 0
+    for length in cuts:
+        piece = make_linear_case(sizes, [(length, start)], torch.float32, device)
+        rows = type(whole.rows)(*(part[start : start + length] for part in vars(whole.rows).values()))
+        batch = type(whole.batch)(**vars(piece.batch) | {"state_tables": whole.batch.state_tables})
+        got = linear_attention(rows, whole.weights, whole.state, batch)
+        torch.testing.assert_close(got, expected[start : start + length], atol=5e-5, rtol=5e-5)
+        start += length
+
+
+def test_linear_attention_of_a_repeated_token_loses_no_digits(device) -> None:
+    """Keys that are all alike, with step sizes of one and no decay, are the worst case of the triangular system."""
+    case = make_linear_case(Sizes(1, 1, 16, 16), [(64, 0)], torch.float32, device)
+    for part, value in ((case.rows.query, 1.0), (case.rows.key, 1.0), (case.rows.b, 30.0), (case.rows.a, -30.0)):
+        part.fill_(value)
+    check(case, torch.float32)
+
+
+def test_linear_attention_lists_that_are_refilled_serve_every_step(device) -> None:
+    """Reserved for more than a step holds, and filled by a larger step before."""
+    sizes, tiles = SIZES["two value heads a key head"], reserve_states(9, 400, device)
+    for seed, spans in enumerate((MIXED, [(1, 3)], [(6, 0), (1, 2), (1, 0)])):
+        case = make_linear_case(sizes, spans, torch.float32, device, padding=5, seed=seed)
+        tiles.refill(case.batch.spans)
+        attach_states(case.batch, tiles)
+        check(case, torch.float32)
+    case = make_linear_case(sizes, [(1, 3), (1, 0), (1, 8)], torch.float32, device, padding=2)
+    tiles.refill(case.batch.spans)
+    attach_states(case.batch, tiles.of_single_rows)
+    check(case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("by_key_head", [False, True], ids=["by kind", "by key head"])
+def test_gated_norm_equals_the_reference(device, dtype: torch.dtype, by_key_head: bool) -> None:
+    gate = make_linear_case(Sizes(3, 6, 8, 20), [(7, 0)], dtype, device, by_key_head=by_key_head).gate
+    x, weight = torch.randn(7, 6, 20, device=device).to(dtype), torch.randn(20, device=device).to(dtype)
+    got, expected = gated_norm(x, gate, weight, 1e-6), gated_norm_reference(x, gate, weight, 1e-6)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
