@@ -150,7 +150,7 @@ def test_older_versions_are_removed_with_rows_files_and_engine(site: Site, train
 
 
 def test_names_with_numbers_are_a_series_with_a_window(site: Site, trainer: str, adapter: Path) -> None:
-    """TRL, AReaL and others push each version under a name of its own."""
+    """TRL, AReaL and others push each version under a new name."""
     for number in range(6):
         push(site, trainer, f"policy-v{number}", weights(adapter, number)).raise_for_status()
     assert models(site, trainer) == {f"{trainer}/policy-v{number}" for number in (3, 4, 5)}

@@ -1,7 +1,7 @@
 """Routes of trainers: /v1/load_lora_adapter and /v1/unload_lora_adapter, and what trainers such as TRL's call around a
 load: /server_info, /get_world_size, /pause, /resume and /reset_prefix_cache.
 
-A key with the scope `push` loads *training adapters* of its own tenant: from a folder, from shared memory, or from the
+A key with the scope `push` loads *training adapters* of its tenant: from a folder, from shared memory, or from the
 body. An operator loads permanent adapters of any tenant from folders below `adapters.local_root`, if it is set.
 """
 
@@ -51,7 +51,7 @@ class LoadLoraBody(Body):
     base_model_name: ModelName | None = None
     """The adapter's base, if it is a base of this server; another name has no effect."""
     adapter_config: Fields | None = None
-    """The contents of adapter_config.json, for a segment of shared memory."""
+    """The contents of adapter_config.json, if the place is a segment of shared memory."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"is_3d_lora_weight"})
 
@@ -351,7 +351,7 @@ class LoadController(Controller):
         local_folders: NamedDependency[LocalFolders],
         pushes: NamedDependency[PushService],
     ) -> str:
-        """Delete the adapter `lora_name`, for operators also a permanent one; running requests finish."""
+        """Delete the adapter `lora_name`; running requests finish. Only an operator may delete a permanent adapter."""
         if not data.lora_name:
             raise InvalidRequest("'lora_name' needs to be provided to unload a LoRA adapter.", field="lora_name")
         is_operator = "operator" in principal.scopes

@@ -262,7 +262,7 @@ class BaseValidators:
 
 @contextmanager
 def _aside(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder next to `folder`, for the originals of converted files."""
+    """Yield an empty folder next to `folder`. The originals of converted files are moved there."""
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as name:
         yield Path(name)
 

@@ -164,7 +164,7 @@ class ExpiredVersions(Repository):
         return removed
 
     async def mark(self, id: str, parity: str, detail: str) -> None:
-        """Record the outcome of a parity check; a version that was removed meanwhile is ignored."""
+        """Record the outcome of a parity check; a version that was removed since is ignored."""
         statement = update(TrainingVersionRow).where(TrainingVersionRow.id == id)
         await self._session.execute(statement.values(parity=parity, parity_detail=detail))
 
