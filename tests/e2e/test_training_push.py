@@ -149,6 +149,7 @@ def test_log_probabilities_are_those_of_peft_in_full_precision(
     assert any(len(str(value).partition(".")[2]) > 6 for value in logprobs), "they are not rounded"
 
 
+@pytest.mark.slow
 def test_parity_marks_a_version_afterwards(server: Child, key: str, numbers: Numbers) -> None:
     pushed = push(server, key, numbers, 3, "marked")
     until = time.monotonic() + 120
