@@ -38,6 +38,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from loramux.data.records.database import parse_url
 from loramux.data.records.schema import METADATA
+from loramux_demo.server import free_port
 
 TENANT, NAME = "lab", "policy"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -174,7 +175,7 @@ def serving(folder: Path, base: Path, megabytes: float) -> Iterator[Server]:
     made = subprocess.run(
         [*loramux, "key", "create", "--tenant", TENANT, *scopes, *options], check=True, capture_output=True, text=True
     )
-    command = [*loramux, "serve", "--port", "0", *options]
+    command = [*loramux, "serve", "--port", str(free_port()), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -21,7 +21,7 @@ from server_process import Child, Place, served
 STEPS = 50
 INSTALL_SECONDS, RUN_SECONDS = 600, 450
 STANDINS = {
-    "vllm/__init__.py": "LLM = RequestOutput = SamplingParams = None\n",
+    "vllm/__init__.py": "__version__ = '0.27.0'\nLLM = RequestOutput = SamplingParams = None\n",
     "vllm/sampling_params.py": "StructuredOutputsParams = None\n",
     "vllm/utils/__init__.py": "",
     "vllm/utils/network_utils.py": "get_ip = get_open_port = None\n",
