@@ -175,7 +175,7 @@ def serving(folder: Path, base: Path, megabytes: float) -> Iterator[Server]:
     made = subprocess.run(
         [*loramux, "key", "create", "--tenant", TENANT, *scopes, *options], check=True, capture_output=True, text=True
     )
-    command = [*loramux, "serve", "--port", str(free_port()), *options]
+    command = [*loramux, "serve", "--port", str(free_port(None)), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
