@@ -19,10 +19,9 @@ import torch
 RATE = 3e-2
 
 
-def share_of_a(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """The reward: the share of the letter `a` in an answer."""
-    texts = ["".join(turn["content"] for turn in completion) for completion in completions]
-    return [text.count("a") / max(len(text), 1) for text in texts]
+def share_of_low_bytes(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The reward: the share of tokens below 128, which is a half at the start."""
+    return [sum(token < 128 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
 
 def attend(query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, *_: Any, softmax_scale: float, **__: Any) -> Any:
@@ -71,7 +70,7 @@ def main(base: str, url: str, folder: str, steps: str) -> None:
     )
     trainer = AsyncGRPOTrainer(
         model=base,
-        reward_funcs=share_of_a,
+        reward_funcs=share_of_low_bytes,
         args=arguments,
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
         processing_class=tokenizer,
