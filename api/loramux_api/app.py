@@ -106,8 +106,8 @@ def _programs_of(request: AnyRequest) -> Programs:
 
 
 PARTS = (
-    *("adapters", "bases", "billing", "completions", "ledger_proof", "lifecycle", "local_folders", "settings"),
-    *("responses", "sinks", "started_at", "tenants", "uploads", "usage", "webhooks"),
+    *("adapters", "bases", "billing", "completions", "ledger_proof", "lifecycle", "local_folders", "pushes"),
+    *("responses", "settings", "sinks", "started_at", "tenants", "uploads", "usage", "webhooks"),
 )
 """Attributes of `Platform` that a handler may name as parameters."""
 TRAINER_COMMAND = (sys.executable, "-m", "loramux_api", "trainer", "--settings-on-stdin")

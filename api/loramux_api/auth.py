@@ -6,6 +6,7 @@ comes from a page of this server. The request's origin must be this server, and 
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from litestar.connection import ASGIConnection
@@ -33,22 +34,24 @@ KEY_HEADERS = ("x-api-key", "api-key")
 SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
-def requires(scope: str) -> AsyncAnyCallable:
-    """Return a guard for routes: a valid key or token with `scope`, on a server that is not being stopped.
+def requires(scope: str, *others: str) -> AsyncAnyCallable:
+    """Return a guard for routes: a valid key or token with `scope` or one of the `others`, on a server that is not
+    being stopped.
 
     The caller's request rate is checked before a large body of an inference request is read; the request is counted at
     the admission. The handler finds the Principal in `request.auth`. Raises Draining, InvalidKey, TenantSuspended,
     NotAllowed or RateReached.
     """
-    assert scope in SCOPES, f"no such scope: {scope}"
+    scopes, named = {scope, *others}, " or ".join(f"'{one}'" for one in (scope, *others))
+    assert scopes <= SCOPES, f"no such scopes: {scopes - SCOPES}"
 
     async def guard(connection: Connection, _: BaseRouteHandler) -> None:
         platform = platform_of(connection)
         platform.completions.ensure_accepting()
         principal = await _authenticated(platform, connection)
-        if scope not in principal.scopes:
+        if not scopes & principal.scopes:
             raise NotAllowed(
-                f"You lack the scope '{scope}' (you have: {', '.join(sorted(principal.scopes))}). "
+                f"You lack the scope {named} (you have: {', '.join(sorted(principal.scopes))}). "
                 "Use another key, or have one made with that scope; a member's role is an owner's to change.",
                 code="insufficient_permissions",
             )
@@ -147,6 +150,20 @@ def _secret(connection: Connection) -> str:
         if secret := connection.headers.get(header, "").strip():
             return secret
     scheme, _, secret = connection.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not secret.strip():
+    if scheme.lower() == "basic":
+        secret = _password(secret)
+    elif scheme.lower() != "bearer":
+        secret = ""
+    if not secret.strip():
         raise InvalidKey("You didn't provide an API key. Send it in the header 'Authorization: Bearer sk-lm-...'.")
     return secret.strip()
+
+
+def _password(credentials: str) -> str:
+    """Return the password of HTTP Basic credentials, which is the key. Clients without a setting for a key send
+    `https://anything:sk-lm-...@host` in this form.
+    """
+    try:
+        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+    except ValueError:
+        return ""

@@ -109,9 +109,14 @@ class ApiRequest(AnyRequest):
 
     body_kind: ClassVar[BodyKind] = "json"
 
+    @property
+    def max_bytes(self) -> int:
+        """Maximum bytes of the body."""
+        return BODY_BYTES[self.body_kind](self.app.state.platform)
+
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """Yield the body's parts. Raises ClientDisconnected, or BodyTooLarge beyond the limit of the route's kind."""
-        limit, length = BODY_BYTES[self.body_kind](self.app.state.platform), 0
+        limit, length = self.max_bytes, 0
         if (self.content_length or 0) > limit:
             raise _too_large(limit)
         try:
@@ -175,6 +180,20 @@ class AdapterRequest(ApiRequest):
     """A request whose body is an adapter's files, which are written to the disk."""
 
     body_kind = "adapter"
+
+
+class LoadRequest(AdapterRequest):
+    """A request whose body is a form with an adapter's files, or a JSON object that says where the files are."""
+
+    @property
+    def is_form(self) -> bool:
+        """Return whether the body is a form."""
+        return self.headers.get("content-type", "").lower().startswith("multipart/")
+
+    @property
+    def max_bytes(self) -> int:
+        """Maximum bytes of the body."""
+        return super().max_bytes if self.is_form else BODY_BYTES["document"](self.app.state.platform)
 
 
 class FileRequest(ApiRequest):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Collection
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from python_multipart import MultipartParser
 from python_multipart.exceptions import FormParserError
@@ -184,8 +184,7 @@ class FileForm(Form):
         self._close_file()
 
 
-FIELDS = ("name", "base_model")
-LIMITS = {**dict.fromkeys(FIELDS, MAX_FIELD_BYTES), CONFIG_FILE: MAX_CONFIG_BYTES, **SOURCES}
+LIMITS = {CONFIG_FILE: MAX_CONFIG_BYTES, **SOURCES}
 
 
 class AdapterForm(Form):
@@ -194,6 +193,8 @@ class AdapterForm(Form):
     """
 
     how = f"send the field 'name' and the files '{CONFIG_FILE}' and '{WEIGHTS_FILE}' as multipart/form-data"
+    names: ClassVar[tuple[str, ...]] = ("name", "base_model")
+    """Fields of the form: the adapter's name, its base, and others."""
 
     def __init__(self, folder: Path, threads: Threads) -> None:
         super().__init__(threads)
@@ -206,17 +207,18 @@ class AdapterForm(Form):
         self._part = ""
         self._seen: dict[str, int] = {}
         """Number of bytes by part."""
-        self._fields = {field: bytearray() for field in FIELDS}
+        self._fields = {field: bytearray() for field in self.names}
 
     async def receive(self, content_type: str | None, body: AsyncIterator[bytes]) -> None:
         """Write the body. Raises InvalidRequest, UploadTooSlow."""
         await super().receive(content_type, body)
-        for part in ("name", CONFIG_FILE, WEIGHTS_FILE):
+        name, base_model = self.names[:2]
+        for part in (name, CONFIG_FILE, WEIGHTS_FILE):
             if not self._seen.get(part):
                 raise InvalidRequest(
                     f"'{part}' is missing or empty: {self.how}.", field=part, code="missing_required_parameter"
                 )
-        self.name, self.base_model = self._text("name"), self._text("base_model") or None
+        self.name, self.base_model = self._text(name), self._text(base_model) or None
 
     def begin_part(self, field: str, filename: str) -> None:
         """Begin a file, or one of the fields."""
@@ -239,7 +241,7 @@ class AdapterForm(Form):
         if self._part in self.ignored:
             return
         self._seen[self._part] += len(data)
-        limit = LIMITS.get(self._part)
+        limit = LIMITS.get(self._part, MAX_FIELD_BYTES if self._part in self._fields else None)
         if limit is not None and self._seen[self._part] > limit:
             raise InvalidRequest(f"'{self._part}' has more than {limit} bytes.", field=self._part, code="too_large")
         if self._file is None:
@@ -258,7 +260,7 @@ class AdapterForm(Form):
         for known in (CONFIG_FILE, WEIGHTS_FILE, *SOURCES):
             if known in (field, filename):
                 return known
-        if field in FIELDS and not filename:
+        if field in self.names and not filename:
             return field
         if (ignored := next((name for name in (filename, field) if is_ignored(name)), None)) is not None:
             return ignored[:MAX_FIELD_BYTES]
@@ -271,3 +273,15 @@ class AdapterForm(Form):
             field=field[:80],
             code="invalid_form",
         )
+
+
+class LoadForm(AdapterForm):
+    """The form of POST /v1/load_lora_adapter: an adapter's files, and vLLM's fields."""
+
+    how = f"send the field 'lora_name' and the files '{CONFIG_FILE}' and '{WEIGHTS_FILE}' as multipart/form-data"
+    names = ("lora_name", "base_model_name", "load_inplace", "is_3d_lora_weight")
+
+    @property
+    def load_inplace(self) -> bool:
+        """Return whether the files replace those of the same name."""
+        return self._text("load_inplace").strip().lower() in ("true", "1")

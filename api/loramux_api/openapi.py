@@ -25,7 +25,7 @@ from loramux.common.bundle import SOURCES
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE
 from loramux_api.auth import requires
 from loramux_api.problems import ErrorAnswer, ProblemDetails
-from loramux_api.schemas.bounds import MAX_NAME
+from loramux_api.schemas.bounds import MAX_KEYS, MAX_NAME, MAX_PATH
 
 
 @dataclass
@@ -94,6 +94,36 @@ class UploadOperation(Operation):
             },
         )
         self.request_body = RequestBody(content={"multipart/form-data": OpenAPIMediaType(schema=form)}, required=True)
+
+
+@dataclass
+class LoadOperation(Operation):
+    """The two bodies of POST /v1/load_lora_adapter: a form is streamed, so no argument of the handler declares them."""
+
+    def __post_init__(self) -> None:
+        text, flag = Schema(type=OpenAPIType.STRING, max_length=MAX_NAME), Schema(type=OpenAPIType.BOOLEAN)
+        fields = {"lora_name": text, "base_model_name": text, "load_inplace": flag, "is_3d_lora_weight": flag}
+        place = Schema(type=OpenAPIType.STRING, max_length=MAX_PATH)
+        config = Schema(type=OpenAPIType.OBJECT, max_properties=MAX_KEYS)
+        self.request_body = RequestBody(
+            content={
+                "application/json": OpenAPIMediaType(
+                    schema=Schema(
+                        type=OpenAPIType.OBJECT,
+                        required=["lora_name", "lora_path"],
+                        properties={**fields, "lora_path": place, "adapter_config": config},
+                    )
+                ),
+                "multipart/form-data": OpenAPIMediaType(
+                    schema=Schema(
+                        type=OpenAPIType.OBJECT,
+                        required=["lora_name", CONFIG_FILE, WEIGHTS_FILE],
+                        properties={**fields, **dict.fromkeys((CONFIG_FILE, WEIGHTS_FILE, *SOURCES), _FILE)},
+                    )
+                ),
+            },
+            required=True,
+        )
 
 
 @dataclass

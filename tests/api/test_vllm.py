@@ -66,6 +66,12 @@ def test_load_ask_by_the_bare_name_and_unload(site: Site, root: Path) -> None:
     assert (gone.status_code, gone.json()["error"]["type"]) == (404, "NotFoundError")
 
 
+@pytest.mark.parametrize("is_3d", [True, False, None])
+def test_is_3d_lora_weight_is_accepted_because_the_files_say_it(site: Site, root: Path, is_3d: bool | None) -> None:
+    assert post(site, "load", lora_name="moe", lora_path="mine", is_3d_lora_weight=is_3d).status_code == 200
+    assert post(site, "unload", lora_name="moe").status_code == 200
+
+
 def test_an_operator_loads_for_any_tenant_by_name(site: Site, root: Path) -> None:
     assert post(site, "load", lora_name="globex/bot", lora_path=str(root / "mine")).status_code == 200
     assert site.openai("globex").completions.create(model="bot", prompt="x").model == "globex/bot@1"
@@ -108,7 +114,6 @@ def test_folders_lead_nowhere_else(site: Site, root: Path, adapter: Path) -> Non
         ("load", {"lora_name": "x"}, "Both 'lora_name' and 'lora_path' must be provided."),
         ("unload", {}, "'lora_name' needs to be provided to unload a LoRA adapter."),
         ("load", {"lora_name": "No Name", "lora_path": "mine"}, "no name for an adapter"),
-        ("load", {"lora_name": "x", "lora_path": "mine", "is_3d_lora_weight": True}, "is_3d_lora_weight"),
     ],
 )
 def test_refusals_are_vllms(site: Site, root: Path, verb: str, body: dict[str, Any], told: str) -> None:

@@ -26,7 +26,13 @@ from loramux.common.settings.server import (
     TrainingSettings,
     WebhookSettings,
 )
-from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
+from loramux.common.settings.serving import (
+    AdapterLimits,
+    EngineSettings,
+    ModelSettings,
+    PushSettings,
+    ValidationSettings,
+)
 from loramux.server.platform import open_tenants
 
 TENANTS = ("acme", "globex")
@@ -70,7 +76,8 @@ class Site:
 
 
 def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> Settings:
-    (folder / "local").mkdir(exist_ok=True)
+    for place in ("local", "pushes"):
+        (folder / place).mkdir(exist_ok=True)
     return Settings(
         issuers=tuple(
             IssuerSettings(issuer=issuer, audience="loramux", operators=("loramux-operators",)) for issuer in issuers
@@ -79,6 +86,7 @@ def make_settings(base_dir: Path, folder: Path, issuers: Sequence[str] = ()) -> 
         engine=EngineSettings(in_process=True),
         server=ServerSettings(max_upload_bytes=2 << 20, drain_seconds=5),
         adapters=AdapterLimits(local_root=f"{folder}/local"),
+        pushes=PushSettings(root=f"{folder}/pushes", shared_memory=True, keep=3, series_per_tenant=2),
         webhooks=WebhookSettings(allow_private_addresses=True),
         batches=BatchSettings(max_file_bytes=16 << 20, allow_private_judges=True, judge_seconds=5),
         training=TrainingSettings(local_trainer=False, unfinished_per_tenant=3),

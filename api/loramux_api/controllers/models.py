@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,6 +10,7 @@ from litestar import get
 from litestar.di import NamedDependency
 from litestar.params import QueryParameter
 
+from loramux.catalog.pushes.service import PushService, TrainingVersion
 from loramux.catalog.registry.errors import AdapterNotFound, ModelNotFound
 from loramux.common.identity import Principal
 from loramux.common.units import SECOND
@@ -57,6 +59,7 @@ class ModelController(ApiController):
         adapters: NamedDependency[AdapterService],
         bases: NamedDependency[ServedBases],
         started_at: NamedDependency[int],
+        pushes: NamedDependency[PushService],
         search: Annotated[str | None, QueryParameter(min_length=1, max_length=64)] = None,
         limit: Annotated[int | None, QueryParameter(ge=1, le=MAX_PAGE)] = None,
     ) -> ModelList:
@@ -70,6 +73,7 @@ class ModelController(ApiController):
         own = await reading.own(principal, wanted.rpartition("/")[2] or None, limit)
         found = [*own, *await reading.granted(principal)]
         models += [_adapter(bases, one.name, one.created_at, one.base_model) for one in found]
+        models += _training(bases, await pushes.all(principal))
         models = [one for one in models if wanted in one.id.lower()]
         return ModelList(data=models[:limit])
 
@@ -81,6 +85,7 @@ class ModelController(ApiController):
         adapters: NamedDependency[AdapterService],
         bases: NamedDependency[ServedBases],
         started_at: NamedDependency[int],
+        pushes: NamedDependency[PushService],
     ) -> Model:
         """Return one model by the name in the list."""
         name = name.removeprefix("/")
@@ -92,6 +97,10 @@ class ModelController(ApiController):
         try:
             info = await adapters.queries.get(principal, name)
         except AdapterNotFound:
+            full = name if "/" in name else f"{principal.tenant_name}/{name}"
+            for model in _training(bases, await pushes.all(principal)):
+                if model.id == full:
+                    return model
             raise ModelNotFound(name) from None
         return _adapter(bases, info.name, info.created_at, info.base_model)
 
@@ -110,3 +119,14 @@ def _adapter(bases: ServedBases, name: str, created_at: int, base_model: str) ->
         parent=base_model if base is None else base.name,
         max_model_len=0 if base is None else base.context,
     )
+
+
+def _training(bases: ServedBases, versions: Sequence[TrainingVersion]) -> Iterator[Model]:
+    """Yield training adapters: the newest version under the adapter's name, and older ones under their numbers."""
+    named: set[str] = set()
+    for version in sorted(versions, key=lambda one: (one.adapter, -one.number)):
+        model = _adapter(bases, version.name, version.created_at, version.base_model)
+        if version.adapter not in named:
+            model = msgspec.structs.replace(model, id=version.adapter)
+        named.add(version.adapter)
+        yield model

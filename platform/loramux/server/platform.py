@@ -21,6 +21,7 @@ from loramux.accounts.tenants.secrets import open_pepper, replace_pepper
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.accounts.webhooks.dispatcher import webhook_client
 from loramux.accounts.webhooks.endpoints import WebhookService
+from loramux.catalog.pushes.service import PushService
 from loramux.catalog.registry.errors import RegistryError
 from loramux.catalog.registry.registry import Registry, open_registry
 from loramux.catalog.registry.resolver import BaseModels
@@ -53,6 +54,7 @@ from loramux.serving.service import CompletionService, ServedBases
 from loramux.serving.stored_responses import ResponseStore
 
 MAINTENANCE_SECONDS = 10.0
+COMPARE_SECONDS = 2.0
 SETTLE_SECONDS = 5.0
 STORAGE_SECONDS = 3600.0
 SUM_SECONDS = 15.0
@@ -86,6 +88,7 @@ class Platform:
     completions: CompletionService
     responses: ResponseStore
     webhooks: WebhookService
+    pushes: PushService
     local_folders: LocalFolders
     database: Database
     blobs: BlobStore
@@ -186,6 +189,16 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
         stack.callback(questions.stop)
         adapters = AdapterService(registry, lifecycle.engines)
         await _preload(settings, tenants, adapters)
+        pushes = PushService(
+            database,
+            blobs,
+            registry.blob_gc,
+            lifecycle.models,
+            ingest,
+            settings.pushes,
+            settings.adapters,
+            adapters.retire,
+        )
         renderer = TemplateRenderer()
         stack.callback(renderer.close)
         completions = CompletionService(
@@ -205,6 +218,8 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             (UPLOAD_SWEEP_SECONDS, uploads.worker.sweep),
             (CACHE_SECONDS, partial(registry.blob_gc.trim_cache, settings.records.cache_bytes)),
             (MAINTENANCE_SECONDS, adapters.run_maintenance),
+            (MAINTENANCE_SECONDS, pushes.expire),
+            (COMPARE_SECONDS, pushes.compare_next),
         )
         for seconds, chore in chores:
             await stack.enter_async_context(run_periodically(seconds, chore))
@@ -222,6 +237,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             completions=completions,
             responses=responses,
             webhooks=webhooks,
+            pushes=pushes,
             local_folders=LocalFolders(adapters, uploads, settings.adapters.local_root),
             database=database,
             blobs=blobs,

@@ -105,14 +105,15 @@ class AdapterService:
     async def run_maintenance(self) -> None:
         """Delete expired adapters, collect unneeded blobs, and reconcile the engines' pins with the records."""
         await self.deletion.expire()
-        self._retire_all(await self._registry.blob_gc.recently_uncallable())
+        self.retire(await self._registry.blob_gc.recently_uncallable())
         await self._registry.blob_gc.purge()
         await self.pins.reconcile()
 
     async def _retire(self, principal: Principal, digests: frozenset[str]) -> None:
-        self._retire_all(await self._registry.blob_gc.uncallable(principal.tenant, digests))
+        self.retire(await self._registry.blob_gc.uncallable(principal.tenant, digests))
 
-    def _retire_all(self, keys: Iterable[str]) -> None:
+    def retire(self, keys: Iterable[str]) -> None:
+        """Let every engine forget weights that no name leads to any more, as soon as no request uses them."""
         for key in keys:
             for engine in self._engines.values():
                 engine.retire(key)
@@ -216,6 +217,11 @@ class LocalFolders:
         self._adapters = adapters
         self._uploads = uploads
         self._root = Path(root).resolve() if root else None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the settings name a root."""
+        return self._root is not None
 
     async def load(self, principal: Principal, name: str, path: str, load_inplace: bool) -> AdapterInfo:
         """Point `name` at the adapter in the folder `path`. With `load_inplace`, an existing adapter is replaced.

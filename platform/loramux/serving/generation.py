@@ -127,7 +127,8 @@ class Generation:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.id = opened.id
-        self.model = opened.model
+        self.model = opened.version or opened.model
+        """Name of the model that answers, with the number of its revision or version."""
         self.base_model = opened.base_model
         self.created = int(time.time())
         """Time of the start, in Unix seconds."""

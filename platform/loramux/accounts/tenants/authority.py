@@ -22,8 +22,10 @@ CUSTOMER_SCOPES = frozenset({"inference", "adapters", "usage"})
 """Scopes of a key if its maker names no scopes."""
 MANAGEMENT_SCOPES = frozenset({"read", "keys", "projects", "members", "limits", "billing", "audit", "webhooks"})
 TENANT_SCOPES = CUSTOMER_SCOPES | MANAGEMENT_SCOPES
-SCOPES = TENANT_SCOPES | {"operator"}
-IMPLIED = {scope: frozenset({scope, "read"}) for scope in TENANT_SCOPES}
+TRAINER_SCOPES = frozenset({"push"})
+"""Scopes of a trainer, which no role has: an operator decides which tenants may push training adapters."""
+SCOPES = TENANT_SCOPES | TRAINER_SCOPES | {"operator"}
+IMPLIED = {scope: frozenset({scope, "read"}) for scope in TENANT_SCOPES | TRAINER_SCOPES}
 """Scopes that each scope includes. Every scope of a tenant includes reading: models, adapters, projects, limits."""
 WHOLE_TENANT_SCOPES = frozenset({"projects", "members", "limits", "billing", "audit", "webhooks", "operator"})
 """Scopes over a whole tenant, or over all tenants. A key that is limited to a list of models never has them."""

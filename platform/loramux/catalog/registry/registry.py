@@ -45,6 +45,7 @@ from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.credentials import names_of_actors
 from loramux.data.records.database import Database
 from loramux.data.records.pins import IDLE, UNPINNED, ActivePin, ActivePinRepository, PinRepository
+from loramux.data.records.training_versions import names_of_versions
 from loramux.data.storage.blobs import BlobStore
 
 
@@ -77,7 +78,8 @@ class AdapterQueries:
     async def names_of(self, engine_keys: Collection[str]) -> dict[str, str]:
         """Return the names of revisions (`tenant/adapter@3`) by their keys in the engines. For operators only."""
         async with self._database.read() as session:
-            names = await names_of_digests(session, {key.partition("/")[0] for key in engine_keys})
+            digests = {key.partition("/")[0] for key in engine_keys}
+            names = await names_of_versions(session, digests) | await names_of_digests(session, digests)
         return {engine_key(owner, digest): name for (digest, owner), name in names.items()}
 
     async def deleted(self, principal: Principal, limit: int, search: str | None = None) -> list[DeletedAdapter]:

@@ -35,6 +35,7 @@ from loramux.common.jobs import ThreadPool, run_blocking
 from loramux.data.records.access import AccessibleRevision, AccessRepository, same_content
 from loramux.data.records.aliases import DEFAULT_ALIAS
 from loramux.data.records.database import Database
+from loramux.data.records.training_versions import TrainingVersionRepository
 from loramux.data.storage.blobs import BlobCorrupt, BlobMissing, BlobStore
 
 if TYPE_CHECKING:
@@ -171,6 +172,15 @@ class ResolvedModel(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     """The base model's served name."""
     revision: Revision | None
+    series: str | None = None
+    """The series of a training adapter, as `tenant/series`; None for other models."""
+
+    @property
+    def billed_name(self) -> str:
+        """Return the name in the ledger and in metrics. Versions of training adapters are counted by their series,
+        because a trainer makes thousands.
+        """
+        return self.series or self.name
 
 
 class ModelResolver:
@@ -201,7 +211,8 @@ class ModelResolver:
             raise ModelNotFound(model, await self._nearest(principal, model))
         resolved = await self._with_files(name, choose_target(candidates, caller), principal.tenant)
         assert resolved.revision is not None
-        self._used.add(resolved.revision.id)
+        if resolved.series is None:
+            self._used.add(resolved.revision.id)
         return resolved
 
     def take_used(self) -> frozenset[str]:
@@ -222,9 +233,14 @@ class ModelResolver:
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
             if name.number is None:
-                return await access.aliased(name.tenant, name.adapter, name.alias or DEFAULT_ALIAS)
-            one = await access.numbered(name.tenant, name.adapter, name.number)
-            return [] if one is None else [one]
+                found = await access.aliased(name.tenant, name.adapter, name.alias or DEFAULT_ALIAS)
+            else:
+                one = await access.numbered(name.tenant, name.adapter, name.number)
+                found = [] if one is None else [one]
+            if found or name.alias is not None or name.tenant != principal.tenant_name:
+                return found
+            pushed = await TrainingVersionRepository(session, principal.tenant).callable(name.adapter, name.number)
+            return [] if pushed is None else [pushed]
 
     async def _with_files(self, asked: ModelName, found: AccessibleRevision, tenant: TenantId) -> ResolvedModel:
         name = f"{asked.tenant}/{asked.adapter}@{found.number}"
@@ -245,7 +261,8 @@ class ModelResolver:
             digest=found.digest,
             directory=directory,
         )
-        return ResolvedModel(name=name, base_model=base.name, revision=revision)
+        series = None if found.series is None else f"{asked.tenant}/{found.series}"
+        return ResolvedModel(name=name, base_model=base.name, revision=revision, series=series)
 
     async def _unserved(self, name: str, adapter: str, found: AccessibleRevision) -> RegistryError:
         """Return the error for a revision that no base serves. For a retired base, the error names the base to use

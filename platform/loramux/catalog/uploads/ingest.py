@@ -21,6 +21,7 @@ from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -35,6 +36,7 @@ from loramux.catalog.registry.errors import (
     SHOWN,
     AdapterNotFound,
     BaseRetired,
+    InvalidName,
     RegistryError,
     RevisionUnavailable,
     TooManyAdapters,
@@ -48,7 +50,7 @@ from loramux.catalog.validation.jobs import ReportWarning, ValidationReport
 from loramux.catalog.validation.validator import BaseValidators
 from loramux.common.bundle import BUNDLE_FILE
 from loramux.common.errors import Rejection
-from loramux.common.identity import Principal
+from loramux.common.identity import Principal, TenantId
 from loramux.common.jobs import SERVER, JobRunner, TenantSlots, ThreadPool
 from loramux.common.sandbox.sandbox import SandboxDied
 from loramux.common.settings.serving import AdapterLimits
@@ -59,11 +61,15 @@ from loramux.data.records.aliases import AliasRepository
 from loramux.data.records.contents import register_revision
 from loramux.data.records.database import CONTENTS, Database, advisory_lock
 from loramux.data.records.errors import RecordsError
+from loramux.data.records.training_versions import TrainingVersionRepository
 from loramux.data.records.uploads import VALIDATING, UploadJob, UploadJobs, UploadPart, UploadRepository
 from loramux.data.records.webhooks import REJECTED, EventRepository, stored
 from loramux.data.storage.blobs import BlobStore, files_of
 from loramux.data.storage.errors import StorageError
 from loramux.money.limits.definitions import AdapterQuota, adapter_quota
+
+if TYPE_CHECKING:
+    from loramux_adapters.plan import PlanLimits
 
 THREADS, THREADS_PER_TENANT = 8, 2
 OnRegistered = Callable[[AsyncSession, RevisionRow], Awaitable[None]]
@@ -132,6 +138,12 @@ class Ingest:
         async with self._database.read() as session:
             quota = await adapter_quota(session, principal, self._limits)
             await self._check_counts(AdapterRepository(session, principal.tenant), adapter, quota)
+            if await TrainingVersionRepository(session, principal.tenant).of_name(adapter):
+                raise InvalidName(
+                    f"`{principal.tenant_name}/{adapter}` is a training adapter; unload it first, or choose another "
+                    "name",
+                    "name",
+                )
         return adapter
 
     def check_base(self, name: str | None) -> None:
@@ -154,27 +166,45 @@ class Ingest:
         )
 
     async def check_files(
-        self, principal: Principal, folder: Path, base_model: str | None, ignored: Sequence[str] = ()
+        self,
+        principal: Principal,
+        folder: Path,
+        base_model: str | None,
+        ignored: Sequence[str] = (),
+        *,
+        compare: bool = True,
     ) -> tuple[ValidationReport, AdapterQuota]:
         """Check files against a base and the tenant's limits. Raises the errors of `check_base`, and
         ValidationUnavailable.
 
         `base_model` is the base that the caller has named; None: the files decide. The report names the `ignored`
-        files, which were announced but not stored.
+        files, which were announced but not stored. With `compare`, outputs are compared with PEFT's.
         """
-        from loramux_adapters.plan import PlanLimits
-
         self.check_base(base_model)
         async with self._database.read() as session:
             quota = await adapter_quota(session, principal, self._limits)
-        limits = PlanLimits(quota.rank, quota.file_bytes, self._limits.max_vocabulary_bytes)
+        limits = self._plan_limits(quota.rank, quota.file_bytes)
         if quota.modules is not None:
             limits = replace(limits, max_modules=quota.modules)
         try:
-            report = await self._threads.run(principal.tenant, self._validators.examine, folder, limits, base_model)
+            examine = self._validators.examine if compare else self._validators.check
+            report = await self._threads.run(principal.tenant, examine, folder, limits, base_model)
         except SandboxDied as error:
             raise ValidationUnavailable("uploads cannot be checked at present; try again in a minute") from error
         return report.followed_by(ValidationReport(checks=(), warnings=_notes(ignored))), quota
+
+    async def compare(self, folder: Path, base_model: str) -> ValidationReport | None:
+        """Compare the outputs of an adapter that passed `check_files` with PEFT's; None if the settings say not to.
+
+        Raises SandboxDied.
+        """
+        limits = self._plan_limits(self._limits.max_rank, self._limits.max_bytes)
+        return await self._threads.run(SERVER, self._validators.compare, folder, limits, base_model)
+
+    def _plan_limits(self, max_rank: int, max_bytes: int) -> PlanLimits:
+        from loramux_adapters.plan import PlanLimits
+
+        return PlanLimits(max_rank, max_bytes, self._limits.max_vocabulary_bytes)
 
     async def register(self, principal: Principal, staged: StagedUpload, on_registered: OnRegistered) -> AdapterInfo:
         """Store and register checked files; return the adapter in the state of the registering transaction.
@@ -184,7 +214,7 @@ class Ingest:
         """
         if staged.report.refusal is not None:
             raise UploadRejected(staged.report.refusal)
-        content = await self._threads.run(principal.tenant, self._seal, staged)
+        content = await self.seal(principal.tenant, staged.folder, staged.report)
         info = None
         try:
             while info is None:  # repeat this if a concurrent deletion has removed the same content
@@ -199,18 +229,22 @@ class Ingest:
         await self._threads.run(principal.tenant, self._blobs.adopt, staged.folder, content.digest)
         return info
 
-    def _seal(self, staged: StagedUpload) -> RevisionContent:
-        assert staged.report.found is not None, "only sound files are registered"
-        base = self._bases.named(staged.report.base_model or "")
+    async def seal(self, tenant: TenantId, folder: Path, report: ValidationReport) -> RevisionContent:
+        """Make checked files read-only, and return the facts of their content. Raises ValidationUnavailable."""
+        return await self._threads.run(tenant, self._seal, folder, report)
+
+    def _seal(self, folder: Path, report: ValidationReport) -> RevisionContent:
+        assert report.found is not None, "only sound files are registered"
+        base = self._bases.named(report.base_model or "")
         if base is None:
             raise ValidationUnavailable("the base model was unloaded while the upload was checked; try again later")
         return RevisionContent(
-            digest=self._blobs.seal(staged.folder),
-            rank=staged.report.found.rank,
-            size_bytes=sum((staged.folder / name).stat().st_size for name in files_of(staged.folder)),
+            digest=self._blobs.seal(folder),
+            rank=report.found.rank,
+            size_bytes=sum((folder / name).stat().st_size for name in files_of(folder)),
             base=base.description.fingerprint,
             base_model=base.name,
-            bundle=bundle.read_text() if (bundle := staged.folder / BUNDLE_FILE).exists() else None,
+            bundle=bundle.read_text() if (bundle := folder / BUNDLE_FILE).exists() else None,
         )
 
     async def _register(
@@ -221,7 +255,7 @@ class Ingest:
             await advisory_lock(session, CONTENTS)
             adapters = AdapterRepository(session, principal.tenant)
             await self._check_counts(adapters, staged.adapter, staged.quota)
-            await self._check_bytes(adapters, staged.quota, content)
+            await self.check_bytes(session, principal.tenant, staged.quota, content)
             # all tenants wait for this lock, so this code never waits for the tenant's turn under it
             if not await self._threads.run(SERVER, self._blobs.is_stored, content.digest):
                 return None
@@ -251,10 +285,14 @@ class Ingest:
                 "revisions",
             )
 
-    async def _check_bytes(self, adapters: AdapterRepository, quota: AdapterQuota, content: RevisionContent) -> None:
+    async def check_bytes(
+        self, session: AsyncSession, tenant: TenantId, quota: AdapterQuota, content: RevisionContent
+    ) -> None:
+        """Raise TooManyAdapters if the tenant's adapters and this content have more bytes than its quota."""
         if quota.total_bytes is None:
             return
-        have = await adapters.bytes_besides(content.digest)
+        have = await AdapterRepository(session, tenant).bytes_besides(content.digest)
+        have += await TrainingVersionRepository(session, tenant).bytes_besides(content.digest)
         if have + content.size_bytes > quota.total_bytes:
             raise TooManyAdapters(
                 f"your adapters have {have} bytes and this one {content.size_bytes}; together they may have "

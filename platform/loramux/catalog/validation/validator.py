@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -94,16 +95,27 @@ class Validator:
         describes. The other files of a trainer are replaced by one BUNDLE_FILE, if they contain any setting.
         """
         folder = folder.resolve()
-        with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as uploaded:
-            report = self._check_files(folder, Path(uploaded), limits)
-            if report.refusal is None:
-                report = report.followed_by(self._make_bundle(folder, report))
+        with _aside(folder) as uploaded:
+            report = self._check(folder, uploaded, limits)
             if report.refusal is not None or self._parity is None:
                 return report
             is_original = report.converted is None or any(check.name == NAMES_CHECK for check in report.checks)
-            original = folder if is_original else Path(uploaded)
+            original = folder if is_original else uploaded
             job = ParityJob(uploaded=str(original), served=str(folder), limits=limits)
             return report.followed_by(self._compare(self._parity, job))
+
+    def check(self, folder: Path, limits: PlanLimits) -> ValidationReport:
+        """Report on the adapter in `folder` as `examine` does, without a comparison with PEFT. Raises SandboxDied."""
+        folder = folder.resolve()
+        with _aside(folder) as uploaded:
+            return self._check(folder, uploaded, limits)
+
+    def compare(self, folder: Path, limits: PlanLimits) -> ValidationReport | None:
+        """Compare the outputs of a checked adapter with PEFT's; None if the settings say not to. Raises SandboxDied."""
+        if self._parity is None:
+            return None
+        folder = folder.resolve()
+        return self._compare(self._parity, ParityJob(uploaded=str(folder), served=str(folder), limits=limits))
 
     def close(self) -> None:
         """Stop the warm processes."""
@@ -126,6 +138,10 @@ class Validator:
         if tokens.refusal is not None and tokens.refusal.code in (TIMEOUT, OUT_OF_MEMORY):
             tokens = msgspec.structs.replace(_without_tokens(tokens.refusal.message), usage=tokens.usage)
         return report.followed_by(tokens)
+
+    def _check(self, folder: Path, aside: Path, limits: PlanLimits) -> ValidationReport:
+        report = self._check_files(folder, aside, limits)
+        return report if report.refusal is not None else report.followed_by(self._make_bundle(folder, report))
 
     def _check_files(self, folder: Path, aside: Path, limits: PlanLimits) -> ValidationReport:
         """Report on the files in the form that will be served. The originals of a converted adapter are moved to
@@ -201,6 +217,26 @@ class BaseValidators:
 
     def examine(self, folder: Path, limits: PlanLimits, base_model: str | None) -> ValidationReport:
         """Report on the adapter in `folder` and on the base that it was checked against. Raises SandboxDied."""
+        return self._report(lambda one: one.examine(folder, limits), folder, limits, base_model)
+
+    def check(self, folder: Path, limits: PlanLimits, base_model: str | None) -> ValidationReport:
+        """Report as `examine` does, without a comparison with PEFT. Raises SandboxDied."""
+        return self._report(lambda one: one.check(folder, limits), folder, limits, base_model)
+
+    def compare(self, folder: Path, limits: PlanLimits, base_model: str) -> ValidationReport | None:
+        """Compare the outputs of a checked adapter with PEFT's; None if the base's settings say not to, or the base was
+        unloaded. Raises SandboxDied.
+        """
+        validator = self._validators.get(base_model)
+        return None if validator is None else validator.compare(folder, limits)
+
+    def _report(
+        self,
+        examine: Callable[[Validator], ValidationReport],
+        folder: Path,
+        limits: PlanLimits,
+        base_model: str | None,
+    ) -> ValidationReport:
         validators, retired = self._validators, self._retired
         if base_model is None and len(validators) == 1 and not retired:
             base_model = next(iter(validators))
@@ -214,7 +250,7 @@ class BaseValidators:
             base_model = choice.base_model
         if base_model not in validators:
             raise SandboxDied(f"the base model {base_model} has been unloaded")
-        report = validators[base_model].examine(folder, limits)
+        report = examine(validators[base_model])
         return msgspec.structs.replace(report, base_model=base_model)
 
     def close(self) -> None:
@@ -222,6 +258,13 @@ class BaseValidators:
         self._choice.close()
         for validator in self._validators.values():
             validator.close()
+
+
+@contextmanager
+def _aside(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder next to `folder`. The originals of converted files are moved there."""
+    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as name:
+        yield Path(name)
 
 
 def _warn_of_what_the_kernel_lacks() -> None:

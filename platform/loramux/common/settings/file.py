@@ -32,6 +32,7 @@ from loramux.common.settings.serving import (
     EngineSettings,
     FleetSettings,
     ModelSettings,
+    PushSettings,
     SchedulerSettings,
     UploadSettings,
     ValidationSettings,
@@ -73,6 +74,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     adapters: AdapterLimits = AdapterLimits()
     validation: ValidationSettings = ValidationSettings()
     uploads: UploadSettings = UploadSettings()
+    pushes: PushSettings = PushSettings()
     batches: BatchSettings = BatchSettings()
     training: TrainingSettings = TrainingSettings()
     privacy: PrivacySettings = PrivacySettings()
@@ -123,11 +125,12 @@ def ensure_files(settings: Settings) -> None:
     for hub in settings.uploads.hubs:
         if hub.token_file is not None:
             _ensure_readable(f"uploads.hubs.{hub.name}.token_file", Path(hub.token_file))
-    font, root = settings.billing.font, settings.adapters.local_root
+    font = settings.billing.font
     if font is not None and _ensure_readable("billing.font", Path(font)) not in FONT_MAGIC:
         raise SettingsError(f"billing.font: {font} is no TrueType or OpenType font")
-    if root is not None and not Path(root).is_dir():
-        raise SettingsError(f"adapters.local_root: {root} is no folder; create it, or leave the setting out")
+    for name, root in (("adapters.local_root", settings.adapters.local_root), ("pushes.root", settings.pushes.root)):
+        if root is not None and not Path(root).is_dir():
+            raise SettingsError(f"{name}: {root} is no folder; create it, or leave the setting out")
 
 
 def _ensure_readable(setting: str, path: Path) -> bytes:
@@ -242,6 +245,7 @@ def resolve_paths(settings: Settings, root: Path) -> Settings:
         issuers=tuple(_issuer_at(issuer, at) for issuer in settings.issuers),
         sinks=tuple(msgspec.structs.replace(sink, secret_file=at(sink.secret_file)) for sink in settings.sinks),
         adapters=msgspec.structs.replace(settings.adapters, local_root=root_of_adapters and at(root_of_adapters)),
+        pushes=msgspec.structs.replace(settings.pushes, root=settings.pushes.root and at(settings.pushes.root)),
         model=msgspec.structs.replace(settings.model, path=at(settings.model.path)),
         bases=tuple(msgspec.structs.replace(base, path=at(base.path)) for base in settings.bases),
         records=msgspec.structs.replace(

@@ -372,6 +372,27 @@ class UploadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Model hubs from which the server may fetch adapters."""
 
 
+class PushSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Training adapters: weights that trainers push while they train (POST /v1/load_lora_adapter)."""
+
+    root: str | None = None
+    """A folder of this machine with a folder for each tenant, named after the tenant, from which the tenant's keys with
+    the scope `push` may push. Unset: trainers send the files in the body."""
+    shared_memory: bool = False
+    """Accept weights from POSIX shared memory of this machine. Only segments of the server's own user are read, and
+    only segments that no other user may write."""
+    keep: Annotated[int, Meta(ge=1, le=1000)] = 8
+    """Versions of a name that are kept, and names of a series (`policy-v12`, `policy-v13`). Older ones are removed and
+    cannot be restored."""
+    series_per_tenant: Annotated[int, Meta(ge=0, le=1000)] = 4
+    """The largest number of series of a tenant. 0: no training adapters."""
+    idle_seconds: Positive = 86_400
+    """Seconds after the last push of a series until the series is removed."""
+    parity_interval_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Seconds between two comparisons of a series with PEFT, which run after the push. The first version of a series is
+    always compared, if validation.parity is on."""
+
+
 class ValidationSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Resources of the processes that check uploads before they are served."""
 

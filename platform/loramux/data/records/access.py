@@ -79,6 +79,8 @@ class AccessibleRevision(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     """The alias's id, which keys the choice of one of its targets."""
     weight: int = 1
+    series: str | None = None
+    """The series of a training adapter; None: the adapter was uploaded."""
 
 
 _FOUND = (

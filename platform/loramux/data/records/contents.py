@@ -40,6 +40,7 @@ from loramux.data.records.base import Repository, among
 from loramux.data.records.pins import PinRow
 from loramux.data.records.requests import RequestRow
 from loramux.data.records.tenants import TenantRow
+from loramux.data.records.training_versions import digests_of_versions
 
 FOREVER = 2**62
 """A time later than any end."""
@@ -199,18 +200,20 @@ class ContentRepository(Repository):
         return frozenset(digests) & frozenset(await self._session.scalars(running))
 
     async def unkept(self, digests: Collection[str]) -> frozenset[str]:
-        """Return the digests that no revision keeps."""
+        """Return the digests that no revision and no training adapter keeps."""
         kept = select(RevisionRow.digest).where(among(self._session, RevisionRow.digest, digests), KEPT)
-        return frozenset(digests) - frozenset(await self._session.scalars(kept))
+        pushed = {digest for _, digest in await digests_of_versions(self._session, digests)}
+        return frozenset(digests) - frozenset(await self._session.scalars(kept)) - pushed
 
     async def uncallable(self, tenant: TenantId, digests: Collection[str]) -> frozenset[str]:
-        """Return the digests that no callable revision of the tenant has."""
+        """Return the digests that no callable revision and no training adapter of the tenant has."""
         callable_ = select(RevisionRow.digest).where(
             RevisionRow.tenant_id == tenant,
             among(self._session, RevisionRow.digest, digests),
             RevisionRow.state == READY,
         )
-        return frozenset(digests) - frozenset(await self._session.scalars(callable_))
+        pushed = {digest for owner, digest in await digests_of_versions(self._session, digests) if owner == tenant}
+        return frozenset(digests) - frozenset(await self._session.scalars(callable_)) - pushed
 
     async def uncallable_since(self, moment: int) -> frozenset[tuple[TenantId, str]]:
         """Return tenants and digests of revisions deleted since then that the tenant cannot call by any other name."""
@@ -221,4 +224,5 @@ class ContentRepository(Repository):
         statement = select(RevisionRow.tenant_id, RevisionRow.digest).where(
             RevisionRow.deleted_at >= moment, ~callable_
         )
-        return frozenset((tenant, digest) for tenant, digest in await self._session.execute(statement))
+        found = frozenset((tenant, digest) for tenant, digest in await self._session.execute(statement))
+        return found - await digests_of_versions(self._session, {digest for _, digest in found})

@@ -110,7 +110,9 @@ class OpenedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The id of the API key, or of the member that a token of an identity provider names."""
     project_id: ProjectId | None = None
     model: str
-    """The resolved model: `tenant/adapter@3`, or the base model's name."""
+    """The resolved model: `tenant/adapter@3`, the base model's name, or the series of a training adapter."""
+    version: str = ""
+    """The name of the model that answers: `model`, or a version of the series. Empty: `model`."""
     adapter_digest: str | None
     base_model: str = ""
     tier: str = ""

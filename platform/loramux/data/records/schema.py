@@ -39,6 +39,7 @@ from loramux.data.records import (  # noqa: F401 - each declares tables
     sinks,
     tenants,
     training,
+    training_versions,
     uploads,
     usage,
     webhooks,

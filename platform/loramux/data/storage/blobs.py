@@ -102,14 +102,15 @@ class BlobStore:
             (folder / name).chmod(0o400)
         return content_digest(folder)
 
-    def publish(self, folder: Path, digest: str) -> None:
-        """Store copies of a sealed folder's files, durably.
+    def publish(self, folder: Path, digest: str, *, durable: bool = True) -> None:
+        """Store copies of a sealed folder's files. Without `durable`, a crash of this machine may damage them, which
+        their digest then shows.
 
         A content that is there already is stored again, which repairs damage. The registration calls `is_stored` once
         more, under the lock that removals hold.
         """
         for name in reversed(files_of(folder)):
-            self.objects.put_file(f"{place_of(digest)}/{name}", folder / name)
+            self.objects.put_file(f"{place_of(digest)}/{name}", folder / name, durable=durable)
 
     def adopt(self, folder: Path, digest: str) -> None:
         """Move a sealed folder into the cache, so that its content is not fetched and read again."""

@@ -1,0 +1,1 @@
+"""Training adapters: weights that a trainer pushes while it trains."""
