@@ -256,7 +256,7 @@ def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> N
         file = client.files.create(file=("train.jsonl", data), purpose="fine-tune")
         job = until(client, client.fine_tuning.jobs.create(model="tiny", training_file=file.id).id, *ENDS)
         assert (job.status, job.error.code) == ("failed", "invalid_training_file")
-        assert "Line 13: it has more than the 512 tokens of the context" in job.error.message
+        assert "Line 13 of 'training_file': it has more than the 512 tokens of the context" in job.error.message
     assert billed(place) == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,15 +31,15 @@ async def open_trainer(settings: Settings, example_format: Callable[[int], Examp
         blobs = open_store(settings.records)
         stack.callback(blobs.close)
         parts = TrainerParts(
-            database, blobs, await _bases(settings, database), example_format(CONTEXT), settings.training
+            database, blobs, partial(local_bases, settings, database), example_format(CONTEXT), settings.training
         )
         trainer = Trainer(parts)
         await stack.enter_async_context(trainer.alive())
         yield trainer
 
 
-async def _bases(settings: Settings, database: Database) -> dict[str, Path]:
-    """Return the folders of the bases that are on this machine."""
+async def local_bases(settings: Settings, database: Database) -> dict[str, Path]:
+    """Return the folders of the bases whose weights are on this machine, by the bases' names."""
     async with database.read() as session:
         known = known_bases(settings, await BaseRepository(session).all())
     return await asyncio.to_thread(_folders, known.values())
