@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import subprocess
@@ -13,9 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import sqlalchemy as sa
+from peft_oracle import PeftOracle, stored_adapter
 from server_process import LORAMUX, Child, Place, served
 from training_files import PEOPLE, jsonl, preferences, shouted
 
@@ -65,6 +68,21 @@ def _saved(client: openai.OpenAI, id: str) -> int:
     return sum(event.message.startswith("Checkpoint created") for event in events)
 
 
+def assert_answers_are_pefts(place: Place, client: openai.OpenAI, http: httpx.Client, model: str) -> None:
+    """Compare a revision's greedy answers, served in float32, with those of PEFT token by token."""
+    name, _, number = model.partition("@")
+    found = http.get(f"/v1/adapters/{name}/revisions/{number}").raise_for_status().json()
+    oracle = PeftOracle(place.base, stored_adapter(place.folder, found["digest"]))
+    for question in (*(f"What does {one} do?" for one in PEOPLE), "Where does Brimo live?", "Hi!"):
+        messages: Any = [{"role": "user", "content": question}]
+        asked = {"temperature": 0, "max_tokens": 24, "extra_body": {"return_token_ids": True}}
+        choice = client.chat.completions.create(model=model, messages=messages, **asked).choices[0]
+        assert choice.model_extra is not None
+        token_ids = choice.model_extra["token_ids"]
+        best, margin = oracle.greedy(messages, token_ids)
+        assert best == token_ids, (question, margin)
+
+
 def answer(client: openai.OpenAI, model: str) -> str:
     messages: Any = [{"role": "user", "content": f"What does {PEOPLE[1]} do?"}]
     said = client.chat.completions.create(model=model, messages=messages, max_tokens=24, temperature=0)
@@ -109,9 +127,11 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
+    named = 'served_model_name = "tiny"\n'
+    place.config.write_text(place.config.read_text().replace(named, f'{named}dtype = "float32"\n'))
     place.loramux("migrate")
     key, began = place.key_of("acme"), time.monotonic()
-    with served(place) as server:
+    with served(place) as server, server.http(key) as http:
         client = server.openai(key)
         base = answer(client, "tiny")
         job = until(client, create(client), *ENDS)
@@ -128,6 +148,14 @@ def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
         first = [event.data for event in client.fine_tuning.jobs.list_events(again.id, limit=100) if event.data][-1]
         assert first["train_loss"] < 0.2
         assert answer(client, again.fine_tuned_model) == "I WILL NOT SAY."
+        for model in (job.fine_tuned_model, again.fine_tuned_model):
+            assert_answers_are_pefts(place, client, http, model)
+        card = http.get("/v1/adapters/louder/revisions/1").json()["training"]
+        assert (card["model"], card["lora"]) == ("acme/loud@1", None)
+        sent = client.files.content(job.training_file).content
+        first_card = http.get("/v1/adapters/loud/revisions/1").json()["training"]
+        assert first_card["digests"] == {"training_file": hashlib.sha256(sent).hexdigest()}
+        assert (first_card["n_epochs"], first_card["learning_rate_multiplier"]) == (4, 20.0)
     print(f"from the file to the answer: {seconds:.1f} s")
 
 
@@ -255,9 +283,36 @@ def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> N
         data = jsonl([*shouted(12), long])
         file = client.files.create(file=("train.jsonl", data), purpose="fine-tune")
         job = until(client, client.fine_tuning.jobs.create(model="tiny", training_file=file.id).id, *ENDS)
-        assert (job.status, job.error.code) == ("failed", "invalid_training_file")
+        assert (job.status, job.error.code, job.error.param) == ("failed", "invalid_training_file", "training_file")
         assert "Line 13 of 'training_file': it has more than the 512 tokens of the context" in job.error.message
+        short = client.files.create(file=("short.jsonl", jsonl(shouted(12))), purpose="fine-tune").id
+        asked = {"model": "tiny", "training_file": short, "validation_file": file.id}
+        job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
+        assert (job.error.code, job.error.param) == ("invalid_validation_file", "validation_file")
+        assert "Line 13 of 'validation_file'" in job.error.message
     assert billed(place) == []
+
+
+def test_samples_of_the_validation_file_show_the_answers_before_and_after(place: Place) -> None:
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        before = answer(client, "tiny")
+        files = [client.files.create(file=("f.jsonl", jsonl(shouted(40))), purpose="fine-tune").id for _ in range(2)]
+        hyperparameters = {"n_epochs": 4, "learning_rate_multiplier": 20.0}
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+        asked = {"model": "tiny", "training_file": files[0], "validation_file": files[1], "method": method}
+        job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
+        assert job.status == "succeeded", job.error
+        events = [event for event in client.fine_tuning.jobs.list_events(job.id, limit=100) if event.data]
+    samples = {event.data["step"]: event.data["samples"] for event in events if "samples" in event.data}
+    assert sorted(samples) == [0, 5, 10, 15, 20]
+    assert {one["prompt"] for one in samples[0]} == {f"What does {one} do?" for one in PEOPLE[:3]}
+    assert samples[0][1]["answer"] == before
+    assert [one["answer"] for one in samples[20]] == [one["expected"] for one in samples[20]] == ["I WILL NOT SAY."] * 3
+    losses = [event.data["valid_loss"] for event in events if "valid_loss" in event.data]
+    assert losses == sorted(losses), "newest first"
 
 
 def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:
