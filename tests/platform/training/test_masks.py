@@ -1,7 +1,7 @@
 """Masks of real families' chat templates, compared with the text: the model learns what the assistant wrote, no more.
 
-TRL's package has the templates. Each message holds a word of its own, so a word shows in which part of the mask its
-message is.
+TRL's package has the templates. Each message holds a word that no other one has, so a word shows in which part of the
+mask its message is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,23 @@ from tiny_base import byte_tokenizer
 
 from loramux.serving.messages import ChatOptions
 from loramux.serving.tokenizer import Tokenizer
-from loramux.training.encoding import Encoder, Sequence
+from loramux.training.encoding import Encoder, Sequence, Unlearnable
 from loramux.training.examples import Example, Turn, conversation_of
 
 found = find_spec("trl")
 assert found is not None
 assert found.submodule_search_locations is not None
 FOLDER = Path(found.submodule_search_locations[0]) / "chat_templates"
-TEMPLATES = {file.stem: file.read_text() for file in sorted(FOLDER.glob("*.jinja")) if "_training" not in file.stem}
+IMAGES = ("idefics3", "llava_next", "smolvlm")
+"""Templates that take texts as parts of a list only."""
+TEMPLATES = {
+    file.stem: file.read_text()
+    for file in sorted(FOLDER.glob("*.jinja"))
+    if "_training" not in file.stem and file.stem not in IMAGES
+}
+FORCED = ("deepseek_r1", "deepseekv3", "nemotron_3")
+"""Beginnings of the names of templates whose prompt begins a thought that a message without one does not show."""
+FOLLOWED = [name for name in TEMPLATES if not name.startswith(FORCED)]
 MARK = re.compile(r"<\|?[a-zA-Z_▁｜]+\|?>|<\uff5c[^>]{1,40}\uff5c>|</s>|\[/?[A-Z_]+\]")
 TALK = (
     Turn("system", "Kestrel rules."),
@@ -75,15 +84,36 @@ def wrong_words(sequences: list[tuple[str, str]], written: tuple[str, ...], read
     return [word for word in written if learned.count(word) != 1] + [word for word in read if word in learned]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", FOLLOWED)
 def test_learned_text_of_a_familys_template_is_what_the_assistant_wrote(name: str) -> None:
     family = encoder(TEMPLATES[name])
-    sequences = [divided(family, one) for one in family.sequences(Example(turns=TALK))]
+    user = Turn("user", "Kestrel rules. Quail asks?")
+    turns = (user, *TALK[2:]) if "System role not supported" in TEMPLATES[name] else TALK
+    sequences = [divided(family, one) for one in family.sequences(Example(turns=turns))]
     assert wrong_words(sequences, ("Heron", "Raven <b>answers</b>."), ("Kestrel", "Quail", "Finch")) == []
     assert all(any(word in rest for _, rest in sequences) for word in ("Kestrel", "Quail", "Finch"))
 
 
-@pytest.mark.parametrize("name", [name for name, text in TEMPLATES.items() if "tool_calls" in text])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in FOLLOWED])
+def test_template_whose_prompt_begins_a_thought_refuses_answers_without_one(name: str) -> None:
+    with pytest.raises(Unlearnable, match="begins the assistant's message in another way"):
+        encoder(TEMPLATES[name]).sequences(Example(turns=TALK))
+
+
+RECAP = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}(You asked: "
+    "{{ messages[loop.index0 - 1]['content'] }}) {% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_template_that_makes_the_model_learn_a_users_text_is_found() -> None:
+    family = encoder(RECAP)
+    sequences = [divided(family, one) for one in family.sequences(Example(turns=TALK))]
+    assert wrong_words(sequences, ("Heron", "Raven"), ("Kestrel", "Quail", "Finch")) == ["Quail", "Finch"]
+
+
+@pytest.mark.parametrize("name", [name for name in FOLLOWED if "tool_calls" in TEMPLATES[name]])
 def test_learned_text_of_a_call_is_the_call_and_not_its_result_or_the_tools(name: str) -> None:
     family = encoder(TEMPLATES[name])
     example = Example(turns=CALLS, variables={"tools": [TOOL]})
