@@ -17,6 +17,7 @@ from loramux.serving.lifecycle import KnownBase, known_bases
 from loramux.training.examples import ExampleFormat
 from loramux.training.trainer import Trainer, TrainerParts
 
+CARDS = Path("/dev/nvidiactl")
 CONTEXT = 1 << 20
 """The context that bounds a line of a training file. The server has checked its lines against its own."""
 
@@ -24,8 +25,7 @@ CONTEXT = 1 << 20
 @asynccontextmanager
 async def open_trainer(settings: Settings, example_format: Callable[[int], ExampleFormat]) -> AsyncIterator[Trainer]:
     """Run jobs while the block runs. Raises RecordsError, SettingsError."""
-    if find_spec("trl") is None:
-        raise SettingsError("a trainer needs the extra: pip install 'loramux[training]'")
+    _ensure_able(settings)
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(open_database(settings))
         blobs = open_store(settings.records)
@@ -36,6 +36,14 @@ async def open_trainer(settings: Settings, example_format: Callable[[int], Examp
         trainer = Trainer(parts)
         await stack.enter_async_context(trainer.alive())
         yield trainer
+
+
+def _ensure_able(settings: Settings) -> None:
+    """Raise SettingsError if this machine lacks what a trainer needs."""
+    if find_spec("trl") is None:
+        raise SettingsError("a trainer needs the extra: pip install 'loramux[training]'")
+    if settings.training.device == "cuda" and not CARDS.exists():
+        raise SettingsError(f"training.device is 'cuda', and this machine has no NVIDIA card ({CARDS})")
 
 
 async def local_bases(settings: Settings, database: Database) -> dict[str, Path]:

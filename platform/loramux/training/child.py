@@ -143,6 +143,8 @@ def main() -> NoReturn:
     import trl  # noqa: F401  loaded before the jail
     from trl import DPOTrainer, SFTTrainer  # noqa: F401
 
+    if work.device == "cuda":
+        torch.zeros(1, device="cuda")  # the files of the card are opened before the jail closes all others
     datasets.disable_progress_bars()
     torch.set_num_threads(work.threads)
     apply_limits(work.limits)
@@ -288,9 +290,9 @@ class Job:
         from transformers import GenerationConfig
 
         longest = max(map(len, prompts))
-        pad = self.encoder.end_id
-        padded = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        pad, device = self.encoder.end_id, model.device
+        padded = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
         asked = GenerationConfig(
             do_sample=False,
             max_new_tokens=min(SAMPLE_TOKENS, self.work.context - longest),
@@ -299,7 +301,7 @@ class Job:
         )
         was_training = model.training
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             made = model.generate(input_ids=padded, attention_mask=mask, generation_config=asked)
         model.train(was_training)
         return [list(map(int, row)) for row in made[:, longest:]]
@@ -325,8 +327,8 @@ class Job:
             "save_total_limit": 2,
             "eval_strategy": "epoch" if validates else "no",
             "report_to": [],
-            "use_cpu": True,
-            "bf16": False,
+            "use_cpu": work.device == "cpu",
+            "bf16": work.device == "cuda",
             "disable_tqdm": True,
         }
         rate = work.learning_rate * plan.learning_rate_multiplier
@@ -399,7 +401,9 @@ def _model(work: Work) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(work.options.seed)
-    base = AutoModelForCausalLM.from_pretrained(work.model_dir, dtype=torch.float32)
+    # the adapter is trained in float32 on both devices; a base that does not change needs no more than bfloat16
+    dtype = torch.bfloat16 if work.device == "cuda" else torch.float32
+    base = AutoModelForCausalLM.from_pretrained(work.model_dir, dtype=dtype).to(work.device)
     if work.adapter is not None:
         return PeftModel.from_pretrained(base, work.adapter, is_trainable=True)
     lora = work.options.lora

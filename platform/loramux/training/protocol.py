@@ -9,7 +9,7 @@ in its own folder.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -52,6 +52,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     learning_rate: float
     checkpoint_seconds: float
+    device: Literal["cpu", "cuda"]
     threads: int
     niceness: int
     limits: JobLimits

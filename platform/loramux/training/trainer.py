@@ -78,7 +78,7 @@ LOGGED_STEPS = 1000
 MAX_FILE_BYTES = 16 << 30
 """The largest file that a child may write."""
 _CHILD = "from loramux.training.child import main; main()"
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +251,7 @@ class TrainingRun:
             max_tokens=settings.max_tokens,
             learning_rate=settings.learning_rate,
             checkpoint_seconds=settings.checkpoint_seconds,
+            device=settings.device,
             threads=settings.threads,
             niceness=settings.niceness,
             limits=JobLimits(

@@ -292,6 +292,10 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Accept fine-tuning jobs."""
     local_trainer: bool = True
     """Start a trainer on this machine when a job waits. If false, `loramux trainer` runs them, here or elsewhere."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of `loramux trainer`: processors, or the first card that CUDA_VISIBLE_DEVICES names. The server's own
+    trainer uses processors, so it never shares an engine's card.
+    """
     max_examples: Positive = 50_000
     """The largest number of examples of a training file."""
     max_tokens: Positive = 50_000_000
