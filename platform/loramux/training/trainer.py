@@ -36,6 +36,7 @@ from loramux.common.settings.server import TrainingSettings
 from loramux.common.units import SECOND
 from loramux.data.entities import SAMPLES, Refusal, TrainingCheckpoint, TrainingJob
 from loramux.data.records.database import Database, trainer_liveness
+from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.training import (
     CANCELLED,
     FAILED,
@@ -216,8 +217,8 @@ class TrainingRun:
             await jobs.change(self._job.id, state=FINISHING, outcome=outcome, error=why, trainer_id=None)
 
     async def release(self) -> None:
-        """Leave the job to the next trainer."""
-        with suppress(LeaseLost):
+        """Leave the job to the next trainer. If the database does not answer, this trainer goes on with it."""
+        with suppress(LeaseLost, RecordsUnavailable):
             async with self._database.begin() as session:
                 jobs = await self._held(TrainingJobs(session))
                 await jobs.change(self._job.id, trainer_id=None)
@@ -332,8 +333,12 @@ class TrainingRun:
 
     async def _look(self, ordered: _Orders) -> None:
         """Read the job's row, and pass on what it wants. Raises LeaseLost."""
-        async with self._database.read() as session:
-            job = await TrainingJobs(session).of_trainer_and_id(self._trainer_id, self._job.id)
+        try:
+            async with self._database.read() as session:
+                job = await TrainingJobs(session).of_trainer_and_id(self._trainer_id, self._job.id)
+        except RecordsUnavailable as error:
+            logger.warning("the training job %s goes on without the database: %s", self._job.id, error)
+            return
         if job is None:
             raise LeaseLost
         self._job = job
@@ -355,7 +360,8 @@ class TrainingRun:
                         await jobs.log(self._job.id, message, self._database.now())
                 ordered.is_prepared = True
             case Progress():
-                await self._note_progress(report)
+                with suppress(RecordsUnavailable):  # figures of a step are no reason to begin again
+                    await self._note_progress(report)
             case Saved():
                 await self._store(report, folder)
                 ordered.stored()
