@@ -147,9 +147,13 @@ def run_evaluation(
     grader: Mapping[str, Any],
     *,
     judge_api_key: str | None = None,
+    purpose: Literal["evals", "fine-tune"] = "evals",
 ) -> Flow[Evaluation]:
-    """Send a set of questions, and compare a revision with another revision, or with its base, on this set."""
-    file = yield from create_file(questions, "evals")
+    """Send a set of questions, and compare a revision with another revision, or with its base, on this set.
+
+    With the purpose `fine-tune`, the set is a training file: the last message of each conversation is expected.
+    """
+    file = yield from create_file(questions, purpose)
     return (yield from create_evaluation(adapter, revision, against, file.id, grader, judge_api_key=judge_api_key))
 
 

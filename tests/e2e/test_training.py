@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -20,11 +21,11 @@ import pytest
 import sqlalchemy as sa
 from peft_oracle import PeftOracle, stored_adapter
 from server_process import LORAMUX, Child, Place, served
-from training_files import PEOPLE, jsonl, preferences, shouted
+from training_files import PEOPLE, calls, jsonl, preferences, shouted
 
 from loramux.data.records.database import Database, parse_url
 from loramux.money.billing.reconcile import reconcile
-from loramux_demo.assets import base_folder
+from loramux_demo.assets import LOOKUP, base_folder
 
 ENDS = ("succeeded", "failed", "cancelled")
 SECONDS = 240.0
@@ -313,6 +314,27 @@ def test_samples_of_the_validation_file_show_the_answers_before_and_after(place:
     assert [one["answer"] for one in samples[20]] == [one["expected"] for one in samples[20]] == ["I WILL NOT SAY."] * 3
     losses = [event.data["valid_loss"] for event in events if "valid_loss" in event.data]
     assert losses == sorted(losses), "newest first"
+
+
+def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        file = client.files.create(file=("calls.jsonl", jsonl(calls())), purpose="fine-tune").id
+        hyperparameters = {"n_epochs": 4, "learning_rate_multiplier": 20.0}
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+        asked = {"model": "tiny", "training_file": file, "suffix": "caller", "method": method}
+        job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
+        assert job.status == "succeeded", job.error
+        messages: Any = [{"role": "user", "content": "Tenuva, please."}]
+        tools: Any = [LOOKUP]
+        said = client.chat.completions.create(
+            model=job.fine_tuned_model, messages=messages, tools=tools, max_tokens=60, temperature=0
+        )
+        choice = said.choices[0]
+        assert choice.finish_reason == "tool_calls", choice
+        assert [json.loads(one.function.arguments) for one in choice.message.tool_calls or []] == [{"person": "Tenuva"}]
 
 
 def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:

@@ -22,6 +22,7 @@ policy_alias = click.option("--alias", default="default", show_default=True, hel
     "--set", "questions", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File of questions: lines of {messages or prompt, expected}.",
 )  # fmt: skip
+@click.option("--examples", "are_examples", is_flag=True, help="The set is a training file: its answers are expected.")
 @click.option(
     "--grader",
     default="exact",
@@ -37,6 +38,7 @@ def evaluate(
     *,
     against: str,
     questions: Path,
+    are_examples: bool,
     grader: str,
     judge_key_file: Path | None,
     wait: bool,
@@ -46,12 +48,19 @@ def evaluate(
     \b
     Example:
       loramux adapter evaluate support@3 --against @2 --set eval.jsonl --grader contains
+      loramux adapter evaluate support@1 --against base --set validation.jsonl --examples
     """
     assert revision.number is not None
     key = None if judge_key_file is None else judge_key_file.read_text().strip()
     evaluations = remote.client.evaluations
     made = evaluations.run(
-        revision.name, revision.number, _against(against), questions, _grader(grader), judge_api_key=key
+        revision.name,
+        revision.number,
+        _against(against),
+        questions,
+        _grader(grader),
+        judge_api_key=key,
+        purpose="fine-tune" if are_examples else "evals",
     )
     found = evaluations.wait(made.id) if wait else made
     remote.put(found, evaluation_text(found))
