@@ -15,6 +15,8 @@ from playwright.sync_api import Browser, expect
 from site_fixture import Site
 from training_files import jsonl, shouted
 
+from loramux.data.records.database import parse_url
+
 HOSTILE = "<img src=x onerror=alert(1)>"
 WIDE = "w" * 60
 DESK, PHONE = {"width": 1280, "height": 860}, {"width": 390, "height": 844}
@@ -48,7 +50,7 @@ def job_with_a_log(site: Site) -> str:
             for name in ("Halkodel", WIDE, HOSTILE)
         ]
         entries.append((f"Answers at step {step}", {"samples": samples, "step": step}))
-    engine = sa.create_engine(site.settings.records.url.replace("sqlite", "sqlite+pysqlite"), poolclass=sa.NullPool)
+    engine = sa.create_engine(parse_url(site.settings.records.url), poolclass=sa.NullPool)
     with engine.begin() as connection:
         for number, (message, data) in enumerate(entries, 100):
             connection.execute(

@@ -38,8 +38,9 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, base_folder()).prepare()
 
 
-def with_settings(place: Place, text: str) -> None:
-    place.config.write_text(place.config.read_text() + text)
+def with_settings(place: Place, *settings: str) -> None:
+    """Set what the test is about; a trainer with the default niceness would wait for the tests next to it."""
+    place.config.write_text("\n".join((place.config.read_text(), "[training]", "niceness = 0", *settings, "")))
 
 
 def create(client: openai.OpenAI, suffix: str = "loud", model: str = "tiny", count: int = 40, **wishes: Any) -> str:
@@ -130,6 +131,7 @@ def children_of(pid: int) -> list[int]:
 def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
     named = 'served_model_name = "tiny"\n'
     place.config.write_text(place.config.read_text().replace(named, f'{named}dtype = "float32"\n'))
+    with_settings(place)
     place.loramux("migrate")
     key, began = place.key_of("acme"), time.monotonic()
     with served(place) as server, server.http(key) as http:
@@ -161,7 +163,7 @@ def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
 
 
 def test_killed_trainers_job_goes_on_from_its_checkpoint_and_is_billed_once(place: Place) -> None:
-    with_settings(place, "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\n")
+    with_settings(place, "local_trainer = false", "checkpoint_seconds = 1")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -194,7 +196,7 @@ def _steps(client: openai.OpenAI, id: str) -> list[int]:
 
 
 def test_killed_servers_job_is_finished_and_billed_once(place: Place) -> None:
-    with_settings(place, "[training]\ncheckpoint_seconds = 1\n")
+    with_settings(place, "checkpoint_seconds = 1")
     place.loramux("migrate")
     key, id = place.key_of("acme"), ""
     with served(place) as server:
@@ -212,7 +214,7 @@ def test_killed_servers_job_is_finished_and_billed_once(place: Place) -> None:
 
 
 def test_paused_job_goes_on_where_it_was_and_a_cancelled_one_keeps_its_checkpoint(place: Place) -> None:
-    with_settings(place, "[training]\ncheckpoint_seconds = 1\n")
+    with_settings(place, "checkpoint_seconds = 1")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -235,7 +237,7 @@ def test_paused_job_goes_on_where_it_was_and_a_cancelled_one_keeps_its_checkpoin
 
 
 def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(place: Place) -> None:
-    with_settings(place, "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\n")
+    with_settings(place, "local_trainer = false", "checkpoint_seconds = 1")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -262,7 +264,7 @@ def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(plac
 
 
 def test_diverging_loss_stops_the_job_and_costs_nothing(place: Place) -> None:
-    with_settings(place, "[training]\nlearning_rate = 1.0\n")
+    with_settings(place, "learning_rate = 1.0")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -276,6 +278,7 @@ def test_diverging_loss_stops_the_job_and_costs_nothing(place: Place) -> None:
 
 
 def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> None:
+    with_settings(place)
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -295,6 +298,7 @@ def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> N
 
 
 def test_samples_of_the_validation_file_show_the_answers_before_and_after(place: Place) -> None:
+    with_settings(place)
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -317,6 +321,7 @@ def test_samples_of_the_validation_file_show_the_answers_before_and_after(place:
 
 
 def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
+    with_settings(place)
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -338,6 +343,7 @@ def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
 
 
 def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:
+    with_settings(place)
     place.loramux("migrate")
     key = place.key_of("acme")
     file = place.folder / "train.jsonl"

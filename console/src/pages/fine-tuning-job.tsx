@@ -228,7 +228,7 @@ function Said({ children }: { children: string }) {
 /** The samples by step, in the order of the steps. */
 function samplesOf(log: FineTuningEventObject[]): Map<number, Sample[]> {
   const found = new Map<number, Sample[]>();
-  for (const { data } of log.toReversed()) {
+  for (const { data } of [...log].reverse()) {
     if (Array.isArray(data.samples)) found.set(data.step as number, data.samples as Sample[]);
   }
   return new Map([...found].sort(([a], [b]) => a - b));

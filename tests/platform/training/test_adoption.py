@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 import sqlalchemy as sa
-from flat_prices import FlatPrices
+from flat_prices import FlatPrices, give_flat_plan
 
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
@@ -76,6 +76,7 @@ async def test_adopted_job_goes_on_within_a_budget_that_covers_it_once(
     database: Database, tenants: Tenants, enrol: Any
 ) -> None:
     acme, prices = await enrol("acme"), FlatPrices(PRICE, 0)
+    await give_flat_plan(database, "acme")
     await Limits(tenants.changes).put_budget(acme.tenant, acme.tenant, "month", TOKENS * PRICE)
     dying, other = UsageService(database, prices), UsageService(database, prices)
     await dying.start()
