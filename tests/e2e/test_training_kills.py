@@ -54,7 +54,7 @@ class Site:
 
     def __init__(self, folder: Path, data: Path) -> None:
         self._postgres, self._data = start_postgres(data), data
-        self.place = Place(folder, base_folder(), url=self._postgres.get_uri()).prepare()
+        self.place = Place(folder, base_folder(), in_process=True, url=self._postgres.get_uri()).prepare()
         settings = "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\njobs = 2\nniceness = 0\n"
         self.place.config.write_text(self.place.config.read_text() + settings)
         self.place.loramux("migrate")
