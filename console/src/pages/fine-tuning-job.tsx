@@ -136,7 +136,7 @@ function Facts({ job, events }: { job: FineTuningJobObject; events: FineTuningEv
     <SimpleGrid cols={{ base: 2, md: 4 }}>
       <Figure label="State" value={<Text span fz={20} fw={650}>{job.status}</Text>} color={job.status === "succeeded" ? "teal" : undefined} note={ENDED.includes(job.status) ? undefined : note} />
       <Figure label="Trained tokens" value={tokens == null ? "–" : format.count(tokens)} note={job.trained_tokens == null ? "not billed yet" : "billed, unless the job failed"} />
-      <Figure label="Epochs" value={n_epochs} note={`batches of ${batch_size}, learning rate times ${learning_rate_multiplier}`} />
+      <Figure label="Epochs" value={n_epochs} note={batch_size === "auto" ? "chosen after the files are read" : `batches of ${batch_size}, learning rate times ${learning_rate_multiplier}`} />
       <Figure label="Rank" value={job.lora?.r ?? "–"} note={job.lora === null ? `that of ${job.model}` : `on ${job.model}`} />
     </SimpleGrid>
   );
