@@ -35,7 +35,7 @@ def test_real_model_learns_to_sort_tickets_better_than_its_base_and_equals_peft(
             client.files.create(file=(file.name, file.read_bytes()), purpose="fine-tune").id
             for file in (TRAINING, VALIDATION)
         )
-        hyperparameters = {"n_epochs": 3, "learning_rate_multiplier": 5.0}
+        hyperparameters = {"n_epochs": 2, "learning_rate_multiplier": 5.0}
         method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
         files = {"training_file": training, "validation_file": validation}
         job = client.fine_tuning.jobs.create(model="smollm2", suffix="tickets", method=method, **files)

@@ -28,6 +28,8 @@ from loramux.serving.messages import Timing
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_QUESTIONS = 10_000
 MAX_QUESTION_BYTES = 1 << 20
+MIN_ANSWER_TOKENS = 64
+"""Tokens that an answer to an example of a training file may have, or more if the expected one is long."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -88,7 +90,9 @@ def _lesson(line: bytes) -> Question:
     if answer.get("role") != "assistant" or not isinstance(expected, str) or not expected:
         raise msgspec.ValidationError("a conversation ends with an assistant's message that has a text")
     messages = [{name: value for name, value in one.items() if name != "weight"} for one in asked]
-    return Question(messages=messages, tools=example.tools, expected=expected)
+    # a token has a byte at least, so an answer of twice the expected length is never cut
+    max_tokens = max(MIN_ANSWER_TOKENS, 2 * len(expected.encode()))
+    return Question(messages=messages, tools=example.tools, expected=expected, max_tokens=max_tokens)
 
 
 def write_input(questions: Path, target: Path, models: Sequence[str], purpose: str) -> tuple[str, int]:
