@@ -17,7 +17,6 @@ from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchServer, Window
 from loramux.batches.service import Batches, BatchWorker
 from loramux.common.jobs import JobRunner, run_periodically
-from loramux.common.settings.file import SettingsError
 from loramux.data.entities import Batch, TrainingJob
 from loramux.releases.base_upgrades import BaseUpgrades
 from loramux.releases.evaluations import Evaluations
@@ -152,11 +151,6 @@ async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIte
     settings = platform.settings
     local = None
     if settings.training.enabled and settings.training.local_trainer:
-        if settings.training.device != "cpu":
-            raise SettingsError(
-                "training.device: the server's own trainer uses processors. Set training.local_trainer to false, and "
-                "run `loramux trainer` with CUDA_VISIBLE_DEVICES set to a card without an engine"
-            )
         local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings))
     server = TrainingServer(
         server_id=platform.usage.server_id,

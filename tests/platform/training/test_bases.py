@@ -9,10 +9,13 @@ import msgspec
 import pytest
 
 from loramux.common.identity import Principal
+from loramux.common.settings.file import Settings, SettingsError
 from loramux.common.settings.server import TrainingSettings
+from loramux.common.settings.serving import ModelSettings
 from loramux.data.entities import TrainingJob, TrainingOptions
 from loramux.data.records.database import Database
 from loramux.data.records.training import VALIDATING_FILES, TrainingJobs, TrainingRepository
+from loramux.server.trainer import open_trainer
 from loramux.training.local import LocalTrainer
 from loramux.training.trainer import Trainer, TrainerParts
 from loramux.training.worker import TrainingServer, TrainingWorker
@@ -107,3 +110,16 @@ async def test_trainer_takes_the_jobs_of_bases_that_came_after_its_start_and_no_
         (held,) = await TrainingJobs(session).of_trainer(trainer.id)
     assert held.id == late
     assert msgspec.structs.asdict(held)["trainer_attempts"] == 1
+
+
+async def test_trainer_without_the_card_of_its_settings_is_refused_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loramux.server.trainer.CARDS", tmp_path / "nvidiactl")
+    settings = Settings(
+        model=ModelSettings(path=".", served_model_name="tiny"),
+        training=TrainingSettings(device="cuda", local_trainer=False),
+    )
+    with pytest.raises(SettingsError, match="this machine has no NVIDIA card"):
+        async with open_trainer(settings, UNUSED):
+            pass
