@@ -335,7 +335,7 @@ def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
         messages: Any = [{"role": "user", "content": "Tenuva, please."}]
         tools: Any = [LOOKUP]
         said = client.chat.completions.create(
-            model=job.fine_tuned_model, messages=messages, tools=tools, max_tokens=60, temperature=0
+            model=job.fine_tuned_model, messages=messages, tools=tools, max_tokens=120, temperature=0
         )
         choice = said.choices[0]
         assert choice.finish_reason == "tool_calls", choice

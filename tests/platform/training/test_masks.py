@@ -84,12 +84,34 @@ def wrong_words(sequences: list[tuple[str, str]], written: tuple[str, ...], read
     return [word for word in written if learned.count(word) != 1] + [word for word in read if word in learned]
 
 
+def runs(sequence: Sequence) -> list[tuple[int, int]]:
+    """The beginning and the end of each run of learned tokens."""
+    edges = [0, *sequence.learned, 0]
+    changes = [place for place in range(len(edges) - 1) if bool(edges[place]) != bool(edges[place + 1])]
+    return list(zip(changes[::2], changes[1::2], strict=True))
+
+
+def assert_runs_are_answers(family: Encoder, sequences: list[Sequence], example: Example) -> None:
+    """Each run of learned tokens follows the prompt of an answer, to the token, and ends with the answer's end."""
+    found = [(one.token_ids[:begin], one.token_ids[end - 1]) for one in sequences for begin, end in runs(one)]
+    prompts = []
+    for number, turn in enumerate(example.turns):
+        if turn.is_learned:
+            options = ChatOptions(template=example.variables)
+            text = family.tokenizer.render(conversation_of(example.turns[:number]), options)
+            prompts.append(tuple(family.tokenizer.encode_now(text, 1 << 16, add_special_tokens=False)))
+    assert [prompt for prompt, _ in found] == prompts
+    assert all(end in family.stop_ids for _, end in found)
+
+
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_learned_text_of_a_familys_template_is_what_the_assistant_wrote(name: str) -> None:
     family = encoder(TEMPLATES[name])
     user = Turn("user", "Kestrel rules. Quail asks?")
     turns = (user, *TALK[2:]) if "System role not supported" in TEMPLATES[name] else TALK
-    sequences = [divided(family, one) for one in family.sequences(Example(turns=turns))]
+    encoded = family.sequences(Example(turns=turns))
+    assert_runs_are_answers(family, encoded, Example(turns=turns))
+    sequences = [divided(family, one) for one in encoded]
     assert wrong_words(sequences, ("Heron", "Raven <b>answers</b>."), ("Kestrel", "Quail", "Finch")) == []
     assert all(any(word in rest for _, rest in sequences) for word in ("Kestrel", "Quail", "Finch"))
 
@@ -117,6 +139,8 @@ def test_template_that_makes_the_model_learn_a_users_text_is_found() -> None:
 def test_learned_text_of_a_call_is_the_call_and_not_its_result_or_the_tools(name: str) -> None:
     family = encoder(TEMPLATES[name])
     example = Example(turns=CALLS, variables={"tools": [TOOL]})
-    sequences = [divided(family, one) for one in family.sequences(example)]
+    encoded = family.sequences(example)
+    assert_runs_are_answers(family, encoded, example)
+    sequences = [divided(family, one) for one in encoded]
     assert wrong_words(sequences, ("Osprey", "Raven answers."), ("Quail", "Magpie", "Gander", "Teal")) == []
     assert any("Magpie" in rest for _, rest in sequences)
