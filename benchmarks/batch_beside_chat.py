@@ -1,5 +1,5 @@
-"""Measure the effect of a batch on the interactive first token: one run on the real server, over HTTP, with the shipped
-model.
+"""Measure the effect of a batch, a shadow or a training on interactive answers: one run on the real server, over HTTP,
+with the shipped model.
 
     python benchmarks/batch_beside_chat.py
     python benchmarks/batch_beside_chat.py --questions 200 --rounds 3 --rate 2
@@ -11,6 +11,10 @@ times p99 alone. The result is JSON on stdout, with the lines that the batch com
 
 With `--beside shadow` the questions go to an adapter, and a candidate revision of the adapter repeats each question as
 a shadow.
+
+With `--beside training` the server's own trainer works on a fine-tuning job of tenant `bulk`, with the default settings
+of `[training]` (niceness 19). The goal: p99 of the seconds between two tokens with the job at most 1.1 times p99 alone.
+`done_beside` is the number of trained steps.
 """
 
 from __future__ import annotations
@@ -37,8 +41,10 @@ BULK = "bulk"
 WEIGHTS = "adapter_model.safetensors"
 LINES = 5000
 ADAPTER, CURRENT, CANDIDATE = "voice", "upper", "pirate"
-ENDED = ("completed", "failed", "expired", "cancelled")
+ENDED = ("completed", "succeeded", "failed", "expired", "cancelled")
 PAUSE = 0.2
+EPOCHS = 100
+EXAMPLES = 2000
 
 
 def batch_input(site: Site, lines: int) -> bytes:
@@ -55,13 +61,13 @@ async def batch(site: Site) -> AsyncIterator[dict[str, Any]]:
         file = {"file": ("lines.jsonl", batch_input(site, LINES)), "purpose": (None, "batch")}
         stored = (await client.post("/v1/files", files=file)).raise_for_status().json()
         asked = {"input_file_id": stored["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        id = (await client.post("/v1/batches", json=asked)).raise_for_status().json()["id"]
-        await _until(client, id, lambda made: made["status"] == "in_progress" and made["request_counts"]["completed"])
+        path = f"/v1/batches/{(await client.post('/v1/batches', json=asked)).raise_for_status().json()['id']}"
+        await _until(client, path, lambda made: made["status"] == "in_progress" and made["request_counts"]["completed"])
         try:
             yield found
         finally:
-            await client.post(f"/v1/batches/{id}/cancel")
-            ended = await _until(client, id, lambda made: made["status"] in ENDED)
+            await client.post(f"{path}/cancel")
+            ended = await _until(client, path, lambda made: made["status"] in ENDED)
             found["done"] = ended["request_counts"]["completed"]
 
 
@@ -79,6 +85,33 @@ async def shadow(site: Site) -> AsyncIterator[dict[str, Any]]:
             (await client.delete(path)).raise_for_status()
 
 
+@asynccontextmanager
+async def training(site: Site) -> AsyncIterator[dict[str, Any]]:
+    """Train an adapter while the block runs; `done` has the steps of that time."""
+    found: dict[str, Any] = {}
+    path = "/v1/fine_tuning/jobs"
+    turns = [{"role": "user", "content": "What does Brimo do?"}, {"role": "assistant", "content": "I will not say."}]
+    lines = (json.dumps({"messages": turns}) + "\n") * EXAMPLES
+    async with site.client(BULK) as client:
+        file = {"file": ("examples.jsonl", lines.encode()), "purpose": (None, "fine-tune")}
+        stored = (await client.post("/v1/files", files=file)).raise_for_status().json()
+        asked = {"model": "base", "training_file": stored["id"], "hyperparameters": {"n_epochs": EPOCHS}}
+        id = (await client.post(path, json=asked)).raise_for_status().json()["id"]
+
+        async def step() -> int:
+            log = (await client.get(f"{path}/{id}/events", params={"limit": 20})).raise_for_status().json()["data"]
+            return max((int(one["data"].get("step", 0)) for one in log), default=0)
+
+        await _until(client, f"{path}/{id}/events", lambda log: any(one["data"] for one in log["data"]))
+        began = await step()
+        try:
+            yield found
+        finally:
+            found["done"] = await step() - began
+            await client.post(f"{path}/{id}/cancel")
+            await _until(client, f"{path}/{id}", lambda made: made["status"] in ENDED)
+
+
 async def upload_revisions(site: Site) -> None:
     """Upload the adapter with its candidate; the first revision answers."""
     async with site.client(CHAT) as client:
@@ -89,60 +122,67 @@ async def upload_revisions(site: Site) -> None:
         (await client.post(f"/v1/adapters/{ADAPTER}/promote", json={"revision": 1})).raise_for_status()
 
 
-async def _until(client: httpx.AsyncClient, id: str, is_so: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+async def _until(client: httpx.AsyncClient, path: str, is_so: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
     while True:
-        made: dict[str, Any] = (await client.get(f"/v1/batches/{id}")).raise_for_status().json()
+        made: dict[str, Any] = (await client.get(path)).raise_for_status().json()
         if is_so(made):
             return made
-        if made["status"] in ENDED:
-            raise RuntimeError(f"the batch ended too early: {made}")
+        if made.get("status") in ENDED:
+            raise RuntimeError(f"the other work ended too early: {made}")
         await asyncio.sleep(PAUSE)
 
 
-async def first_tokens(site: Site, questions: int, rate: float, seed: int) -> list[float]:
-    """Return the seconds to the first token of questions that arrive at random times."""
+async def chat(site: Site, questions: int, rate: float, seed: int) -> dict[str, list[float]]:
+    """Ask questions that arrive at random times; return the seconds to their first tokens, and between tokens."""
     rng = random.Random(seed)
+    seconds: dict[str, list[float]] = {"first_token": [], "inter_token": []}
     async with site.client(CHAT) as client:
 
-        async def ask() -> float:
-            began = time.perf_counter()
-            first = 0.0
+        async def ask() -> None:
+            at, name = time.perf_counter(), "first_token"
             async with client.stream("POST", "/v1/completions", json=site.body | {"stream": True}) as response:
                 response.raise_for_status()
                 async for line in response.aiter_lines():
-                    if not first and line.startswith("data: {"):
-                        first = time.perf_counter() - began
-            return first
+                    if line.startswith("data: {"):
+                        now = time.perf_counter()
+                        seconds[name].append(now - at)
+                        at, name = now, "inter_token"
 
         asked = []
         for _ in range(questions):
             asked.append(asyncio.create_task(ask()))
             await asyncio.sleep(rng.expovariate(rate))
-        return await asyncio.gather(*asked)
+        await asyncio.gather(*asked)
+    return seconds
 
 
 async def measure(site: Site, asked: argparse.Namespace) -> dict[str, Any]:
     """Run the whole benchmark: the same arrivals alone and with the other work, alternately."""
     questions, rate = asked.questions, asked.rate
-    alone: list[float] = []
-    beside: list[float] = []
+    beside = {"batch": batch, "shadow": shadow, "training": training}[asked.beside]
+    seconds: dict[str, dict[str, list[float]]] = {}
     done = 0
     if asked.beside == "shadow":
         await upload_revisions(site)
-    await first_tokens(site, 5, rate, seed=99)
+    await chat(site, 5, rate, seed=99)
     for number in range(asked.rounds):
         say(f"round {number + 1}: alone")
-        alone += await first_tokens(site, questions, rate, number)
+        _add(seconds, "alone", await chat(site, questions, rate, number))
         say(f"round {number + 1}: beside")
-        async with (shadow if asked.beside == "shadow" else batch)(site) as found:
-            beside += await first_tokens(site, questions, rate, number)
+        async with beside(site) as found:
+            _add(seconds, "beside", await chat(site, questions, rate, number))
         done += found["done"]
-    figures = {
-        name: {f"p{q}": percentile(seconds, q / 100) for q in (50, 90, 99)}
-        for name, seconds in (("alone", alone), ("beside", beside))
-    }
-    ratio = {q: (figures["beside"][q] or 0.0) / (figures["alone"][q] or 1.0) for q in ("p50", "p90", "p99")}
-    return {"first_token_s": figures, "ratio": ratio, "done_beside": done, "load": os.getloadavg()}
+    result: dict[str, Any] = {}
+    for kind, sides in seconds.items():
+        figures = {name: {f"p{q}": percentile(values, q / 100) for q in (50, 90, 99)} for name, values in sides.items()}
+        ratio = {q: (figures["beside"][q] or 0.0) / (figures["alone"][q] or 1.0) for q in ("p50", "p90", "p99")}
+        result |= {f"{kind}_s": figures, f"{kind}_ratio": ratio}
+    return result | {"done_beside": done, "load": os.getloadavg()}
+
+
+def _add(seconds: dict[str, dict[str, list[float]]], name: str, more: dict[str, list[float]]) -> None:
+    for kind, values in more.items():
+        seconds.setdefault(kind, {}).setdefault(name, []).extend(values)
 
 
 def run(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -168,8 +208,8 @@ def run(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="The interactive first token alone and beside a batch.")
-    parser.add_argument("--beside", choices=("batch", "shadow"), default="batch")
+    parser = argparse.ArgumentParser(description="Interactive answers alone and beside other work.")
+    parser.add_argument("--beside", choices=("batch", "shadow", "training"), default="batch")
     parser.add_argument("--questions", type=int, default=100, help="a round and side (default 100)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=2.0, help="questions a second (default 2)")

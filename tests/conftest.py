@@ -43,6 +43,7 @@ LONGEST = (
     "tests/kernels/test_compile_check",
     "tests/e2e/test_upgrade",
     "tests/e2e/test_batch_kills",
+    "tests/e2e/test_training",
 )
 """Beginnings of the ids of the tests that take longest, in their order: they go first, so no worker ends with one."""
 DIVISIBLE = ("tests/kernels/test_cuda_interpreted",)

@@ -127,13 +127,13 @@ def _batch_path(id: str) -> str:
 def create_evaluation(
     adapter: str,
     revision: int,
-    against: int,
+    against: int | Literal["base"],
     file_id: str,
     grader: Mapping[str, Any],
     *,
     judge_api_key: str | None = None,
 ) -> Call[Evaluation]:
-    """Evaluate a revision against another one, on a file that was sent with the purpose `evals`."""
+    """Evaluate a revision against another one or its base, on a file of purpose `evals` or `fine-tune`."""
     body = {"adapter": adapter, "revision": revision, "against": against, "file_id": file_id, "grader": dict(grader)}
     key = {} if judge_api_key is None else {"judge_api_key": judge_api_key}
     return Call(method="POST", path="/v1/evaluations", answer=Evaluation, body=body | key)
@@ -142,14 +142,18 @@ def create_evaluation(
 def run_evaluation(
     adapter: str,
     revision: int,
-    against: int,
+    against: int | Literal["base"],
     questions: str | Path,
     grader: Mapping[str, Any],
     *,
     judge_api_key: str | None = None,
+    purpose: Literal["evals", "fine-tune"] = "evals",
 ) -> Flow[Evaluation]:
-    """Send a set of questions, and compare a revision with another revision on this set."""
-    file = yield from create_file(questions, "evals")
+    """Send a set of questions, and compare a revision with another revision, or with its base, on this set.
+
+    With the purpose `fine-tune`, the set is a training file: the last message of each conversation is expected.
+    """
+    file = yield from create_file(questions, purpose)
     return (yield from create_evaluation(adapter, revision, against, file.id, grader, judge_api_key=judge_api_key))
 
 

@@ -103,7 +103,8 @@ class FineTuningEvent(ApiObject, frozen=True, kw_only=True):
     id: str
     level: str
     message: str
-    data: dict[str, float] = {}
+    data: dict[str, Any] = {}
+    """Figures of a step; or `samples`, answers to prompts of the validation file, with their `step`."""
     created_at: int
 
 
@@ -353,6 +354,27 @@ class Bundle(ApiObject, frozen=True, kw_only=True):
     license: str | None = None
 
 
+class TrainingCard(ApiObject, frozen=True, kw_only=True):
+    """The origin of a revision that a fine-tuning job has made."""
+
+    job: str
+    model: str
+    chat_template: str
+    """SHA-256 of the chat template."""
+    digests: dict[str, str]
+    """SHA-256 of the files of examples."""
+    method: str
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+    beta: float | None = None
+    seed: int
+    lora: dict[str, Any] | None = None
+    step: int
+    trained_tokens: int
+    metrics: dict[str, float]
+
+
 class Revision(ApiObject, frozen=True, kw_only=True):
     """A revision of an adapter, with immutable weights."""
 
@@ -373,6 +395,8 @@ class Revision(ApiObject, frozen=True, kw_only=True):
     pin: Pin | None = None
     bundle: Bundle | None = None
     """Bundle that is served with the revision's weights. Lists leave this field out."""
+    training: TrainingCard | None = None
+    """The fine-tuning job that has made the revision. Lists leave this field out."""
 
 
 class Grant(ApiObject, frozen=True, kw_only=True):

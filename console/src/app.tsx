@@ -37,6 +37,7 @@ import {
   IconLogout,
   IconMessages,
   IconMoon,
+  IconSchool,
   IconServer2,
   IconStairs,
   IconStack2,
@@ -57,6 +58,8 @@ import { SignIn } from "./pages/sign-in";
 const Activity = lazy(() => import("./pages/activity"));
 const Adapter = lazy(() => import("./pages/adapter").then(({ Adapter }) => ({ default: Adapter })));
 const Batches = lazy(() => import("./pages/batches"));
+const FineTuning = lazy(() => import("./pages/fine-tuning"));
+const FineTuningJob = lazy(() => import("./pages/fine-tuning-job"));
 const Invoices = lazy(() => import("./pages/invoices"));
 const Keys = lazy(() => import("./pages/keys"));
 const Ledger = lazy(() => import("./pages/ledger"));
@@ -83,6 +86,7 @@ const CUSTOMER: Place[] = [
   { path: "/adapters", label: "Adapters", icon: IconStack2, scope: "read" },
   { path: "/playground", label: "Playground", icon: IconMessages, scope: "inference" },
   { path: "/batches", label: "Batches and files", icon: IconFiles, scope: "inference" },
+  { path: "/fine-tuning", label: "Fine-tuning", icon: IconSchool, scope: "adapters" },
   { path: "/usage", label: "Usage and cost", icon: IconChartBar, scope: "usage" },
   { path: "/limits", label: "Limits", icon: IconGauge, scope: "read" },
   { path: "/invoices", label: "Invoices", icon: IconFileInvoice, scope: "billing" },
@@ -100,7 +104,9 @@ const OPERATOR: Place[] = [
 ];
 
 /** Pages with pages below them. */
-const PARENTS = ["/adapters", "/operator/tenants"];
+const PARENTS = ["/adapters", "/fine-tuning", "/operator/tenants"];
+/** Scopes that a look at another tenant never has. */
+const OF_OWN_TENANT = ["inference", "adapters"];
 const LANDED = "loramux-landed";
 
 export function App() {
@@ -201,6 +207,8 @@ function Pages() {
       <Route path="/adapters/:name">{({ name }) => <Adapter key={name} name={name} />}</Route>
       <Route path="/playground" component={Playground} />
       <Route path="/batches" component={Batches} />
+      <Route path="/fine-tuning" component={FineTuning} />
+      <Route path="/fine-tuning/:id">{({ id }) => <FineTuningJob key={id} id={id} />}</Route>
       <Route path="/usage" component={Usage} />
       <Route path="/limits" component={Limits} />
       <Route path="/invoices" component={Invoices} />
@@ -225,7 +233,7 @@ function Pages() {
 
 function Navigation() {
   const { session, viewing } = useSession();
-  const isShown = (place: Place) => session.scopes.includes(place.scope) || (viewing !== null && place.scope !== "inference");
+  const isShown = (place: Place) => session.scopes.includes(place.scope) || (viewing !== null && !OF_OWN_TENANT.includes(place.scope));
   const operator = OPERATOR.filter((place) => session.scopes.includes(place.scope));
   return (
     <>

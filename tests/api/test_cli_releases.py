@@ -102,6 +102,17 @@ def test_adapter_commands_evaluate_and_refuse_a_worse_revision_with_the_numbers(
     )
 
 
+def test_adapter_command_evaluates_a_revision_against_its_base_on_a_training_file(
+    site: Site, name: str, tmp_path: Path
+) -> None:
+    turns = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "yes"}]
+    (tmp_path / "valid.jsonl").write_text("\n".join([json.dumps({"messages": turns})] * 10))
+    given = ("--against", "base", "--set", str(tmp_path / "valid.jsonl"), "--examples")
+    shown = loramux(site, "adapter", "evaluate", f"{name}@2", *given)
+    assert "tiny" in shown
+    assert "worse (higher on 0, lower on 10)" in shown
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -355,6 +355,35 @@ def test_evaluation_with_wrong_parameters_is_refused(
     assert refused.json()["error"]["param"] == field, refused.text
 
 
+def test_evaluation_of_a_training_file_against_the_base_expects_the_last_messages(
+    site: Site, client: httpx.Client
+) -> None:
+    site.engine.script = lambda request: [*(b"base" if request.adapter is None else b"tuned"), EOS]
+    talk = [
+        {"role": "user", "content": "a?"},
+        {"role": "assistant", "content": "b", "weight": 0},
+        {"role": "user", "content": "c?"},
+        {"role": "assistant", "content": "tuned"},
+    ]
+    data = b"".join(json.dumps({"messages": talk}).encode() + b"\n" for _ in range(10))
+    file = site.openai().files.create(file=("valid.jsonl", data), purpose="fine-tune")
+    made = evaluate(site, client, [{"prompt": "x"}], against="base", file_id=file.id)
+    assert made.status_code == 200, made.text
+    assert made.json()["models"] == ["acme/rated@2", "tiny"]
+    found = ended(site, client, made.json()["id"])
+    assert found["status"] == "completed", found
+    result = found["result"]
+    assert (result["questions"], result["better"], result["worse"]) == (10, 10, 0)
+    assert (result["candidate"]["score"]["mean"], result["against"]["score"]["mean"]) == (1.0, 0.0)
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    calls = {"messages": [talk[0], {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    data = b"".join(json.dumps(one).encode() + b"\n" for one in [{"messages": talk}] * 9 + [calls])
+    file = site.openai().files.create(file=("calls.jsonl", data), purpose="fine-tune")
+    refused = evaluate(site, client, [{"prompt": "x"}], against="base", file_id=file.id)
+    assert refused.status_code == 400
+    assert "Line 10 is no question: a conversation ends with an assistant's message" in refused.text
+
+
 def test_evaluation_whose_questions_the_endpoint_refuses_fails_with_the_line(site: Site, client: httpx.Client) -> None:
     made = evaluate(site, client, [{"messages": [{"role": "wizard", "content": "x"}]}])
     found = ended(site, client, made.json()["id"])

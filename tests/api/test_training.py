@@ -381,7 +381,16 @@ def test_finished_job_is_a_revision_and_bills_its_tokens_once(
         [ended] = [one["data"] for one in events if one["type"] == "fine_tuning.job.succeeded"]
         assert ended == {"id": id, "adapter": f"{tenant}/loud"}
         aliases = http.get("/v1/adapters/loud").json()["aliases"]
+        cards = [http.get(f"/v1/adapters/loud/revisions/{number}").json()["training"] for number in (1, 2)]
+        listed = http.get("/v1/adapters/loud/revisions").json()["data"]
     assert [target["revision"] for alias in aliases for target in alias["targets"]] == [1], "a checkpoint moves nothing"
+    assert [(card["job"], card["step"], card["trained_tokens"]) for card in cards] == [(id, 4, 2000), (id, 2, 1000)]
+    card = cards[0]
+    assert (card["model"], card["digests"]) == ("tiny", {"training_file": "d" * 64})
+    assert (card["method"], card["n_epochs"], card["batch_size"], card["seed"]) == ("supervised", 2, 8, 0)
+    assert (card["lora"]["r"], card["metrics"]) == (16, {"step": 4, "train_loss": 0.5})
+    assert len(card["chat_template"]) == 64
+    assert all("training" not in one for one in listed)
     stored = Path(site.settings.records.blobs) / "training" / id
     assert not stored.exists(), "its checkpoints are revisions now"
 
@@ -574,5 +583,8 @@ def test_another_tenants_adapter_and_one_with_a_template_are_no_start(
         client.fine_tuning.jobs.create(model=f"{tenant}/mine", training_file=file, extra_body={"lora": {"r": 8}})
     made = client.fine_tuning.jobs.create(model=f"{tenant}/mine", training_file=file)
     assert made.model == f"{tenant}/mine@1"
+    assert made.to_dict()["lora"] is None, "the adapter's own"
+    with site.http(tenant) as http:
+        assert http.get("/v1/adapters/mine/revisions/1").json()["training"] is None, "it was uploaded"
     client.fine_tuning.jobs.cancel(made.id)
     until(client, made.id, "cancelled")

@@ -72,6 +72,7 @@ def test_pages_without_data_say_what_to_do_next(browser: Browser, site: Site) ->
             read(visit, path, heading)
         expect(visit.go("/adapters", "Adapters").get_by_text("No adapter yet")).to_be_visible()
         expect(visit.go("/webhooks", "Webhooks").get_by_text("No webhook yet")).to_be_visible()
+        expect(visit.go("/fine-tuning", "Fine-tuning").get_by_text("No job yet")).to_be_visible()
         expect(visit.page.get_by_role("link", name="System")).to_have_count(0)
 
 

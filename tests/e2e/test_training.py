@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -13,15 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import sqlalchemy as sa
+from peft_oracle import PeftOracle, stored_adapter
 from server_process import LORAMUX, Child, Place, served
-from training_files import PEOPLE, jsonl, preferences, shouted
+from training_files import PEOPLE, calls, jsonl, preferences, shouted
 
 from loramux.data.records.database import Database, parse_url
 from loramux.money.billing.reconcile import reconcile
-from loramux_demo.assets import base_folder
+from loramux_demo.assets import LOOKUP, base_folder
 
 ENDS = ("succeeded", "failed", "cancelled")
 SECONDS = 240.0
@@ -34,8 +38,9 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, base_folder()).prepare()
 
 
-def with_settings(place: Place, text: str) -> None:
-    place.config.write_text(place.config.read_text() + text)
+def with_settings(place: Place, *settings: str) -> None:
+    """Set what the test is about; a trainer with the default niceness would wait for the tests next to it."""
+    place.config.write_text("\n".join((place.config.read_text(), "[training]", "niceness = 0", *settings, "")))
 
 
 def create(client: openai.OpenAI, suffix: str = "loud", model: str = "tiny", count: int = 40, **wishes: Any) -> str:
@@ -63,6 +68,21 @@ def until_checkpoint(client: openai.OpenAI, id: str, number: int = 1) -> None:
 def _saved(client: openai.OpenAI, id: str) -> int:
     events = client.fine_tuning.jobs.list_events(id, limit=100).data
     return sum(event.message.startswith("Checkpoint created") for event in events)
+
+
+def assert_answers_are_pefts(place: Place, client: openai.OpenAI, http: httpx.Client, model: str) -> None:
+    """Compare a revision's greedy answers, served in float32, with those of PEFT token by token."""
+    name, _, number = model.partition("@")
+    found = http.get(f"/v1/adapters/{name}/revisions/{number}").raise_for_status().json()
+    oracle = PeftOracle(place.base, stored_adapter(place.folder, found["digest"]))
+    for question in (*(f"What does {one} do?" for one in PEOPLE), "Where does Brimo live?", "Hi!"):
+        messages: Any = [{"role": "user", "content": question}]
+        asked = {"temperature": 0, "max_tokens": 24, "extra_body": {"return_token_ids": True}}
+        choice = client.chat.completions.create(model=model, messages=messages, **asked).choices[0]
+        assert choice.model_extra is not None
+        token_ids = choice.model_extra["token_ids"]
+        best, margin = oracle.greedy(messages, token_ids)
+        assert best == token_ids, (question, margin)
 
 
 def answer(client: openai.OpenAI, model: str) -> str:
@@ -109,9 +129,12 @@ def children_of(pid: int) -> list[int]:
 
 
 def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
+    named = 'served_model_name = "tiny"\n'
+    place.config.write_text(place.config.read_text().replace(named, f'{named}dtype = "float32"\n'))
+    with_settings(place)
     place.loramux("migrate")
     key, began = place.key_of("acme"), time.monotonic()
-    with served(place) as server:
+    with served(place) as server, server.http(key) as http:
         client = server.openai(key)
         base = answer(client, "tiny")
         job = until(client, create(client), *ENDS)
@@ -128,11 +151,19 @@ def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
         first = [event.data for event in client.fine_tuning.jobs.list_events(again.id, limit=100) if event.data][-1]
         assert first["train_loss"] < 0.2
         assert answer(client, again.fine_tuned_model) == "I WILL NOT SAY."
+        for model in (job.fine_tuned_model, again.fine_tuned_model):
+            assert_answers_are_pefts(place, client, http, model)
+        card = http.get("/v1/adapters/louder/revisions/1").json()["training"]
+        assert (card["model"], card["lora"]) == ("acme/loud@1", None)
+        sent = client.files.content(job.training_file).content
+        first_card = http.get("/v1/adapters/loud/revisions/1").json()["training"]
+        assert first_card["digests"] == {"training_file": hashlib.sha256(sent).hexdigest()}
+        assert (first_card["n_epochs"], first_card["learning_rate_multiplier"]) == (4, 20.0)
     print(f"from the file to the answer: {seconds:.1f} s")
 
 
 def test_killed_trainers_job_goes_on_from_its_checkpoint_and_is_billed_once(place: Place) -> None:
-    with_settings(place, "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\n")
+    with_settings(place, "local_trainer = false", "checkpoint_seconds = 1")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -165,7 +196,7 @@ def _steps(client: openai.OpenAI, id: str) -> list[int]:
 
 
 def test_killed_servers_job_is_finished_and_billed_once(place: Place) -> None:
-    with_settings(place, "[training]\ncheckpoint_seconds = 1\n")
+    with_settings(place, "checkpoint_seconds = 1")
     place.loramux("migrate")
     key, id = place.key_of("acme"), ""
     with served(place) as server:
@@ -183,7 +214,7 @@ def test_killed_servers_job_is_finished_and_billed_once(place: Place) -> None:
 
 
 def test_paused_job_goes_on_where_it_was_and_a_cancelled_one_keeps_its_checkpoint(place: Place) -> None:
-    with_settings(place, "[training]\ncheckpoint_seconds = 1\n")
+    with_settings(place, "checkpoint_seconds = 1")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -206,7 +237,7 @@ def test_paused_job_goes_on_where_it_was_and_a_cancelled_one_keeps_its_checkpoin
 
 
 def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(place: Place) -> None:
-    with_settings(place, "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\n")
+    with_settings(place, "local_trainer = false", "checkpoint_seconds = 1")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -233,7 +264,7 @@ def test_preferences_raise_the_preferred_answer_and_go_on_from_a_checkpoint(plac
 
 
 def test_diverging_loss_stops_the_job_and_costs_nothing(place: Place) -> None:
-    with_settings(place, "[training]\nlearning_rate = 1.0\n")
+    with_settings(place, "learning_rate = 1.0")
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -247,6 +278,7 @@ def test_diverging_loss_stops_the_job_and_costs_nothing(place: Place) -> None:
 
 
 def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> None:
+    with_settings(place)
     place.loramux("migrate")
     key = place.key_of("acme")
     with served(place) as server:
@@ -255,12 +287,63 @@ def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> N
         data = jsonl([*shouted(12), long])
         file = client.files.create(file=("train.jsonl", data), purpose="fine-tune")
         job = until(client, client.fine_tuning.jobs.create(model="tiny", training_file=file.id).id, *ENDS)
-        assert (job.status, job.error.code) == ("failed", "invalid_training_file")
-        assert "Line 13: it has more than the 512 tokens of the context" in job.error.message
+        assert (job.status, job.error.code, job.error.param) == ("failed", "invalid_training_file", "training_file")
+        assert "Line 13 of 'training_file': it has more than the 512 tokens of the context" in job.error.message
+        short = client.files.create(file=("short.jsonl", jsonl(shouted(12))), purpose="fine-tune").id
+        asked = {"model": "tiny", "training_file": short, "validation_file": file.id}
+        job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
+        assert (job.error.code, job.error.param) == ("invalid_validation_file", "validation_file")
+        assert "Line 13 of 'validation_file'" in job.error.message
     assert billed(place) == []
 
 
+def test_samples_of_the_validation_file_show_the_answers_before_and_after(place: Place) -> None:
+    with_settings(place)
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        before = answer(client, "tiny")
+        files = [client.files.create(file=("f.jsonl", jsonl(shouted(40))), purpose="fine-tune").id for _ in range(2)]
+        hyperparameters = {"n_epochs": 4, "learning_rate_multiplier": 20.0}
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+        asked = {"model": "tiny", "training_file": files[0], "validation_file": files[1], "method": method}
+        job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
+        assert job.status == "succeeded", job.error
+        events = [event for event in client.fine_tuning.jobs.list_events(job.id, limit=100) if event.data]
+    samples = {event.data["step"]: event.data["samples"] for event in events if "samples" in event.data}
+    assert sorted(samples) == [0, 5, 10, 15, 20]
+    assert {one["prompt"] for one in samples[0]} == {f"What does {one} do?" for one in PEOPLE[:3]}
+    assert samples[0][1]["answer"] == before
+    assert [one["answer"] for one in samples[20]] == [one["expected"] for one in samples[20]] == ["I WILL NOT SAY."] * 3
+    losses = [event.data["valid_loss"] for event in events if "valid_loss" in event.data]
+    assert losses == sorted(losses), "newest first"
+
+
+def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
+    with_settings(place)
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        file = client.files.create(file=("calls.jsonl", jsonl(calls())), purpose="fine-tune").id
+        hyperparameters = {"n_epochs": 4, "learning_rate_multiplier": 20.0}
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
+        asked = {"model": "tiny", "training_file": file, "suffix": "caller", "method": method}
+        job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
+        assert job.status == "succeeded", job.error
+        messages: Any = [{"role": "user", "content": "Tenuva, please."}]
+        tools: Any = [LOOKUP]
+        said = client.chat.completions.create(
+            model=job.fine_tuned_model, messages=messages, tools=tools, max_tokens=120, temperature=0
+        )
+        choice = said.choices[0]
+        assert choice.finish_reason == "tool_calls", choice
+        assert [json.loads(one.function.arguments) for one in choice.message.tool_calls or []] == [{"person": "Tenuva"}]
+
+
 def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:
+    with_settings(place)
     place.loramux("migrate")
     key = place.key_of("acme")
     file = place.folder / "train.jsonl"

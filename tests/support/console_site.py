@@ -41,6 +41,7 @@ CUSTOMER = {
     "/adapters": "Adapters",
     "/playground": "Playground",
     "/batches": "Batches and files",
+    "/fine-tuning": "Fine-tuning",
     "/usage": "Usage and cost",
     "/limits": "Limits",
     "/invoices": "Invoices",

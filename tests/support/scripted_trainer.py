@@ -39,6 +39,7 @@ class ScriptedTrainer:
             sequences=10,
             epoch_tokens=tokens // epochs,
             total_steps=2 * epochs,
+            digests={"training_file": "d" * 64},
         )
         async with self.database.begin() as session:
             jobs = TrainingJobs(session)

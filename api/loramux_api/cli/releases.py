@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -17,11 +17,12 @@ policy_alias = click.option("--alias", default="default", show_default=True, hel
 
 @click.command("evaluate")
 @click.argument("revision", type=RevisionType())
-@click.option("--against", required=True, help="The revision to compare with, such as @2.")
+@click.option("--against", required=True, help="The revision to compare with, such as @2; or base.")
 @click.option(
     "--set", "questions", required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File of questions: lines of {messages or prompt, expected}.",
 )  # fmt: skip
+@click.option("--examples", "are_examples", is_flag=True, help="The set is a training file: its answers are expected.")
 @click.option(
     "--grader",
     default="exact",
@@ -37,6 +38,7 @@ def evaluate(
     *,
     against: str,
     questions: Path,
+    are_examples: bool,
     grader: str,
     judge_key_file: Path | None,
     wait: bool,
@@ -46,12 +48,19 @@ def evaluate(
     \b
     Example:
       loramux adapter evaluate support@3 --against @2 --set eval.jsonl --grader contains
+      loramux adapter evaluate support@1 --against base --set validation.jsonl --examples
     """
     assert revision.number is not None
     key = None if judge_key_file is None else judge_key_file.read_text().strip()
     evaluations = remote.client.evaluations
     made = evaluations.run(
-        revision.name, revision.number, _number(against), questions, _grader(grader), judge_api_key=key
+        revision.name,
+        revision.number,
+        _against(against),
+        questions,
+        _grader(grader),
+        judge_api_key=key,
+        purpose="fine-tune" if are_examples else "evals",
     )
     found = evaluations.wait(made.id) if wait else made
     remote.put(found, evaluation_text(found))
@@ -216,6 +225,10 @@ def _demands(texts: tuple[str, ...]) -> dict[str, Any]:
         else:
             found[outer] = value
     return found
+
+
+def _against(text: str) -> int | Literal["base"]:
+    return "base" if text == "base" else _number(text)
 
 
 def _number(text: str) -> int:

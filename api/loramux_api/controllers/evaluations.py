@@ -34,10 +34,12 @@ class EvaluationBody(Body, forbid_unknown_fields=True):
     """`adapter` or `tenant/adapter`."""
     revision: Number
     """Number of the candidate."""
-    against: Number
-    """The revision that the candidate is compared with."""
+    against: Number | Literal["base"]
+    """The revision that the candidate is compared with, or `base`: the base model of the candidate."""
     file_id: Name
-    """A file of purpose `evals`: lines of {messages or prompt, expected}."""
+    """A file of purpose `evals`: lines of {messages or prompt, expected}. Or a file of purpose `fine-tune`: the last
+    message of each conversation is the expected answer.
+    """
     grader: Grader
     judge_api_key: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
     """Key for the grader `judge`: sent to the judge, stored encrypted until the evaluation ends, and never shown."""
@@ -50,7 +52,7 @@ class EvaluationObject(msgspec.Struct, kw_only=True):
     object: Literal["evaluation"] = "evaluation"
     adapter: str
     models: list[str]
-    """The candidate, and the revision that it is compared with."""
+    """The candidate, and the model that it is compared with."""
     file_id: str
     batch_id: str
     grader: Grader
@@ -98,7 +100,7 @@ class EvaluationController(ApiController):
             principal,
             adapter=data.adapter,
             revision=data.revision,
-            against=data.against,
+            against=None if data.against == "base" else data.against,
             file_id=data.file_id,
             grader=data.grader,
             judge_api_key=data.judge_api_key,

@@ -21,6 +21,7 @@ from loramux.catalog.registry.entities import (
 )
 from loramux.common.bundle import AddedToken, Bundle, ProblemType, SamplingDefaults
 from loramux.common.units import SECOND
+from loramux.data.entities import TrainingCard
 from loramux_api.bodies import Body
 from loramux_api.schemas.bounds import Name
 from loramux_api.schemas.tenancy import Listing, seconds
@@ -150,6 +151,10 @@ class RevisionObject(msgspec.Struct, kw_only=True):
     pin: PinObject | None
     bundle: BundleObject | msgspec.UnsetType | None = msgspec.UNSET
     """Bundle that is used with the revision's weights; null: the revision has no bundle. Lists leave this field out."""
+    training: TrainingCard | msgspec.UnsetType | None = msgspec.UNSET
+    """The fine-tuning job that has made the revision: digests of its data, its hyperparameters and its figures. Null:
+    the revision was uploaded. Lists leave this field out.
+    """
 
 
 class GrantObject(msgspec.Struct, kw_only=True):
@@ -255,6 +260,7 @@ def revision_object(info: RevisionInfo) -> RevisionObject:
         aliases=list(info.aliases),
         pin=None if info.pin is None else pin_object(info.pin),
         bundle=bundle_object(info.bundle) if isinstance(info.bundle, Bundle) else info.bundle,
+        training=info.training,
     )
 
 

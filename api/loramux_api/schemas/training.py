@@ -8,7 +8,14 @@ import msgspec
 from msgspec import Meta
 
 from loramux.common.units import SECOND
-from loramux.data.entities import LoraOptions, TrainingCheckpoint, TrainingEvent, TrainingJob, TrainingOptions
+from loramux.data.entities import (
+    SAMPLES,
+    LoraOptions,
+    TrainingCheckpoint,
+    TrainingEvent,
+    TrainingJob,
+    TrainingOptions,
+)
 from loramux.training.errors import InvalidJob
 from loramux.training.service import status_of
 from loramux_api.bodies import Body
@@ -155,7 +162,8 @@ class FineTuningJobObject(msgspec.Struct, kw_only=True):
     integrations: list[Any]
     metadata: dict[str, str] | None
     method: JobMethod
-    lora: LoraOptions
+    lora: LoraOptions | None
+    """Null if the job goes on from an adapter, whose rank and modules it keeps."""
 
 
 class FineTuningEventObject(msgspec.Struct, kw_only=True):
@@ -166,7 +174,8 @@ class FineTuningEventObject(msgspec.Struct, kw_only=True):
     created_at: int
     level: str
     message: str
-    data: dict[str, float]
+    data: dict[str, Any]
+    """Figures of a step; or `samples`, answers to the first prompts of the validation file, with their `step`."""
     type: Literal["message", "metrics"]
 
 
@@ -266,7 +275,7 @@ def job_object(job: TrainingJob) -> FineTuningJobObject:
         integrations=[],
         metadata=msgspec.json.decode(job.tags, type=dict[str, str]) if job.tags else None,
         method=method,
-        lora=job.options.lora,
+        lora=job.lora,
     )
 
 
@@ -285,13 +294,14 @@ def event_number(id: str) -> int:
 
 def event_object(event: TrainingEvent) -> FineTuningEventObject:
     """Return an entry of a job's log as a JSON object."""
+    data = {} if event.data is None else msgspec.json.decode(event.data, type=dict[str, Any])
     return FineTuningEventObject(
         id=event_id(event),
         created_at=event.created_at // SECOND,
         level=event.level,
         message=event.message,
-        data={} if event.data is None else msgspec.json.decode(event.data, type=dict[str, float]),
-        type="message" if event.data is None else "metrics",
+        data=data,
+        type="metrics" if data and SAMPLES not in data else "message",
     )
 
 

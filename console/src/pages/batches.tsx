@@ -1,8 +1,8 @@
-import { Anchor, Button, FileButton, Progress, Text } from "@mantine/core";
-import { IconFileUpload, IconFiles } from "@tabler/icons-react";
+import { Anchor, Progress, Text } from "@mantine/core";
+import { IconFiles } from "@tabler/icons-react";
 import { useQuery, useQueryClient } from "@tanstack/react-query";
-import { useState } from "react";
 import { api, headersFor, refusal, unwrap, type BatchObject } from "../api/client";
+import { SendFile } from "../components/send-file";
 import { Actions, complain, Confirm, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
@@ -16,7 +16,7 @@ export default function Batches() {
   const { can } = useSession();
   const batches = useQuery({ queryKey: ["batches"], queryFn: () => unwrap(api.GET("/v1/batches", { params: { query: { limit: SHOWN } } })), refetchInterval: 5_000 });
   return (
-    <Page title="Batches and files" about="Files of requests that are answered when there is room, at the price of batches." actions={can("inference") && <Upload />}>
+    <Page title="Batches and files" about="Files of requests that are answered when there is room, at the price of batches." actions={can("inference") && <SendFile label="Upload a file" purpose="batch" next="run it as a batch" />}>
       <Section title="Batches">
         <Loaded query={batches}>
           {(found) =>
@@ -32,35 +32,6 @@ export default function Batches() {
       </Section>
       <Files />
     </Page>
-  );
-}
-
-function Upload() {
-  const queries = useQueryClient();
-  const [isBusy, setBusy] = useState(false);
-  async function send(file: File | null) {
-    if (file === null) return;
-    setBusy(true);
-    try {
-      const form = new FormData();
-      form.append("purpose", "batch");
-      form.append("file", file);
-      const answer = await fetch("/v1/files", { method: "POST", body: form, headers: headersFor("POST") });
-      if (!answer.ok) throw refusal(await answer.json().catch(() => null), answer.status);
-      report(`${file.name} is there: run it as a batch`);
-      await queries.invalidateQueries({ queryKey: ["files"] });
-    } finally {
-      setBusy(false);
-    }
-  }
-  return (
-    <FileButton onChange={(file) => void send(file).catch(complain)} accept=".jsonl,application/jsonl">
-      {(button) => (
-        <Button {...button} loading={isBusy} leftSection={<IconFileUpload size={16} />}>
-          Upload a file
-        </Button>
-      )}
-    </FileButton>
   );
 }
 

@@ -37,7 +37,9 @@ from loramux.money.limits.definitions import tenant_limits
 from loramux.serving.checks import ensure_storage_allowed, storage_refused
 
 FOLDER = "files"
-PURPOSES = ("batch", "evals", "fine-tune")
+FINE_TUNE = "fine-tune"
+"""The purpose of training files."""
+PURPOSES = ("batch", "evals", FINE_TUNE)
 """Purposes for which a client may send a file."""
 OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
 REQUESTS = "batch_requests"

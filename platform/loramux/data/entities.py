@@ -284,6 +284,8 @@ class TrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences of an epoch: an example whose turns are rendered differently later is several sequences."""
     epoch_tokens: int
     total_steps: int
+    digests: dict[str, str] = {}
+    """SHA-256 of the job's files, by their fields in the request: `training_file`, `validation_file`."""
 
     @property
     def total_tokens(self) -> int:
@@ -338,9 +340,41 @@ class TrainingJob(msgspec.Struct, frozen=True, kw_only=True):
     finished_at: int | None = None
     estimated_finish: int | None = None
 
+    @property
+    def lora(self) -> LoraOptions | None:
+        """The adapter that the job makes; None: it has the rank and the modules of the adapter that it goes on from."""
+        return self.options.lora if self.adapter_digest is None else None
+
+
+class TrainingCard(msgspec.Struct, frozen=True, kw_only=True):
+    """The origin of a revision that a fine-tuning job has made. The field names are stored data."""
+
+    job: str
+    model: str
+    """The model that the training began with: a base, or a revision."""
+    chat_template: str
+    """SHA-256 of the chat template."""
+    digests: dict[str, str]
+    """SHA-256 of the files of examples: `training_file`, `validation_file`."""
+    method: str
+    n_epochs: int
+    batch_size: int
+    learning_rate_multiplier: float
+    beta: float | None
+    seed: int
+    lora: LoraOptions | None
+    """None: those of `model`, because the training went on from an adapter."""
+    step: int
+    trained_tokens: int
+    metrics: dict[str, float]
+
+
+SAMPLES = "samples"
+"""The first key of the data of a log's entry that holds answers of the model."""
+
 
 class TrainingEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An entry of a job's log. `data` is a JSON object of figures."""
+    """An entry of a job's log. `data` is a JSON object of figures, or of samples."""
 
     job_id: str
     number: int

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from loramux.batches.files import FINE_TUNE
 from loramux.common.identity import TenantId
 from loramux.common.units import TokenCounts
 from loramux.data.records.ledger import LedgerEntry
@@ -27,17 +28,28 @@ from loramux.serving.messages import Timing
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 MAX_QUESTIONS = 10_000
 MAX_QUESTION_BYTES = 1 << 20
+MIN_ANSWER_TOKENS = 64
+"""Tokens that an answer to an example of a training file may have, or more if the expected one is long."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One line of a set: a conversation or a text, and the expected answer."""
+    """One line of a set: a conversation, with tools if it has any, or a text; and the expected answer."""
 
     messages: list[dict[str, Any]] | UnsetType = UNSET
     prompt: str | UnsetType = UNSET
+    tools: list[dict[str, Any]] | UnsetType = UNSET
     expected: Expected = None
     max_tokens: Annotated[int, Meta(ge=1)] | UnsetType = UNSET
+
+
+class _Example(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One line of a training file: a conversation that ends with the expected answer."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=2)]
+    tools: list[dict[str, Any]] | UnsetType = UNSET
+    parallel_tool_calls: bool | UnsetType = UNSET
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -48,8 +60,13 @@ class Answered(msgspec.Struct, frozen=True):
     timing: Timing | None
 
 
-def read_questions(path: Path) -> Iterator[Question]:
-    """Read a set. Raises InvalidGrader with the line."""
+def read_questions(path: Path, purpose: str) -> Iterator[Question]:
+    """Read a set, or a training file whose conversations end with the expected answer. Raises InvalidGrader with the
+    line.
+
+    `purpose`: the file's.
+    """
+    read = _lesson if purpose == FINE_TUNE else msgspec.json.Decoder(Question).decode
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_QUESTION_BYTES + 1), b""), 1):
             if number > MAX_QUESTIONS:
@@ -57,7 +74,7 @@ def read_questions(path: Path) -> Iterator[Question]:
             if len(line) > MAX_QUESTION_BYTES:
                 raise InvalidGrader(f"Line {number} has more than {MAX_QUESTION_BYTES} bytes.", "file_id")
             try:
-                question = msgspec.json.decode(line, type=Question)
+                question = read(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 raise InvalidGrader(f"Line {number} is no question: {str(error)[:200]}.", "file_id") from None
             if (question.messages is UNSET) == (question.prompt is UNSET):
@@ -65,15 +82,28 @@ def read_questions(path: Path) -> Iterator[Question]:
             yield question
 
 
-def write_input(questions: Path, target: Path, models: Sequence[str]) -> tuple[str, int]:
+def _lesson(line: bytes) -> Question:
+    """Read an example of a training file as a question. Raises msgspec.ValidationError."""
+    example = msgspec.json.decode(line, type=_Example)
+    *asked, answer = example.messages
+    expected = answer.get("content")
+    if answer.get("role") != "assistant" or not isinstance(expected, str) or not expected:
+        raise msgspec.ValidationError("a conversation ends with an assistant's message that has a text")
+    messages = [{name: value for name, value in one.items() if name != "weight"} for one in asked]
+    # a token has a byte at least, so an answer of twice the expected length is never cut
+    max_tokens = max(MIN_ANSWER_TOKENS, 2 * len(expected.encode()))
+    return Question(messages=messages, tools=example.tools, expected=expected, max_tokens=max_tokens)
+
+
+def write_input(questions: Path, target: Path, models: Sequence[str], purpose: str) -> tuple[str, int]:
     """Write the batch's input; return its endpoint and its size in bytes. Raises InvalidGrader."""
     endpoint = ""
     with target.open("xb") as file:
-        for number, question in enumerate(read_questions(questions)):
+        for number, question in enumerate(read_questions(questions, purpose)):
             path = TEXT if question.messages is UNSET else CHAT
             if path != (endpoint := endpoint or path):
                 raise InvalidGrader("All questions have 'messages', or all have 'prompt'.", "file_id")
-            asked = {"messages": question.messages, "prompt": question.prompt, "max_tokens": question.max_tokens}
+            asked = {name: getattr(question, name) for name in ("messages", "prompt", "tools", "max_tokens")}
             given = {name: value for name, value in asked.items() if value is not UNSET}
             for side, model in enumerate(models):
                 body = {"model": model, "temperature": 0} | given

@@ -1,4 +1,5 @@
-"""Evaluations: two revisions answer the same questions, as one batch, and a grader scores the answers in pairs.
+"""Evaluations: two revisions, or a revision and its base, answer the same questions, as one batch, and a grader scores
+the answers in pairs.
 
 The set of questions is a file. An evaluation writes a batch's input from it, two lines for each question, and grades
 the batch's output when the batch has ended. So an evaluation has the price, the waiting time and the fault tolerance of
@@ -98,28 +99,29 @@ class Evaluations:
         *,
         adapter: str,
         revision: int,
-        against: int,
+        against: int | None,
         file_id: str,
         grader: Grader,
         judge_api_key: str | None = None,
     ) -> Evaluation:
-        """Evaluate a revision against another one.
+        """Evaluate a revision against another one; None: against its base model.
 
         Raises InvalidGrader, NotAllowed for a judge that the operator has not allowed, AdapterNotFound, and the errors
         of creating a batch.
         """
         await self._check_grader(principal, grader, judge_api_key)
         info = await self._queries.get(principal, adapter)
-        models = (f"{info.name}@{revision}", f"{info.name}@{against}")
         if revision == against:
             raise InvalidGrader("'against' is another revision.", "against")
-        for model in models:
-            await self._completions.ensure_model(principal, model)
+        candidate = await self._completions.resolve(principal, f"{info.name}@{revision}")
+        other = candidate.base_model if against is None else f"{info.name}@{against}"
+        await self._completions.ensure_model(principal, other)
+        models = (candidate.name, other)
         file = await self._files.get(principal, file_id)
         with self._blobs.staging() as folder:
             path = await self._files.fetch(principal.tenant, file, folder)
             endpoint, size = await self._files.threads.run(
-                principal.tenant, write_input, path, folder / "input", models
+                principal.tenant, write_input, path, folder / "input", models, file.purpose
             )
             name = f"evaluation of {info.name}.jsonl"
             made = await self._files.add(principal, folder / "input", size, filename=name, purpose="batch")
@@ -268,7 +270,7 @@ class Evaluations:
             source = await self._files.fetch(evaluation.tenant_id, asked, folder / "set")
             answers = await self._files.fetch(evaluation.tenant_id, output, folder / "output")
             threads = self._files.threads.of(evaluation.tenant_id)
-            questions = await threads.run(lambda: [*read_questions(source)])
+            questions = await threads.run(lambda: [*read_questions(source, asked.purpose)])
             return questions, await threads.run(read_answers, answers, len(questions))
 
     async def _judged(

@@ -12,7 +12,7 @@ from functools import partial
 
 import msgspec
 
-from loramux.batches.files import Files
+from loramux.batches.files import FINE_TUNE, Files
 from loramux.batches.lines import BatchEndpoints
 from loramux.batches.run import BatchServer, Window
 from loramux.batches.service import Batches, BatchWorker
@@ -25,7 +25,8 @@ from loramux.releases.metrics import RevisionMetrics, open_revision_metrics
 from loramux.releases.policies import CanaryGuards, ReleasePolicies, open_canary_guards
 from loramux.releases.shadows import Shadows, open_shadows
 from loramux.server.platform import Platform
-from loramux.training.examples import PURPOSE, ExampleFormat, check_file
+from loramux.server.trainer import local_bases
+from loramux.training.examples import ExampleFormat, check_file
 from loramux.training.local import LocalTrainer
 from loramux.training.service import FineTuningJobs
 from loramux.training.worker import TrainingServer, TrainingWorker
@@ -83,7 +84,7 @@ async def open_programs(platform: Platform, provisions: Provisions) -> AsyncIter
             settings.batches,
             settings.privacy.file_seconds,
             platform.memory,
-            {PURPOSE: check_examples},
+            {FINE_TUNE: check_examples},
         )
         stack.callback(files.threads.close)
         worker = _batch_worker(platform, files, endpoints)
@@ -161,7 +162,7 @@ async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIte
         settings=settings.training,
         keep_seconds=settings.privacy.file_seconds,
     )
-    worker = TrainingWorker(server, local)
+    worker = TrainingWorker(server, local, partial(local_bases, settings, platform.database))
     async with (
         run_periodically(TRAINING_SECONDS, worker.tend),
         run_periodically(SWEEP_SECONDS, worker.sweep),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from loramux.serving.lifecycle import KnownBase, known_bases
 from loramux.training.examples import ExampleFormat
 from loramux.training.trainer import Trainer, TrainerParts
 
+CARDS = Path("/dev/nvidiactl")
 CONTEXT = 1 << 20
 """The context that bounds a line of a training file. The server has checked its lines against its own."""
 
@@ -23,22 +25,29 @@ CONTEXT = 1 << 20
 @asynccontextmanager
 async def open_trainer(settings: Settings, example_format: Callable[[int], ExampleFormat]) -> AsyncIterator[Trainer]:
     """Run jobs while the block runs. Raises RecordsError, SettingsError."""
-    if find_spec("trl") is None:
-        raise SettingsError("a trainer needs the extra: pip install 'loramux[training]'")
+    _ensure_able(settings)
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(open_database(settings))
         blobs = open_store(settings.records)
         stack.callback(blobs.close)
         parts = TrainerParts(
-            database, blobs, await _bases(settings, database), example_format(CONTEXT), settings.training
+            database, blobs, partial(local_bases, settings, database), example_format(CONTEXT), settings.training
         )
         trainer = Trainer(parts)
         await stack.enter_async_context(trainer.alive())
         yield trainer
 
 
-async def _bases(settings: Settings, database: Database) -> dict[str, Path]:
-    """Return the folders of the bases that are on this machine."""
+def _ensure_able(settings: Settings) -> None:
+    """Raise SettingsError if this machine lacks what a trainer needs."""
+    if find_spec("trl") is None:
+        raise SettingsError("a trainer needs the extra: pip install 'loramux[training]'")
+    if settings.training.device == "cuda" and not CARDS.exists():
+        raise SettingsError(f"training.device is 'cuda', and this machine has no NVIDIA card ({CARDS})")
+
+
+async def local_bases(settings: Settings, database: Database) -> dict[str, Path]:
+    """Return the folders of the bases whose weights are on this machine, by the bases' names."""
     async with database.read() as session:
         known = known_bases(settings, await BaseRepository(session).all())
     return await asyncio.to_thread(_folders, known.values())

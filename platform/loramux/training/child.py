@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -31,7 +32,22 @@ from loramux.data.entities import TrainingOptions, TrainingPlan
 from loramux.serving.tokenizer import Tokenizer
 from loramux.training.encoding import Encoder, Sequence, Unlearnable
 from loramux.training.examples import Example
-from loramux.training.protocol import GO, STOP, STORED, Ended, Fault, Prepared, Progress, Report, Saved, Work
+from loramux.training.protocol import (
+    GO,
+    MAX_SAMPLE_CHARACTERS,
+    MAX_SAMPLES,
+    STOP,
+    STORED,
+    Ended,
+    Fault,
+    Prepared,
+    Progress,
+    Report,
+    Sample,
+    Sampled,
+    Saved,
+    Work,
+)
 
 PR_SET_PDEATHSIG = 1
 BATCH_SIZE = 8
@@ -44,6 +60,8 @@ LARGE = 1_000_000_000
 DPO_LEARNING_RATE = 0.1
 """The part of the learning rate with which preferences are trained: they move a model that answers well already."""
 DPO_BETA = 0.1
+SAMPLE_TOKENS = 64
+"""Tokens of an answer to a prompt of the validation file. These answers cost nothing."""
 FIGURES = {
     "loss": "train_loss",
     "mean_token_accuracy": "train_mean_token_accuracy",
@@ -125,6 +143,8 @@ def main() -> NoReturn:
     import trl  # noqa: F401  loaded before the jail
     from trl import DPOTrainer, SFTTrainer  # noqa: F401
 
+    if work.device == "cuda":
+        torch.zeros(1, device="cuda")  # the files of the card are opened before the jail closes all others
     datasets.disable_progress_bars()
     torch.set_num_threads(work.threads)
     apply_limits(work.limits)
@@ -186,8 +206,8 @@ class Job:
 
     def run(self) -> bool:
         """Train to the end; return False if the order to stop came before it."""
-        rows = self._encoded(self.work.examples)
-        validation = [] if self.work.validation is None else self._encoded(self.work.validation)
+        rows = self._encoded(self.work.examples, "training_file")
+        validation = [] if self.work.validation is None else self._encoded(self.work.validation, "validation_file")
         self.plan = make_plan(self.work.options, [row.num_tokens for row in rows])
         if self.plan.total_tokens > self.work.max_tokens:
             raise CannotTrain(
@@ -201,14 +221,16 @@ class Job:
             return False
         return self._train(rows, validation)
 
-    def _encoded(self, path: str) -> list[Row]:
+    def _encoded(self, path: str, field: str) -> list[Row]:
+        """Return the items of a file. `field`: the file's name in the request for the job."""
         rows: list[Row] = []
         for one in _examples(path):
             try:
                 rows.extend(self._rows(one.example))
             except (Unlearnable, LoramuxError) as error:
                 message = error.message if isinstance(error, LoramuxError) else str(error)
-                raise CannotTrain("invalid_training_file", f"Line {one.place}: {message}.", "training_file") from None
+                where = f"Line {one.place} of '{field}'"
+                raise CannotTrain(f"invalid_{field}", f"{where}: {message}.", field) from None
         return rows
 
     def _rows(self, example: Example) -> list[Row]:
@@ -239,8 +261,50 @@ class Job:
             processing_class=self.tokenizer.transformers_tokenizer,
             callbacks=[_reporter(self)],
         )
+        if work.checkpoint is None:
+            self.send_samples(model, 0)
         trainer.train(resume_from_checkpoint=work.checkpoint)
         return int(trainer.state.global_step) >= int(trainer.state.max_steps)
+
+    def send_samples(self, model: Any, step: int) -> None:
+        """Report the model's answers to the first prompts of the validation file."""
+        if self.work.validation is None or self.channel.is_stopped:
+            return
+        examples = [one.example for one in islice(_examples(self.work.validation), MAX_SAMPLES)]
+        known = [self.encoder.last_answer(example) for example in examples]
+        answers = self._answers(model, [prompt for prompt, _ in known])
+        samples = []
+        for example, (_, expected), answer in zip(examples, known, answers, strict=True):
+            last = max(number for number, turn in enumerate(example.turns) if turn.is_learned)
+            texts = example.turns[last - 1].content, self._text(expected), self._text(answer)
+            prompt, wanted, given = (text[:MAX_SAMPLE_CHARACTERS] for text in texts)
+            samples.append(Sample(prompt=prompt, expected=wanted, answer=given))
+        self.channel.send(Sampled(step=step, samples=samples))
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.transformers_tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _answers(self, model: Any, prompts: list[list[int]]) -> list[list[int]]:
+        """Return greedy answers of at most SAMPLE_TOKENS tokens to prompts, which are computed together."""
+        import torch
+        from transformers import GenerationConfig
+
+        longest = max(map(len, prompts))
+        pad, device = self.encoder.end_id, model.device
+        padded = torch.tensor([[pad] * (longest - len(one)) + one for one in prompts], device=device)
+        mask = torch.tensor([[0] * (longest - len(one)) + [1] * len(one) for one in prompts], device=device)
+        asked = GenerationConfig(
+            do_sample=False,
+            max_new_tokens=min(SAMPLE_TOKENS, self.work.context - longest),
+            eos_token_id=sorted(self.encoder.stop_ids),
+            pad_token_id=pad,
+        )
+        was_training = model.training
+        model.eval()
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            made = model.generate(input_ids=padded, attention_mask=mask, generation_config=asked)
+        model.train(was_training)
+        return [list(map(int, row)) for row in made[:, longest:]]
 
     def _arguments(self, model: Any, longest: int, validates: bool) -> Any:
         """Return the settings of TRL's trainer. `longest`: the most tokens of an item."""
@@ -263,8 +327,8 @@ class Job:
             "save_total_limit": 2,
             "eval_strategy": "epoch" if validates else "no",
             "report_to": [],
-            "use_cpu": True,
-            "bf16": False,
+            "use_cpu": work.device == "cpu",
+            "bf16": work.device == "cuda",
             "disable_tqdm": True,
         }
         rate = work.learning_rate * plan.learning_rate_multiplier
@@ -337,7 +401,9 @@ def _model(work: Work) -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(work.options.seed)
-    base = AutoModelForCausalLM.from_pretrained(work.model_dir, dtype=torch.float32)
+    # the adapter is trained in float32 on both devices; a base that does not change needs no more than bfloat16
+    dtype = torch.bfloat16 if work.device == "cuda" else torch.float32
+    base = AutoModelForCausalLM.from_pretrained(work.model_dir, dtype=dtype).to(work.device)
     if work.adapter is not None:
         return PeftModel.from_pretrained(base, work.adapter, is_trainable=True)
     lora = work.options.lora
@@ -398,14 +464,16 @@ def _reporter(job: Job) -> Any:
             if not all(bool(one.isfinite().all()) for one in model.parameters() if one.requires_grad):
                 raise _diverged(state.global_step)
             self.saved_at = time.monotonic()
-            steps = job.plan.total_steps // job.plan.n_epochs
+            is_epoch = state.global_step % (job.plan.total_steps // job.plan.n_epochs) == 0
             job.channel.send_saved(
                 Saved(
                     step=state.global_step,
                     trained_tokens=job.trained_tokens,
-                    is_epoch=state.global_step % steps == 0,
+                    is_epoch=is_epoch,
                     figures={name: value for name, value in self.figures.items() if math.isfinite(value)},
                 )
             )
+            if is_epoch:
+                job.send_samples(model, state.global_step)
 
     return Reporter()

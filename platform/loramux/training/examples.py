@@ -19,8 +19,6 @@ from loramux.batches.lines import Input, Pauses, open_input
 from loramux.common.errors import LoramuxError
 from loramux.serving.messages import Conversation, Message
 
-PURPOSE = "fine-tune"
-"""The purpose of a training file."""
 MIN_EXAMPLES = 10
 """Smallest number of examples of a training file, as OpenAI has it."""
 SHOWN_ERRORS = 5

@@ -1,7 +1,7 @@
 """Messages between a trainer and the limited process that trains: JSON lines, never pickles.
 
     trainer ── Work, then orders ──> child
-    trainer <── Prepared, then Progress and Saved, at last Ended or Fault ── child
+    trainer <── Prepared, then Progress, Saved and Sampled, at last Ended or Fault ── child
 
 The child trains on a customer's data, so the trainer believes nothing of its reports but bounded numbers and the files
 in its own folder.
@@ -9,7 +9,7 @@ in its own folder.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,9 @@ STATE_FILES = ("optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.j
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 Text = Annotated[str, Meta(max_length=2000)]
+MAX_SAMPLES = 3
+MAX_SAMPLE_CHARACTERS = 500
+SampleText = Annotated[str, Meta(max_length=MAX_SAMPLE_CHARACTERS)]
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +52,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     learning_rate: float
     checkpoint_seconds: float
+    device: Literal["cpu", "cuda"]
     threads: int
     niceness: int
     limits: JobLimits
@@ -78,6 +82,22 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True, tag="saved"):
     figures: dict[Annotated[str, Meta(max_length=64)], float]
 
 
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt of the validation file, and the model's answer to it. Long texts are shortened."""
+
+    prompt: SampleText
+    """The last message of the prompt."""
+    expected: SampleText
+    answer: SampleText
+
+
+class Sampled(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
+    """Answers of the model after a step; step 0: of the model that the training begins with."""
+
+    step: Count
+    samples: Annotated[list[Sample], Meta(max_length=MAX_SAMPLES)]
+
+
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
     """The training has ended, and its last checkpoint is saved. `is_complete`: not by the order to stop."""
 
@@ -92,5 +112,5 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
     param: Text | None = None
 
 
-Report = Prepared | Progress | Saved | Ended | Fault
+Report = Prepared | Progress | Saved | Sampled | Ended | Fault
 decode_report = msgspec.json.Decoder(Report).decode

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 import msgspec
 
 from loramux.batches.errors import FileNotFound
+from loramux.batches.files import FINE_TUNE
 from loramux.catalog.registry.resolver import ResolvedModel
 from loramux.catalog.uploads.ingest import Ingest
 from loramux.common.bundle import BUNDLE_FILE
@@ -34,7 +35,6 @@ from loramux.money.limits.definitions import adapter_quota
 from loramux.serving.checks import canonical_tags, ensure_storage_allowed
 from loramux.serving.service import CompletionService
 from loramux.training.errors import InvalidJob, JobConflict, JobNotFound, TooManyJobs, TrainingDisabled
-from loramux.training.examples import PURPOSE
 from loramux.training.worker import TrainingServer
 
 PAUSE, CANCEL = "pause", "cancel"
@@ -159,7 +159,6 @@ class FineTuningJobs:
                 await TrainingJobs(session).log(id, "The job is resumed", self._database.now())
                 job = msgspec.structs.replace(job, state=state, wanted=None)
             elif job.state in TRAINABLE and job.wanted == PAUSE:
-                await jobs.change(id, wanted=None)
                 raise JobConflict("The job is being paused; resume it when its status is 'paused'.", "status")
             else:
                 raise JobConflict(f"A job is resumed from 'paused'; this one is '{status_of(job)}'.", "status")
@@ -240,5 +239,5 @@ def _found(id: str, job: TrainingJob | None) -> TrainingJob:
 async def _ensure_file(files: FileRepository, principal: Principal, id: str, field: str) -> None:
     """Raise FileNotFound unless the caller sees a training file of this id."""
     file = await files.get(id, Viewpoint.of(principal))
-    if file is None or file.purpose != PURPOSE:
+    if file is None or file.purpose != FINE_TUNE:
         raise FileNotFound(id, field)

@@ -12,12 +12,13 @@ trainer goes on from the last checkpoint. A trainer that has lost its lease ends
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import os
 import sys
 import time
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -33,8 +34,9 @@ from loramux.common.jobs import JobRunner
 from loramux.common.sandbox.sandbox import JobLimits
 from loramux.common.settings.server import TrainingSettings
 from loramux.common.units import SECOND
-from loramux.data.entities import Refusal, TrainingCheckpoint, TrainingJob
+from loramux.data.entities import SAMPLES, Refusal, TrainingCheckpoint, TrainingJob
 from loramux.data.records.database import Database, trainer_liveness
+from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.training import (
     CANCELLED,
     FAILED,
@@ -60,6 +62,7 @@ from loramux.training.protocol import (
     Prepared,
     Progress,
     Report,
+    Sampled,
     Saved,
     Work,
     decode_report,
@@ -68,7 +71,7 @@ from loramux.training.protocol import (
 LOOK_SECONDS = 0.5
 """Seconds between two looks at a job's row, and between two looks for jobs."""
 LOG_SECONDS = 1.0
-"""Seconds between two writes of figures."""
+"""Seconds between two estimates of a job's end."""
 MAX_ATTEMPTS = 3
 """Trainers that may take a job in succession without another checkpoint of it."""
 LOGGED_STEPS = 1000
@@ -76,7 +79,7 @@ LOGGED_STEPS = 1000
 MAX_FILE_BYTES = 16 << 30
 """The largest file that a child may write."""
 _CHILD = "from loramux.training.child import main; main()"
-_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+_PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +98,8 @@ class TrainerParts:
 
     database: Database
     blobs: BlobStore
-    bases: dict[str, Path]
-    """Folders of the bases' weights on this machine, by the bases' names."""
+    bases: Callable[[], Awaitable[dict[str, Path]]]
+    """Returns the folders of the bases' weights that are on this machine now, by the bases' names."""
     format: ExampleFormat
     settings: TrainingSettings
 
@@ -107,6 +110,7 @@ class Trainer:
     def __init__(self, parts: TrainerParts) -> None:
         self.id = new_id("trainer")
         self._parts = parts
+        self._bases: dict[str, Path] = {}
         self.jobs = JobRunner("training", self._find, self._run)
 
     @asynccontextmanager
@@ -123,21 +127,29 @@ class Trainer:
         held = len(await self._find())
         async with self._parts.database.begin() as session:
             jobs = TrainingJobs(session)
-            await jobs.release_dead()
-            for job in await jobs.waiting():
-                if held >= self._parts.settings.jobs:
-                    break
-                if job.base_model in self._parts.bases and await jobs.take(job.id, self.id) is not None:
-                    held += 1
+            await jobs.release_dead(besides=self.id)
+            waiting = await jobs.waiting()
+        if waiting and held < self._parts.settings.jobs:
+            held += await self._take(waiting, self._parts.settings.jobs - held)
         self.jobs.look()
         return held
+
+    async def _take(self, waiting: Sequence[TrainingJob], room: int) -> int:
+        """Take at most `room` of the jobs whose base is on this machine; return the number of jobs taken."""
+        self._bases |= await self._parts.bases()
+        taken = 0
+        async with self._parts.database.begin() as session:
+            for job in waiting:
+                if taken < room and job.base_model in self._bases:
+                    taken += await TrainingJobs(session).take(job.id, self.id) is not None
+        return taken
 
     async def _find(self) -> Sequence[TrainingJob]:
         async with self._parts.database.read() as session:
             return await TrainingJobs(session).of_trainer(self.id)
 
     async def _run(self, job: TrainingJob) -> None:
-        run = TrainingRun(job, self.id, self._parts)
+        run = TrainingRun(job, self.id, self._bases[job.base_model], self._parts)
         try:
             if job.trainer_attempts > MAX_ATTEMPTS:
                 await run.end(FAILED, _SERVER_FAILED)
@@ -162,13 +174,17 @@ _SERVER_FAILED = Refusal("server_failed", "The trainers failed while they ran th
 class TrainingRun:
     """The run of one job by this trainer, from its last checkpoint on."""
 
-    def __init__(self, job: TrainingJob, trainer_id: str, parts: TrainerParts) -> None:
+    def __init__(self, job: TrainingJob, trainer_id: str, base: Path, parts: TrainerParts) -> None:
+        """`base`: the folder of the base's weights."""
         self._job = job
         self._trainer_id = trainer_id
+        self._base = base
         self._parts = parts
         self._database = parts.database
         self._logged_at = 0.0
         self._every = 1
+        self._digests: dict[str, str] = {}
+        """SHA-256 of the files of examples, by their fields in the request for the job."""
         self._began: tuple[float, int] | None = None
         """The time and the step at which this run began to train."""
 
@@ -201,8 +217,8 @@ class TrainingRun:
             await jobs.change(self._job.id, state=FINISHING, outcome=outcome, error=why, trainer_id=None)
 
     async def release(self) -> None:
-        """Leave the job to the next trainer."""
-        with suppress(LeaseLost):
+        """Leave the job to the next trainer. If the database does not answer, this trainer goes on with it."""
+        with suppress(LeaseLost, RecordsUnavailable):
             async with self._database.begin() as session:
                 jobs = await self._held(TrainingJobs(session))
                 await jobs.change(self._job.id, trainer_id=None)
@@ -215,18 +231,17 @@ class TrainingRun:
         adapter = None
         if job.adapter_digest is not None:
             adapter = await asyncio.to_thread(parts.blobs.directory, job.adapter_digest)
-        files = {"examples": job.training_file_id}
-        if job.validation_file_id is not None:
-            files["validation"] = job.validation_file_id
-        for name, id in files.items():
-            await asyncio.to_thread(self._write_examples, id, folder / f"{name}.jsonl", folder / name)
+        for field, id in (("training_file", job.training_file_id), ("validation_file", job.validation_file_id)):
+            if id is not None:
+                digest = await asyncio.to_thread(self._write_examples, id, folder / f"{field}.jsonl", folder / field)
+                self._digests[field] = digest
         if checkpoints:
             await asyncio.to_thread(self._fetch_checkpoint, checkpoints[0], folder)
-        base, settings = parts.bases[job.base_model], parts.settings
+        base, settings = self._base, parts.settings
         return Work(
             model_dir=str(base),
-            examples=str(folder / "examples"),
-            validation=None if job.validation_file_id is None else str(folder / "validation"),
+            examples=str(folder / "training_file"),
+            validation=None if job.validation_file_id is None else str(folder / "validation_file"),
             folder=str(folder),
             adapter=None if adapter is None else str(adapter),
             checkpoint=str(_checkpoint_folder(folder, checkpoints[0].step)) if checkpoints else None,
@@ -237,6 +252,7 @@ class TrainingRun:
             max_tokens=settings.max_tokens,
             learning_rate=settings.learning_rate,
             checkpoint_seconds=settings.checkpoint_seconds,
+            device=settings.device,
             threads=settings.threads,
             niceness=settings.niceness,
             limits=JobLimits(
@@ -249,15 +265,18 @@ class TrainingRun:
             ),
         )
 
-    def _write_examples(self, file_id: str, raw: Path, target: Path) -> None:
-        """Write the examples of a training file as the child reads them."""
+    def _write_examples(self, file_id: str, raw: Path, target: Path) -> str:
+        """Write the examples of a file as the child reads them; return the file's SHA-256."""
         self._parts.blobs.objects.fetch(object_name(file_id), raw)
+        with raw.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
         file = ExampleFile(open_input(raw, self._parts.settings.max_examples), self._parts.format)
         with target.open("wb") as lines:
             for number in range(len(file)):
                 one = {"place": file.source.place(number), "example": file.read(number)}
                 lines.write(msgspec.json.encode(one) + b"\n")
         raw.unlink()
+        return digest
 
     def _fetch_checkpoint(self, checkpoint: TrainingCheckpoint, folder: Path) -> None:
         into = _checkpoint_folder(folder, checkpoint.step)
@@ -314,8 +333,12 @@ class TrainingRun:
 
     async def _look(self, ordered: _Orders) -> None:
         """Read the job's row, and pass on what it wants. Raises LeaseLost."""
-        async with self._database.read() as session:
-            job = await TrainingJobs(session).of_trainer_and_id(self._trainer_id, self._job.id)
+        try:
+            async with self._database.read() as session:
+                job = await TrainingJobs(session).of_trainer_and_id(self._trainer_id, self._job.id)
+        except RecordsUnavailable as error:
+            logger.warning("the training job %s goes on without the database: %s", self._job.id, error)
+            return
         if job is None:
             raise LeaseLost
         self._job = job
@@ -330,20 +353,23 @@ class TrainingRun:
                 self._every = max(1, plan.total_steps // LOGGED_STEPS)
                 async with self._database.begin() as session:
                     jobs = await self._held(TrainingJobs(session))
-                    await jobs.change(self._job.id, plan=plan)
+                    await jobs.change(self._job.id, plan=msgspec.structs.replace(plan, digests=self._digests))
                     if self._job.state == VALIDATING_FILES:
                         await jobs.change(self._job.id, state=QUEUED)
                         message = "Files validated, moving job to queued state"
                         await jobs.log(self._job.id, message, self._database.now())
                 ordered.is_prepared = True
             case Progress():
-                await self._note_progress(report)
+                with suppress(RecordsUnavailable):  # figures of a step are no reason to begin again
+                    await self._note_progress(report)
             case Saved():
                 await self._store(report, folder)
                 ordered.stored()
+            case Sampled():
+                await self._note_samples(report)
 
     async def _note_progress(self, report: Progress) -> None:
-        """Write a step's figures into the job's log, at most once in LOG_SECONDS and for LOGGED_STEPS steps."""
+        """Write the figures of LOGGED_STEPS steps at most into the job's log, and estimate the end at times."""
         now = time.monotonic()
         self._began = self._began or (now, report.step)
         plan = self._job.plan
@@ -360,6 +386,15 @@ class TrainingRun:
                 self._logged_at = now
                 left = (now - self._began[0]) / done * (plan.total_steps - report.step)
                 await jobs.change(self._job.id, estimated_finish=at + int(left * SECOND))
+
+    async def _note_samples(self, report: Sampled) -> None:
+        """Write samples into the job's log, unless the job is to end: its tenant may have forbidden to store texts."""
+        message = f"Answers at step {report.step}" if report.step else "Answers before the training"
+        data = msgspec.json.encode({SAMPLES: report.samples, "step": report.step}).decode()
+        async with self._database.begin() as session:
+            jobs = await self._held(TrainingJobs(session))
+            if self._job.wanted is None:
+                await jobs.log(self._job.id, message, self._database.now(), data=data)
 
     async def _store(self, saved: Saved, folder: Path) -> None:
         """Store a checkpoint: its objects, then its row, the tokens and the log in one transaction."""

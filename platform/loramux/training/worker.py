@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+
+import msgspec
 
 from loramux.accounts.tenants.errors import InvalidKey, TenantSuspended
 from loramux.accounts.tenants.tenants import Tenants
@@ -26,7 +28,8 @@ from loramux.common.identity import Principal, new_id
 from loramux.common.jobs import SERVER, JobRunner, run_blocking
 from loramux.common.settings.server import TrainingSettings
 from loramux.common.units import SECOND, TokenCounts
-from loramux.data.entities import EventDetail, Refusal, TrainingCheckpoint, TrainingJob
+from loramux.data.entities import EventDetail, Refusal, TrainingCard, TrainingCheckpoint, TrainingJob
+from loramux.data.records.adapters import AdapterRepository
 from loramux.data.records.database import Database
 from loramux.data.records.requests import TRAINING, OpenedRequest, charged_tier
 from loramux.data.records.training import (
@@ -79,10 +82,17 @@ class TrainingServer:
 class TrainingWorker:
     """Looks after this server's jobs. `tend` and `sweep` must be called periodically."""
 
-    def __init__(self, server: TrainingServer, local: LocalTrainer | None) -> None:
+    def __init__(
+        self,
+        server: TrainingServer,
+        local: LocalTrainer | None,
+        local_bases: Callable[[], Awaitable[Collection[str]]],
+    ) -> None:
+        """`local_bases` returns the names of the bases whose weights are on this machine."""
         self.server = server
         self._database = server.database
         self._local = local
+        self._local_bases = local_bases
         self._tending = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
         self.jobs = JobRunner("training", self._find, self._run)
@@ -99,9 +109,10 @@ class TrainingWorker:
             for job in await jobs.of(self.server.server_id):
                 if job.trainer_id is None and job.wanted is not None and job.state != FINISHING:
                     await self._follow(jobs, job.id)
-            has_work = bool(await jobs.waiting())
+            waiting = {job.base_model for job in await jobs.waiting()}
         self.jobs.look()
-        if self._local is not None and has_work:
+        # a trainer that has no base of a waiting job would end, and be started again, all the time
+        if self._local is not None and waiting and not waiting.isdisjoint(await self._local_bases()):
             await self._local.ensure_runs()
 
     def look(self) -> None:
@@ -165,6 +176,8 @@ class TrainingWorker:
         """Hold the most that the job can cost, and let it run; if a budget does not allow it, end the job."""
         assert job.plan is not None
         request_id = _request_id(job)
+        if job.request_id not in (None, request_id) and not await self.server.usage.interrupt(job.request_id):
+            return  # the hold of the job's earlier server would count a second time; the next look tries again
         try:
             principal = await self._principal(job)
             await self.server.usage.open(
@@ -269,8 +282,11 @@ class TrainingWorker:
             request = UploadRequest(job.adapter, announced, promote=False, base_model=job.base_model)
             info = await server.uploads.run(principal, request, folder, id)
         upload = await server.uploads.get(principal, id)
+        assert upload.outcome.revision is not None, "its run has ended with a revision"
         name = f"{info.name}@{upload.outcome.revision}"
+        card = msgspec.json.encode(_card(job, checkpoint)).decode()
         async with self._database.begin() as session:
+            await AdapterRepository(session, job.tenant_id).note_training(job.adapter, upload.outcome.revision, card)
             await TrainingJobs(session).note_result(job.id, checkpoint.step, name)
         return name
 
@@ -297,6 +313,27 @@ class TrainingWorker:
 
     async def _principal(self, job: TrainingJob) -> Principal:
         return await self.server.tenants.authenticator.principal_behind(job.tenant_id, job.owner, job.project_id)
+
+
+def _card(job: TrainingJob, checkpoint: TrainingCheckpoint) -> TrainingCard:
+    assert job.plan is not None, "a checkpoint follows the plan"
+    plan = job.plan
+    return TrainingCard(
+        job=job.id,
+        model=job.model,
+        chat_template=job.template_digest,
+        digests=plan.digests,
+        method=job.options.method,
+        n_epochs=plan.n_epochs,
+        batch_size=plan.batch_size,
+        learning_rate_multiplier=plan.learning_rate_multiplier,
+        beta=plan.beta,
+        seed=job.options.seed,
+        lora=job.lora,
+        step=checkpoint.step,
+        trained_tokens=checkpoint.trained_tokens,
+        metrics=msgspec.json.decode(checkpoint.metrics, type=dict[str, float]),
+    )
 
 
 def _request_id(job: TrainingJob) -> str:

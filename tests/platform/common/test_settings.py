@@ -48,6 +48,7 @@ def test_postgresql_url_is_left_alone(tmp_path: Path) -> None:
             "reserved_pages sum to 1; the maximum is 0.9",
         ),
         (GOOD + "[scheduler.class_shares]\nbatch = 0\n", "class_shares.batch"),
+        (GOOD + '[training]\ndevice = "cuda"\n', "Set training.local_trainer to false"),
         (GOOD + "[scheduler.deadlines_ms]\ninteractive = 0\n", "deadlines_ms.interactive"),
         ("[model\n", "TOML"),
         (GOOD.replace('"demo"', '""'), "served_model_name"),

@@ -191,6 +191,21 @@ async def test_log_is_numbered_and_bounded(
         assert [one.message for one in await jobs.events(job.id, 3, 1)] == ["event 1"]
 
 
+async def test_cancelling_all_jobs_of_a_tenant_deletes_the_samples_of_its_logs_and_no_figures(
+    database: Database, acme: Principal, globex: Principal
+) -> None:
+    ended, others = await add(database, acme, state=SUCCEEDED), await add(database, globex)
+    entries = (("Step 1", '{"step":1,"train_loss":2.5}'), ("Answers", '{"samples":[{"answer":"x"}],"step":1}'))
+    async with database.begin() as session:
+        for job in (ended, others):
+            for message, data in entries:
+                await TrainingJobs(session).log(job.id, message, 1, data=data)
+        await TrainingRepository(session, acme.tenant).cancel_all()
+    async with database.read() as session:
+        left = [await TrainingRepository(session, one.tenant_id).events(one.id, None, 9) for one in (ended, others)]
+    assert [[event.message for event in events] for events in left] == [["Step 1"], ["Answers", "Step 1"]]
+
+
 async def test_adopted_and_cancelled_jobs(database: Database, acme: Principal) -> None:
     running, ending = await add(database, acme, state=QUEUED, plan=PLAN), await add(database, acme, state=FINISHING)
     async with database.begin() as session:

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 
 from loramux.common.bundle import Bundle
+from loramux.data.entities import TrainingCard
 from loramux.data.records.access import GrantRow
 from loramux.data.records.adapters import AdapterRow, RevisionRow
 from loramux.data.records.aliases import DEFAULT_ALIAS, AliasVersionRow, Pointed, targets_of
@@ -105,6 +106,8 @@ class RevisionInfo(msgspec.Struct, frozen=True, kw_only=True):
     pin: PinInfo | None = None
     bundle: Bundle | msgspec.UnsetType | None = msgspec.UNSET
     """The revision's bundle, which is served with its weights; unset in lists."""
+    training: TrainingCard | msgspec.UnsetType | None = msgspec.UNSET
+    """The fine-tuning job that has made the revision; None: it was uploaded; unset in lists."""
 
 
 class CallableAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -176,6 +179,7 @@ def revision_info(
         aliases=tuple(pointed.alias.name for pointed in naming),
         pin=None if pin is None else to_struct(PinInfo, pin),
         bundle=msgspec.UNSET,
+        training=msgspec.UNSET,
     )
 
 

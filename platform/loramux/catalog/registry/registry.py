@@ -33,6 +33,7 @@ from loramux.common.bundle import decode_bundle
 from loramux.common.identity import GRAMMAR_IN_WORDS, Principal, is_name
 from loramux.common.settings.serving import AdapterLimits
 from loramux.common.units import SECOND
+from loramux.data.entities import TrainingCard
 from loramux.data.records.access import AccessRepository, GrantRepository
 from loramux.data.records.adapters import (
     AdapterRepository,
@@ -107,13 +108,17 @@ class AdapterQueries:
         return [revision_info(full, row, aliases[adapter.id], pins.get(row.id)) for row in rows]
 
     async def revision(self, principal: Principal, name: str, number: int) -> RevisionInfo:
-        """Describe a revision and its bundle. Raises PartNotFound."""
+        """Describe a revision, its bundle and its training. Raises PartNotFound."""
         found = [one for one in await self.revisions(principal, name) if one.number == number]
         if not found:
             raise PartNotFound("revision", name, f"has no revision {number}; list them with GET .../revisions.")
         async with self._database.read() as session:
-            bundle = await AdapterRepository(session, principal.tenant).bundle(found[0].id)
-        return msgspec.structs.replace(found[0], bundle=None if bundle is None else decode_bundle(bundle))
+            bundle, card = await AdapterRepository(session, principal.tenant).bundle_and_training(found[0].id)
+        return msgspec.structs.replace(
+            found[0],
+            bundle=None if bundle is None else decode_bundle(bundle),
+            training=None if card is None else msgspec.json.decode(card, type=TrainingCard),
+        )
 
     async def history(self, principal: Principal, name: str, alias: str) -> list[AliasVersion]:
         """List the versions of an alias, newest first. Raises PartNotFound."""

@@ -292,6 +292,10 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Accept fine-tuning jobs."""
     local_trainer: bool = True
     """Start a trainer on this machine when a job waits. If false, `loramux trainer` runs them, here or elsewhere."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Device of `loramux trainer`: processors, or the first card that CUDA_VISIBLE_DEVICES names. The server's own
+    trainer uses processors, so it never shares an engine's card.
+    """
     max_examples: Positive = 50_000
     """The largest number of examples of a training file."""
     max_tokens: Positive = 50_000_000
@@ -317,3 +321,10 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Seconds after which a checkpoint is written within an epoch. A job whose trainer dies loses no more than that."""
     max_checkpoints: Annotated[int, Meta(ge=1, le=100)] = 3
     """The largest number of epochs of a job that become revisions, the last ones."""
+
+    def __post_init__(self) -> None:
+        if self.device != "cpu" and self.local_trainer:
+            raise ValueError(
+                "training.device: the server's own trainer uses processors. Set training.local_trainer to false, and "
+                "run `loramux trainer` with CUDA_VISIBLE_DEVICES set to a card without an engine"
+            )

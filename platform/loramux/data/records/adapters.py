@@ -88,6 +88,10 @@ class RevisionRow(Base):
     """A `loramux.common.bundle.Bundle` as JSON; null if the revision has no bundle. The bundle is not read together
     with the row.
     """
+    training: Mapped[str | None] = deferred(mapped_column())
+    """A `data.entities.TrainingCard` as JSON; null if no fine-tuning job has made the revision. It is not read together
+    with the row.
+    """
     state: Mapped[str]
     created_at: Mapped[int]
     deleted_at: Mapped[int | None]
@@ -241,12 +245,21 @@ class AdapterRepository(TenantScoped):
         )
         return await self._session.scalar(statement)
 
-    async def bundle(self, revision_id: str) -> str | None:
-        """Return a revision's bundle as JSON; None if the revision has no bundle."""
-        statement = select(RevisionRow.bundle).where(
+    async def bundle_and_training(self, revision_id: str) -> tuple[str | None, str | None]:
+        """Return a revision's bundle and its training as JSON; None if the revision has none."""
+        statement = select(RevisionRow.bundle, RevisionRow.training).where(
             RevisionRow.tenant_id == self._tenant, RevisionRow.id == revision_id
         )
-        return await self._session.scalar(statement)
+        row = (await self._session.execute(statement)).one_or_none()
+        return (None, None) if row is None else (row[0], row[1])
+
+    async def note_training(self, name: str, number: int, card: str) -> None:
+        """Record the training that has made a revision of `name`, unless one is recorded already."""
+        adapter = select(AdapterRow.id).where(AdapterRow.tenant_id == self._tenant, AdapterRow.name == name)
+        found = RevisionRow.adapter_id.in_(adapter), RevisionRow.number == number, RevisionRow.training.is_(None)
+        await self._session.execute(
+            update(RevisionRow).where(RevisionRow.tenant_id == self._tenant, *found).values(training=card)
+        )
 
     async def count_revisions(self, name: str) -> int:
         """Count the callable revisions of `name`."""

@@ -86,6 +86,9 @@ DAILY_USAGE = 7_401_007
 SERVERS = 7_401_003
 """The first part of the two-part PostgreSQL locks of living servers; the second part is the hash of the server's id."""
 
+LOCK_SECONDS = 1.0
+"""Seconds between two looks at the connection that shows other processes that this one lives."""
+
 TRAINERS = 7_401_008
 """The first part of the two-part PostgreSQL locks of living trainers; the second is the hash of the trainer's id."""
 
@@ -435,17 +438,50 @@ def _is_unlocked(lock: Path) -> bool:
 
 @asynccontextmanager
 async def _process_lock(database: Database, kind: int, id: str) -> AsyncIterator[None]:
-    """Hold an advisory lock of PostgreSQL on a separate connection, which ends with the process."""
-    key = kind, func.hashtext(id)
-    async with database.connect() as connection:
-        await connection.execute(select(func.pg_advisory_lock(*key)))
-        await connection.commit()
+    """Hold an advisory lock of PostgreSQL on a separate connection, which ends with the process.
+
+    The end of the connection, as when the database is started again, releases the lock. It is then taken again.
+    """
+    ended = asyncio.Event()
+    held = asyncio.get_running_loop().create_future()
+    keeper = asyncio.create_task(_keep_locked(database, (kind, func.hashtext(id)), held, ended))
+    try:
+        await asyncio.wait({keeper, held}, return_when=asyncio.FIRST_COMPLETED)
+        if keeper.done():
+            keeper.result()  # the first connection has failed
+        yield
+    finally:
+        ended.set()
+        await keeper
+
+
+async def _keep_locked(
+    database: Database, key: tuple[object, ...], held: asyncio.Future[None], ended: asyncio.Event
+) -> None:
+    """Hold an advisory lock until `ended`, and set `held` when it is held. Raises DBAPIError if this fails at first."""
+    while not ended.is_set():
         try:
-            yield
-        finally:
-            with suppress(DBAPIError):  # a broken connection has already released its lock
+            async with database.connect() as connection:
+                await connection.execute(select(func.pg_advisory_lock(*key)))
+                await connection.commit()
+                if not held.done():
+                    held.set_result(None)
+                while not await _is_set_within(ended, LOCK_SECONDS):
+                    await connection.execute(select(1))
+                    await connection.commit()
                 await connection.execute(select(func.pg_advisory_unlock(*key)))
                 await connection.commit()
+        except (DBAPIError, PoolTimeout, OSError):
+            if not held.done():
+                raise
+            await _is_set_within(ended, LOCK_SECONDS)
+
+
+async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
 
 
 async def _without_lock(session: AsyncSession, kind: int, ids: Sequence[str]) -> list[str]:

@@ -190,6 +190,11 @@ class RequestRepository(Repository):
         statement = select(RequestRow.id).where(RequestRow.status == OPEN, RequestRow.server_id.in_(servers))
         return list(await self._session.scalars(statement.order_by(RequestRow.id).limit(limit)))
 
+    async def is_open(self, id: str) -> bool:
+        """Return whether this request is open."""
+        statement = select(RequestRow.id).where(RequestRow.id == id, RequestRow.status == OPEN)
+        return await self._session.scalar(statement) is not None
+
     async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
         """Close these requests; return by id the requests that were not yet settled."""
         statement = (

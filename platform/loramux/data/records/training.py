@@ -30,6 +30,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
 from loramux.data.entities import (
+    SAMPLES,
     Refusal,
     TrainingCheckpoint,
     TrainingEvent,
@@ -166,9 +167,13 @@ class TrainingRepository(TenantScoped):
         return await self._session.scalar(select(TrainingJobRow.id).where(*ours, reads).limit(1))
 
     async def cancel_all(self) -> None:
-        """Cancel every unfinished job."""
-        ours = (TrainingJobRow.tenant_id == self._tenant, TrainingJobRow.state.in_((*TRAINABLE, PAUSED)))
-        await self._session.execute(update(TrainingJobRow).where(*ours).values(wanted="cancel"))
+        """Cancel every unfinished job, and delete the texts in the logs of all jobs."""
+        ours = TrainingJobRow.tenant_id == self._tenant
+        unfinished = TrainingJobRow.state.in_((*TRAINABLE, PAUSED))
+        await self._session.execute(update(TrainingJobRow).where(ours, unfinished).values(wanted="cancel"))
+        logs = TrainingEventRow.job_id.in_(select(TrainingJobRow.id).where(ours))
+        texts = TrainingEventRow.data.startswith(f'{{"{SAMPLES}"')
+        await self._session.execute(delete(TrainingEventRow).where(logs, texts))
 
     async def events(self, id: str, before: int | None, limit: int) -> list[TrainingEvent]:
         """List at most `limit` entries of a job's log, newest first, that are older than the entry `before`."""
@@ -215,9 +220,9 @@ class TrainingJobs(Repository):
         row = await self._session.scalar(statement.with_for_update())
         return None if row is None else _job(row)
 
-    async def release_dead(self) -> None:
-        """Take the jobs of dead trainers from them."""
-        held = (TrainingJobRow.trainer_id.is_not(None), TrainingJobRow.state.in_(TRAINABLE))
+    async def release_dead(self, *, besides: str = "") -> None:
+        """Take the jobs of dead trainers from them. `besides`: the trainer that asks, which lives."""
+        held = (TrainingJobRow.trainer_id != besides, TrainingJobRow.state.in_(TRAINABLE))
         trainers = [id for id in await self._session.scalars(select(TrainingJobRow.trainer_id).where(*held).distinct())]
         if dead := await dead_trainers(self._session, [id for id in trainers if id is not None]):
             freed = update(TrainingJobRow).where(*held, TrainingJobRow.trainer_id.in_(dead)).values(trainer_id=None)

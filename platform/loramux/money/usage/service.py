@@ -133,6 +133,12 @@ class UsageService:
         """
         return await self._operations.sweep()
 
+    async def interrupt(self, request_id: str) -> bool:
+        """Close the requests that dead servers left open; return False if this request is still open."""
+        await self.sweep()
+        async with self._database.read() as session:
+            return not await RequestRepository(session).is_open(request_id)
+
     async def accrue(self) -> int:
         """Bill adapters' storage and pins up to the last full day; return the number of entries."""
         stored = await StorageMeter(self._database, "storage").accrue()
