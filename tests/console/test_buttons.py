@@ -182,12 +182,12 @@ def test_pages_name_the_key_of_a_change_without_the_scope_keys(
     with visiting(browser, site.url) as visit:
         visit.sign_in(reader["key"])
         page = visit.load("/adapters/robotic", "robotic")
-        expect(page.get_by_label("History of robotic:by-robot")).to_contain_text("release robot")
+        expect(page.get_by_role("table", name="History of robotic:by-robot")).to_contain_text("release robot")
         page.get_by_role("tab", name="Sharing").click()
         expect(page.get_by_role("row", name=re.compile("initech"))).to_contain_text("release robot")
         page = visit.go("/activity", "Activity")
         page.get_by_role("tab", name="Audit log").click()
-        expect(page.get_by_role("row", name=re.compile("by-robot")).first).to_contain_text("release robot")
+        expect(page.get_by_role("row").filter(has_text="robotic:by-robot")).to_contain_text("release robot")
 
 
 def test_shadow_is_started_and_ended(visit: Visit, site: Site, three: list[dict[str, bytes]]) -> None:
