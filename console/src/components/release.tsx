@@ -144,7 +144,7 @@ function History({ name, versions, ready, now, mayChange, restore }: HistoryProp
           cell: (version) => version.targets.map((target) => `@${target.revision} × ${target.weight}`).join(", ") || "removed",
         },
         { title: "By", cell: (version) => <Text size="sm" className="long">{version.changed_by_name ?? version.changed_by}</Text> },
-        { title: "When", width: 120, number: true, cell: (version) => <When at={version.changed_at} /> },
+        { title: "When", width: 140, number: true, cell: (version) => <When at={version.changed_at} /> },
         {
           title: "Action",
           width: 110,

@@ -41,7 +41,7 @@ export function Grants({ name, mayChange }: { name: string; mayChange: boolean }
               columns={[
                 { title: "Tenant", cell: (grant) => <b>{grant.tenant}</b> },
                 { title: "By", cell: (grant) => grant.granted_by_name ?? grant.granted_by },
-                { title: "Since", width: 120, cell: (grant) => <When at={grant.granted_at} /> },
+                { title: "Since", width: 140, cell: (grant) => <When at={grant.granted_at} /> },
                 {
                   title: "Action",
                   width: 110,
