@@ -1,19 +1,18 @@
-"""Measure the effect of a tenant's hostile formats and templates on other tenants: one real server, over HTTP.
+"""Measure the effect of a tenant's hostile requests on other tenants: one real server, over HTTP.
 
     python benchmarks/hostile_neighbours.py
-    python benchmarks/hostile_neighbours.py --rounds 10 --seconds 8
+    python benchmarks/hostile_neighbours.py --rounds 9 --seconds 12      ten minutes
+    python benchmarks/hostile_neighbours.py --quick                      half a minute, to see that all of it runs
+    python benchmarks/hostile_neighbours.py --hostile "pools/lines that wait" "pools/slow body"
 
-Tenant `steady` streams a few long answers at a time. Tenant `hostile` sends as many requests at a time in every window:
+Tenant `steady` streams a few long answers at a time, and stores a small file twice a second. Tenant `hostile` sends
+requests of one kind in every window. `hostile_requests.py` lists them, and sends them from a separate process. The
+windows alternate within each round, so that a slow minute of the machine affects all of them.
 
-- `harmless`: answers in its own small formats, and an adapter with a plain chat template;
-- `hostile`: the 200 schemas, expressions and grammars of `tests/support/hostile_grammars.py`, each in a new form, so
-  that no result of a trial is reused, and the same adapter with conversations for which its template loops, recurses or
-  grows.
-
-The windows alternate within each round, so that a slow minute of the machine affects both. The measured time is that
-between two tokens of `steady`'s answers. The result is JSON on stdout: p99 hostile over p99 harmless in each round, the
-median and the quartiles; the goal is a median of at most 1.1. A baseline without any other tenant would be unfair,
-because the rows of `hostile` are computed in the same steps.
+The main measured time is that between two tokens of `steady`'s answers. The result is JSON on stdout: for each hostile
+kind, p99 over the p99 of its baseline in each round, the median and the quartiles; the goal is a median of at most 1.1.
+The baseline of `formats` is not `alone` but `harmless`, because the rows of its answers are computed in the same steps.
+The longest pause and the longest upload of each window tell of stalls that are too rare for a p99.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,99 +39,47 @@ from peers.serving import Command, free_port, running
 from progress import say
 from specs import BENCHMARKS
 
-from loramux.constraints.formats import AnswerFormat, Choice, Grammar, JsonObject, JsonSchema, Regex
-
-sys.path.append(str(BENCHMARKS.parent / "tests/support"))
-from hostile_grammars import corpus
-
 STEADY, HOSTILE = "steady", "hostile"
-STREAMS, ATTACKS = 4, 6
-MAX_TOKENS, TOKENS_OF_ATTACK = 256, 24
-ADAPTER = BENCHMARKS.parent / "demo/loramux_demo/assets/adapters/pirate"
-TRICKS = {
-    "endless": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-    "wide": "{{ asked * 100000000 }}",
-    "doubling": (
-        "{% set ns = namespace(s='a') %}{% for i in range(40) %}{% set ns.s = ns.s + ns.s %}{% endfor %}{{ ns.s }}"
-    ),
-    "power": "{{ ((asked | length) ** 9999999) | string | length }}",
-    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-}
-"""Hostile parts of the template, each for conversations that name it. For other conversations the template is plain, so
-that the upload passes. Each part depends on the conversation, because constant parts are computed, and refused, when a
-template is compiled.
-"""
-TEMPLATE = (
-    "{% set asked = messages[-1].content %}"
-    + "".join(f"{{% if asked == '{name}' %}}{trick}{{% endif %}}" for name, trick in TRICKS.items())
-    + "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-)
-
-Body = dict[str, Any]
+BASELINES: Mapping[str, str] = {"formats": "harmless", "bodies": "alone", "pools": "alone"}
+"""Hostile kinds, each with the kind that it is compared with."""
+SCOPES = tuple(f"--scope={scope}" for scope in ("inference", "adapters", "usage", "keys", "webhooks"))
+STREAMS = 4
+MAX_TOKENS = 256
+SETTLING_SECONDS = 1.0
+"""The beginning of a window that is not measured: the requests of the window before have an end."""
+SMALL_FILE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": "base", "prompt": "x"}}'
 
 
-def hostile_bodies() -> Iterator[Body]:
-    """Yield requests without end: formats of the corpus alternate with conversations for which the template fails."""
-    formats, tricks = corpus(), itertools.cycle(TRICKS)
-    for number in itertools.count():
-        yield format_body(fresh(formats[number * 7 % len(formats)][1], number))
-        if number % 2:
-            yield chat_body(next(tricks))
+@dataclass(frozen=True)
+class Plan:
+    """The measured windows."""
 
-
-def harmless_bodies() -> Iterator[Body]:
-    """Yield as many requests of each kind, which ask for nothing bad."""
-    for number in itertools.count():
-        yield format_body(Choice([f"yes {number}", "no"]))
-        if number % 2:
-            yield chat_body(f"hello {number}")
-
-
-def chat_body(content: str) -> Body:
-    return {"model": f"{HOSTILE}/pirate", "messages": [{"role": "user", "content": content}]}
-
-
-def format_body(format: AnswerFormat) -> Body:
-    match format:
-        case JsonSchema(schema):
-            outputs: Body = {"json": schema}
-        case Regex(pattern):
-            outputs = {"regex": pattern}
-        case Grammar(text):
-            outputs = {"grammar": text}
-        case Choice(texts):
-            outputs = {"choice": texts}
-        case JsonObject():
-            outputs = {"json_object": True}
-    return {"model": "base", "messages": [{"role": "user", "content": "go"}], "structured_outputs": outputs}
-
-
-def fresh(format: AnswerFormat, number: int) -> AnswerFormat:
-    """Return an equally hostile format with another text, because results of trials are kept by tenant and text."""
-    match format:
-        case JsonSchema(schema) if isinstance(schema, dict):
-            return JsonSchema(schema | {"description": str(number)}, format.strict)
-        case Grammar(text):
-            return Grammar(f"{text}\n// {number}")
-        case Choice(texts):
-            return Choice([*texts, f"{number} more"])
-        case Regex(pattern):
-            return Regex(f"({pattern})|{number}")
-    return format
+    rounds: int
+    seconds: float
+    """Length of a window."""
+    threads: int = 1
+    """Threads of the engine."""
+    hostile: tuple[str, ...] = tuple(BASELINES)
 
 
 class Streams:
-    """The answers that `steady` reads, one after the other in each of STREAMS places."""
+    """The answers that `steady` reads, one after the other in each of STREAMS places, and its uploads."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
-        self.pauses: list[float] = []
-        """Seconds between two tokens, since the last call of `take`."""
+        self._pauses: list[float] = []
+        self._uploads: list[float] = []
 
-    def take(self) -> list[float]:
-        """Return the pauses so far, and forget them."""
-        taken, self.pauses = self.pauses, []
-        return taken
+    def take(self) -> dict[str, float]:
+        """Return the figures since the last call, in milliseconds."""
+        pauses, self._pauses = self._pauses, []
+        uploads, self._uploads = self._uploads, []
+        figures = {
+            "p99": percentile(pauses, 0.99),
+            "longest_pause": max(pauses, default=None),
+            "longest_upload": max(uploads, default=None),
+        }
+        return {name: round(1000 * (seconds or 0.0), 2) for name, seconds in figures.items()}
 
     async def read(self, place: int) -> None:
         """Ask without end."""
@@ -146,112 +93,146 @@ class Streams:
                     if line.startswith("data: {"):
                         now = time.perf_counter()
                         if latest is not None:
-                            self.pauses.append(now - latest)
+                            self._pauses.append(now - latest)
                         latest = now
+
+    async def upload(self) -> None:
+        """Store a small file, and remove it, without end."""
+        while True:
+            began = time.perf_counter()
+            files = {"file": ("one.jsonl", SMALL_FILE)}
+            stored = await self._client.post("/v1/files", data={"purpose": "batch"}, files=files)
+            self._uploads.append(time.perf_counter() - began)
+            (await self._client.delete(f"/v1/files/{stored.raise_for_status().json()['id']}")).raise_for_status()
+            await asyncio.sleep(0.5)
+
+
+class Neighbour:
+    """The process that sends the requests of `hostile`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdin is not None, "it is a pipe"
+        assert process.stdout is not None, "it is a pipe"
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    async def send(self, kind: str) -> None:
+        """Begin with the requests of a kind, in place of those before."""
+        self._stdin.write(f"{kind}\n".encode())
+        await self.expect(kind)
+
+    async def expect(self, line: str) -> None:
+        """Wait for a line of the process."""
+        if (said := (await self._stdout.readline()).decode().strip()) != line:
+            raise RuntimeError(f"the neighbour said {said!r} instead of {line!r}")
+
+    async def end(self) -> dict[str, dict[str, int]]:
+        """Return how its requests have ended."""
+        self._stdin.close()
+        found: dict[str, dict[str, int]] = json.loads(await self._stdout.readline())
+        return found
 
 
 @asynccontextmanager
-async def attacks(client: httpx.AsyncClient, bodies: Iterator[Body], seen: Counter[str]) -> AsyncIterator[None]:
-    """Keep ATTACKS requests running while the block runs; `seen` counts how they end."""
-
-    async def attack() -> None:
-        for body in bodies:
-            answer = await client.post("/v1/chat/completions", json=body | {"max_tokens": TOKENS_OF_ATTACK})
-            refusal = answer.json().get("error") or {}
-            seen[refusal.get("code") or str(answer.status_code)] += 1
-
-    tasks = [asyncio.create_task(attack()) for _ in range(ATTACKS)]
+async def neighbour(url: str, key: str) -> AsyncIterator[Neighbour]:
+    """Start the process, and end it with the block."""
+    pipe = asyncio.subprocess.PIPE
+    command = (sys.executable, str(BENCHMARKS / "hostile_requests.py"), url, key)
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, limit=1 << 20)
     try:
-        yield
-        for task in tasks:
-            if task.done():
-                task.result()
+        started = Neighbour(process)
+        await started.expect("ready")
+        yield started
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
 
 
-async def measure(url: str, keys: dict[str, str], rounds: int, seconds: float) -> dict[str, Any]:
-    """Return the ratio of each round, and what became of the attacks."""
-    kinds = {"harmless": harmless_bodies(), "hostile": hostile_bodies()}
-    seen: dict[str, Counter[str]] = {kind: Counter() for kind in kinds}
-    ratios, figures = [], []
-    async with client_of(url, keys[STEADY]) as steady, client_of(url, keys[HOSTILE]) as other:
+async def measure(url: str, keys: dict[str, str], plan: Plan) -> dict[str, Any]:
+    """Return the ratios of each round, and what became of the hostile requests."""
+    windows = (*dict.fromkeys(map(baseline_of, plan.hostile)), *plan.hostile)
+    figures: list[dict[str, dict[str, float]]] = []
+    async with client_of(url, keys[STEADY]) as steady, neighbour(url, keys[HOSTILE]) as other:
         streams = Streams(steady)
         readers = [asyncio.create_task(streams.read(place)) for place in range(STREAMS)]
-        for turn in range(rounds + 1):
-            p99: dict[str, float] = {}
-            for kind in kinds if turn % 2 else reversed(kinds):
-                async with attacks(other, kinds[kind], seen[kind]):
-                    await asyncio.sleep(min(1.0, seconds / 4))  # the window before has an end
-                    streams.take()
-                    await asyncio.sleep(seconds)
-                    p99[kind] = percentile(streams.take(), 0.99) or 0.0
-            if turn:  # the first round warms
-                ratios.append(p99["hostile"] / p99["harmless"])
-                figures.append({kind: round(value * 1000, 2) for kind, value in p99.items()})
-                say(f"round {turn}: p99 {figures[-1]} ms, ratio {ratios[-1]:.3f}")
+        readers.append(asyncio.create_task(streams.upload()))
+        for turn in range(plan.rounds + 1):
+            found: dict[str, dict[str, float]] = {}
+            length = plan.seconds if turn else plan.seconds / 4  # the first round warms
+            for kind in windows if turn % 2 else reversed(windows):
+                await other.send(kind)
+                settling = min(SETTLING_SECONDS, length / 4)
+                await asyncio.sleep(settling)
+                streams.take()
+                await asyncio.sleep(length - settling)
+                found[kind] = streams.take()
+            if turn:
+                figures.append(found)
+                say(f"round {turn}: {found} ms")
         for reader in readers:
             if reader.done():
                 reader.result()
             reader.cancel()
         await asyncio.gather(*readers, return_exceptions=True)
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else []
+        ended = await other.end()
     return {
-        "ratios": ratios,
-        "median": statistics.median(ratios),
-        "quartiles": quartiles[::2],
-        "p99_ms": figures,
-        "ended": seen,
+        "p99_over_baseline": {kind: summary(figures, kind) for kind in plan.hostile},
+        "milliseconds": figures,
+        "ended": ended,
         "load": os.getloadavg()[0],
     }
+
+
+def baseline_of(kind: str) -> str:
+    """Return the kind that a hostile kind, or some of its requests, are compared with."""
+    return BASELINES[kind.partition("/")[0]]
+
+
+def summary(figures: list[dict[str, dict[str, float]]], kind: str) -> dict[str, Any]:
+    """Return the ratios of a kind, their median and their quartiles."""
+    ratios = [one[kind]["p99"] / one[baseline_of(kind)]["p99"] for one in figures]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else []
+    return {"median": statistics.median(ratios), "quartiles": quartiles[::2], "ratios": ratios}
 
 
 def client_of(url: str, key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=httpx.Timeout(120.0))
 
 
-async def upload(url: str, key: str) -> None:
-    """Give `hostile` an adapter whose template is plain on the trial's conversations."""
-    files = {
-        name: (name, (ADAPTER / name).read_bytes()) for name in ("adapter_config.json", "adapter_model.safetensors")
-    }
-    files["chat_template.jinja"] = ("chat_template.jinja", TEMPLATE.encode())
-    async with client_of(url, key) as client:
-        answer = await client.post("/v1/adapters", data={"name": "pirate"}, files=files)
-        if answer.is_error:
-            raise RuntimeError(answer.text)
-
-
-def run(folder: Path, rounds: int, seconds: float, threads: int) -> dict[str, Any]:
+def run(folder: Path, plan: Plan) -> dict[str, Any]:
     """Start a server in `folder`, make the tenants, measure."""
     config, port = folder / "settings.toml", free_port()
     config.write_text(
         f'[model]\npath = "{MODEL_PATH}"\nserved_model_name = "base"\n[server]\nport = {port}\n'
         f'[logging]\nlevel = "error"\n[validation]\nparity = false\n'
-        f'[engine]\ndevice = "cpu"\nnum_threads = {threads}\npool_bytes = {128 << 20}\n'
+        f"[batches]\nallow_private_judges = true\n[webhooks]\nallow_private_addresses = true\n"
+        f'[engine]\ndevice = "cpu"\nnum_threads = {plan.threads}\npool_bytes = {128 << 20}\n'
     )
     keys = {}
     for tenant in (STEADY, HOSTILE):
         cli(config, "tenant", "create", tenant)
-        keys[tenant] = cli(config, "key", "create", "--tenant", tenant)["key"]
+        keys[tenant] = cli(config, "key", "create", "--tenant", tenant, *SCOPES)["key"]
+    cli(config, "tenant", "allow-judges", HOSTILE)
     url = f"http://127.0.0.1:{port}"
     serve = Command([*LORAMUX, "serve", "--config", str(config)], f"{url}/health/ready", folder / "server.log", {})
     with running(serve):
-        asyncio.run(upload(url, keys[HOSTILE]))
-        return asyncio.run(measure(url, keys, rounds, seconds))
+        return asyncio.run(measure(url, keys, plan))
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Inter-token times beside a tenant's hostile formats and templates.")
-    parser.add_argument("--rounds", type=int, default=9, help="each has a window of both kinds (default 9)")
+    parser = argparse.ArgumentParser(description="Inter-token times beside a tenant's hostile requests.")
+    parser.add_argument("--rounds", type=int, default=9, help="each has a window of every kind (default 9)")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a window (default 12)")
     parser.add_argument("--threads", type=int, default=1, help="engine.num_threads (default 1)")
+    parser.add_argument("--hostile", nargs="+", default=list(BASELINES), help="kinds, or kind/beginning of names")
+    parser.add_argument("--quick", action="store_true", help="one round of windows of 4 s")
     given = parser.parse_args()
+    plan = Plan(given.rounds, given.seconds, given.threads, tuple(given.hostile))
+    if given.quick:
+        plan = replace(plan, rounds=1, seconds=4.0)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(run(Path(folder), given.rounds, given.seconds, given.threads), indent=1))
+        print(json.dumps(run(Path(folder), plan), indent=1))
 
 
 if __name__ == "__main__":

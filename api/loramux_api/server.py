@@ -40,6 +40,10 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 5.0
 """Time in seconds that clients have to read data that was already written."""
 ENGINE_POLL_SECONDS = 0.5
+SWITCH_SECONDS = 0.001
+"""Time for which a thread keeps the interpreter while the event loop waits for it. Python's default is 5 ms. Checks of
+tenants' files are Python on threads, and would delay every token of other tenants by as much.
+"""
 
 
 def serve(settings: Settings, on_serving: Callable[[Platform], None]) -> int:
@@ -73,6 +77,7 @@ async def _serve(
     signals = _Signals()
     async with _cancellable_start(settings, signals) as platform, attached(app, platform):
         freeze_garbage()
+        sys.setswitchinterval(SWITCH_SECONDS)
         listeners = [Listener(app, address, max_connections) for address in addresses]
         code = await _answer(app, settings.server, listeners, signals, on_serving)
     signals.ignore()

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from loramux.serving.errors import InvalidRequest
-from loramux.serving.messages import Conversation
+from loramux.serving.messages import Conversation, GenerationRequest
 from loramux.training.examples import Example, ExampleFormat, Turn
 from loramux_api.bodies import decode_body, inference_body_bytes, look_through
 from loramux_api.schemas import chat
@@ -71,8 +71,8 @@ def _is_preference(data: bytes) -> bool:
 
 def _chat(data: bytes) -> Example:
     line = _decoded(data, _Conversation)
-    body = _body(line, bytes(line.messages))
-    turns = _turns(_conversation(body), bytes(line.messages), "messages")
+    asked = _request(line, bytes(line.messages))
+    turns = _turns(_conversation(asked), bytes(line.messages), "messages")
     if turns[-1].role != "assistant":
         raise InvalidRequest(
             f"'messages' ends with the assistant's message, which the model learns; it ends with '{turns[-1].role}'",
@@ -82,16 +82,16 @@ def _chat(data: bytes) -> Example:
         raise InvalidRequest(
             "'messages' has no message to learn: give an assistant's message no 'weight', or 1", "messages"
         )
-    return Example(turns=turns, variables=_variables(body))
+    return Example(turns=turns, variables=_variables(asked))
 
 
 def _preference(data: bytes) -> Example:
     line = _decoded(data, _Preference)
     asked = bytes(line.input.messages)
     whole = [_joined(asked, bytes(output)) for output in (line.preferred_output, line.non_preferred_output)]
-    bodies = [_body(line.input, messages) for messages in whole]
+    requests = [_request(line.input, messages) for messages in whole]
     shared = len(_weights(asked, "input.messages"))
-    preferred, rejected = (_conversation(body) for body in bodies)
+    preferred, rejected = (_conversation(asked) for asked in requests)
     for name, turns in (("preferred_output", preferred), ("non_preferred_output", rejected)):
         if [turn.role for turn in turns[shared:]] != ["assistant"]:
             raise InvalidRequest(f"'{name}' is a list of one assistant's message", name)
@@ -101,7 +101,7 @@ def _preference(data: bytes) -> Example:
         tuple(Turn(one.role, one.content, dict(one.fields), number >= shared) for number, one in enumerate(turns))
         for turns in (preferred, rejected)
     )
-    return Example(turns=first, rejected=second[shared:], num_shared=shared, variables=_variables(bodies[0]))
+    return Example(turns=first, rejected=second[shared:], num_shared=shared, variables=_variables(requests[0]))
 
 
 def _decoded(data: bytes, kind: type[S]) -> S:
@@ -117,20 +117,20 @@ def _decoded(data: bytes, kind: type[S]) -> S:
         raise InvalidRequest(f"this line is not valid JSON: {str(error)[:200]}", "file") from None
 
 
-def _body(line: _Conversation, messages: bytes) -> chat.ChatBody:
+def _request(line: _Conversation, messages: bytes) -> GenerationRequest:
     """Return the chat request that has these messages and tools. Raises InvalidRequest."""
     tools = b"" if isinstance(line.tools, UnsetType) else b',"tools":' + bytes(line.tools)
-    return decode_body(b'{"model":"","messages":' + messages + tools + b"}", chat.ChatBody)
+    return chat.to_request(decode_body(b'{"model":"","messages":' + messages + tools + b"}", chat.ChatBody))
 
 
-def _conversation(body: chat.ChatBody) -> Conversation:
-    (conversation,) = chat.to_request(body).prompts
+def _conversation(asked: GenerationRequest) -> Conversation:
+    (conversation,) = asked.prompts
     assert isinstance(conversation, tuple)
     return conversation
 
 
-def _variables(body: chat.ChatBody) -> dict[str, object]:
-    return dict(chat.to_request(body).chat.template)
+def _variables(asked: GenerationRequest) -> dict[str, object]:
+    return dict(asked.chat.template)
 
 
 def _turns(conversation: Conversation, messages: bytes, where: str) -> tuple[Turn, ...]:

@@ -404,6 +404,8 @@ class Grant(ApiObject, frozen=True, kw_only=True):
 
     tenant: str
     granted_by: str | None = None
+    granted_by_name: str | None = None
+    """Name of the key or the member; None if it has no name."""
     granted_at: int | None = None
 
 

@@ -2,7 +2,7 @@
 import { useDebouncedValue } from "@mantine/hooks";
 import { keepPreviousData, useQuery, useQueryClient, type QueryClient } from "@tanstack/react-query";
 import { createContext, useContext, useEffect, useState, type ReactNode } from "react";
-import { allKeys, api, ApiError, caller, unwrap, type SessionObject } from "./api/client";
+import { api, ApiError, caller, unwrap, type SessionObject } from "./api/client";
 
 interface SessionState {
   session: SessionObject;
@@ -101,17 +101,4 @@ export function useModelNames(search: string): string[] {
     placeholderData: keepPreviousData,
   });
   return (models.data?.data ?? []).map((model) => model.id);
-}
-
-/** Names of keys and members by id, as far as the session may read them; another id stays as it is. */
-export function useActors(): (id: string) => string {
-  const { session, viewing } = useSession();
-  const sees = (scope: string) => viewing !== null || session.scopes.includes(scope);
-  const keys = useQuery({ queryKey: ["keys"], queryFn: () => allKeys(), enabled: sees("keys"), retry: false });
-  const members = useQuery({ queryKey: ["members"], queryFn: () => unwrap(api.GET("/v1/members")), enabled: sees("members"), retry: false });
-  const names = new Map([
-    ...(keys.data ?? []).map((key) => [key.id, `key ${key.name}`] as const),
-    ...(members.data?.data ?? []).map((member) => [member.id, member.subject] as const),
-  ]);
-  return (id) => names.get(id) ?? id;
 }

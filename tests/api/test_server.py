@@ -37,6 +37,30 @@ print(json.dumps([connection_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)
 """
 
 
+SWITCHING = """
+import asyncio, contextlib, sys
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ModelSettings
+from loramux_api import server
+
+@contextlib.asynccontextmanager
+async def opened(*_):
+    yield
+
+async def answer(*_):
+    print(sys.getswitchinterval())
+    return 0
+
+server._cancellable_start, server.attached, server._answer = opened, opened, answer
+asyncio.run(server._serve(Settings(model=ModelSettings(path=".", served_model_name="tiny")), [], 1, print))
+"""
+
+
+def test_serving_process_gives_the_interpreter_to_its_event_loop_within_a_millisecond() -> None:
+    done = subprocess.run([sys.executable, "-c", SWITCHING], capture_output=True, text=True, check=True)
+    assert float(done.stdout) <= 0.001
+
+
 def limit_with(soft: int, hard: int) -> tuple[int, int, str]:
     """The limit of connections and the soft limit afterwards, of a process that starts with these limits."""
     done = subprocess.run(

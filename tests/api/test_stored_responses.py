@@ -113,6 +113,15 @@ def test_references_to_items_stand_for_them_as_the_ai_sdk_sends_them(chats: Site
     assert prompts(chats) == ["user: helloassistant: Look: assistant: noonuser: thanksassistant:"]
 
 
+def test_item_that_is_referred_to_twice_is_refused_as_openai_does(chats: Site) -> None:
+    say(chats, "one")
+    first = create(chats)
+    reference = {"type": "item_reference", "id": first.output[0].id}
+    with pytest.raises(openai.BadRequestError) as error:
+        create(chats, input=[reference, {"role": "user", "content": "x"}, reference])
+    assert refusal(error.value) == (400, "input[2].id", "duplicate_item")
+
+
 def test_items_of_a_request_with_references_are_stored_themselves(chats: Site) -> None:
     say(chats, "one")
     first = create(chats)

@@ -69,7 +69,7 @@ def test_lines_of_batches_that_wait_are_on_the_disk_and_end_with_a_cancellation(
         asked = {"input_file_id": file, "endpoint": TEXT, "completion_window": "24h"}
         batches = [client.post("/v1/batches", json=asked).json()["id"] for _ in range(3)]
         wait_for(lambda: all(status_of(client, batch) == "in_progress" for batch in batches))
-        wait_for(lambda: len(window._slots._waiting) == LINES * len(batches))
+        wait_for(lambda: sum(map(len, window._slots._waiting.values())) == LINES * len(batches))
         grown = resident() - before
         assert grown < 48 * MIB, f"{grown >> 20} MiB for lines that wait"
         for batch in batches:

@@ -154,7 +154,7 @@ def test_webhook_tells_of_releases_and_restored_revisions(
         http.delete("/v1/adapters/told", params={"undo_s": 0})
 
 
-def test_history_and_audit_log_name_the_key_of_a_change(site: Site, base_dir: Path, tmp_path: Path) -> None:
+def test_history_grants_and_audit_log_name_the_key_of_a_change(site: Site, base_dir: Path, tmp_path: Path) -> None:
     with site.http(site.enrol(TENANT_SCOPES)) as http:
         key = http.post("/v1/keys", json={"name": "release robot"}).json()
         robot = {"Authorization": f"Bearer {key['key']}"}
@@ -162,6 +162,11 @@ def test_history_and_audit_log_name_the_key_of_a_change(site: Site, base_dir: Pa
         assert made.status_code == 201
         (version,) = http.get("/v1/adapters/named/aliases/default/history").json()["data"]
         assert (version["changed_by"], version["changed_by_name"]) == (key["id"], "release robot")
+        grant = http.put("/v1/adapters/named/grants/globex", headers=robot).json()
+        assert (grant["granted_by"], grant["granted_by_name"]) == (key["id"], "release robot")
+        assert http.get("/v1/adapters/named/grants").json()["data"] == [grant]
+        assert http.put("/v1/adapters/named/grants/globex").json() == grant, "the grant is the robot's already"
+        assert http.delete("/v1/adapters/named/grants/globex").json() == grant
         entries = http.get("/v1/audit", params={"limit": 20}).json()["data"]
         by_robot = [entry for entry in entries if entry["actor"] == key["id"]]
         assert by_robot

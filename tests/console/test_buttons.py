@@ -166,6 +166,30 @@ def test_adapter_is_shared_and_shared_no_longer(visit: Visit, site: Site) -> Non
         assert http.post("/v1/completions", json=asked).status_code == 404
 
 
+def test_pages_name_the_key_of_a_change_without_the_scope_keys(
+    browser: Browser, site: Site, three: list[dict[str, bytes]]
+) -> None:
+    add_revisions(site, "robotic", three[:1])
+    with site.http("all-scopes") as http:
+        robot, reader = (
+            http.post("/v1/keys", json={"name": name, "scopes": scopes}).raise_for_status().json()
+            for name, scopes in (("release robot", ["adapters"]), ("reader", ["read", "audit"]))
+        )
+        changing = {"Authorization": f"Bearer {robot['key']}"}
+        http.put("/v1/adapters/robotic/grants/initech", headers=changing).raise_for_status()
+        alias = {"targets": [{"revision": 1, "weight": 1}]}
+        http.put("/v1/adapters/robotic/aliases/by-robot", json=alias, headers=changing).raise_for_status()
+    with visiting(browser, site.url) as visit:
+        visit.sign_in(reader["key"])
+        page = visit.load("/adapters/robotic", "robotic")
+        expect(page.get_by_role("table", name="History of robotic:by-robot")).to_contain_text("release robot")
+        page.get_by_role("tab", name="Sharing").click()
+        expect(page.get_by_role("row", name=re.compile("initech"))).to_contain_text("release robot")
+        page = visit.go("/activity", "Activity")
+        page.get_by_role("tab", name="Audit log").click()
+        expect(page.get_by_role("row").filter(has_text="robotic:by-robot")).to_contain_text("release robot")
+
+
 def test_shadow_is_started_and_ended(visit: Visit, site: Site, three: list[dict[str, bytes]]) -> None:
     add_revisions(site, "shadowed", three[:2])
     page = visit.load("/adapters/shadowed", "shadowed")

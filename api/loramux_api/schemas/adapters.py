@@ -163,6 +163,9 @@ class GrantObject(msgspec.Struct, kw_only=True):
     object: Literal["adapter.grant"] = "adapter.grant"
     tenant: str
     granted_by: str
+    """Id of the key or the member that made the grant."""
+    granted_by_name: str | None
+    """Name of the key or the member; null if it has no name."""
     granted_at: int
 
 
@@ -276,4 +279,9 @@ def pin_object(info: PinInfo) -> PinObject:
 
 def grant_object(info: GrantInfo) -> GrantObject:
     """Return the registry's record as a JSON object."""
-    return GrantObject(tenant=info.tenant, granted_by=info.granted_by, granted_at=info.granted_at // SECOND)
+    return GrantObject(
+        tenant=info.tenant,
+        granted_by=info.granted_by,
+        granted_by_name=info.granted_by_name,
+        granted_at=info.granted_at // SECOND,
+    )

@@ -76,13 +76,23 @@ def conversation_of(stored: Iterable[bytes]) -> list[InputItem]:
 
 
 def referred_responses(body: ResponseBody) -> set[str]:
-    """Return the ids of the responses that have the items that the input refers to. Raises ItemNotFound."""
-    ids = set()
+    """Return the ids of the responses that have the items that the input refers to.
+
+    Raises ItemNotFound, and InvalidRequest for an item that is referred to twice, as OpenAI does: otherwise a short
+    input could mean a large item thousands of times.
+    """
+    ids, seen = set[str](), dict[str, int]()
     for place, item in enumerate(_items(body)):
         if is_reference(item):
             found = _item_id.fullmatch(item.id or "")
-            if found is None:
+            if item.id is None or found is None:
                 raise ItemNotFound(item.id or "", f"input[{place}].id")
+            if (first := seen.setdefault(item.id, place)) != place:
+                raise InvalidRequest(
+                    f"'input[{first}]' refers to the item '{item.id}' already. Remove the duplicate.",
+                    field=f"input[{place}].id",
+                    code="duplicate_item",
+                )
             ids.add(PREFIX + found["response"])
     return ids
 

@@ -53,12 +53,12 @@ export function KeyRows({ rows, actions }: { rows: KeyObject[]; actions: (key: K
           cell: (key) => (
             <Text size="sm">
               {key.scopes.join(", ")}
-              {key.models && ` · ${key.models.length} models only`}
+              {key.models && ` · ${key.models.length} ${key.models.length === 1 ? "model" : "models"} only`}
             </Text>
           ),
         },
-        { title: "Last used", width: 120, cell: (key) => <When at={key.last_used_at} /> },
-        { title: "Ends", width: 120, cell: (key) => <When at={key.revoked_at ?? key.expires_at} /> },
+        { title: "Last used", width: 140, cell: (key) => <When at={key.last_used_at} /> },
+        { title: "Ends", width: 140, cell: (key) => <When at={key.revoked_at ?? key.expires_at} /> },
         { title: "Action", width: 200, actions: true, cell: actions },
       ]}
     />

@@ -237,7 +237,7 @@ function Listing({ rows }: { rows: EvaluationObject[] }) {
         { title: "Grader", width: 110, cell: (one) => one.grader.type },
         { title: "State", width: 110, cell: (one) => <State value={one.status} /> },
         { title: "Result", cell: (one) => <Result one={one} /> },
-        { title: "Since", width: 120, number: true, cell: (one) => <When at={one.created_at} /> },
+        { title: "Since", width: 140, number: true, cell: (one) => <When at={one.created_at} /> },
       ]}
     />
   );

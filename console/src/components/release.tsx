@@ -4,7 +4,6 @@ import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, unwrap, type AliasObject, type AliasVersionObject, type RevisionObject, type WeightedRevision } from "../api/client";
 import * as format from "../format";
-import { useActors } from "../session";
 import { Protection } from "./quality";
 import { complain, Confirm, DataTable, Loaded, report, Section, When } from "./ui";
 
@@ -133,7 +132,6 @@ interface HistoryProperties {
 }
 
 function History({ name, versions, ready, now, mayChange, restore }: HistoryProperties) {
-  const actorOf = useActors();
   return (
     <DataTable
       label={`History of ${name}`}
@@ -145,8 +143,8 @@ function History({ name, versions, ready, now, mayChange, restore }: HistoryProp
           title: "Targets",
           cell: (version) => version.targets.map((target) => `@${target.revision} × ${target.weight}`).join(", ") || "removed",
         },
-        { title: "By", cell: (version) => <Text size="sm" className="long">{actorOf(version.changed_by)}</Text> },
-        { title: "When", width: 120, number: true, cell: (version) => <When at={version.changed_at} /> },
+        { title: "By", cell: (version) => <Text size="sm" className="long">{version.changed_by_name ?? version.changed_by}</Text> },
+        { title: "When", width: 140, number: true, cell: (version) => <When at={version.changed_at} /> },
         {
           title: "Action",
           width: 110,

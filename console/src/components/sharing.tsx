@@ -6,14 +6,12 @@ import { useQuery, useQueryClient } from "@tanstack/react-query";
 import { useState } from "react";
 import { api, ApiError, unwrap, type RevisionObject, type ShadowReport } from "../api/client";
 import * as format from "../format";
-import { useActors } from "../session";
 import { Confirm, DataTable, Dialog, Figure, Loaded, report, Section, State, When } from "./ui";
 
 /** Grants: other tenants call the adapter at their own cost, and get none of its files. */
 export function Grants({ name, mayChange }: { name: string; mayChange: boolean }) {
   const queries = useQueryClient();
   const [isSharing, share] = useDisclosure();
-  const actorOf = useActors();
   const queryKey = ["adapter", name, "grants"];
   const grants = useQuery({ queryKey, queryFn: () => unwrap(api.GET("/v1/adapters/{name}/grants", { params: { path: { name } } })) });
   return (
@@ -42,8 +40,8 @@ export function Grants({ name, mayChange }: { name: string; mayChange: boolean }
               keyOf={(grant) => grant.tenant}
               columns={[
                 { title: "Tenant", cell: (grant) => <b>{grant.tenant}</b> },
-                { title: "By", cell: (grant) => actorOf(grant.granted_by) },
-                { title: "Since", width: 120, cell: (grant) => <When at={grant.granted_at} /> },
+                { title: "By", cell: (grant) => grant.granted_by_name ?? grant.granted_by },
+                { title: "Since", width: 140, cell: (grant) => <When at={grant.granted_at} /> },
                 {
                   title: "Action",
                   width: 110,

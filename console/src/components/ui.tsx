@@ -269,7 +269,7 @@ export function When({ at }: { at: number | null | undefined }) {
     );
   return (
     <Tooltip label={format.date(at)}>
-      <Text component="time" size="sm" dateTime={new Date(at * 1000).toISOString()}>
+      <Text component="time" size="sm" className="piece" dateTime={new Date(at * 1000).toISOString()}>
         {format.ago(at)}
       </Text>
     </Tooltip>

@@ -4,7 +4,7 @@ import { useInfiniteQuery } from "@tanstack/react-query";
 import { api, unwrap } from "../api/client";
 import { DataTable, Empty, Failure, Page, Section, When } from "../components/ui";
 import * as format from "../format";
-import { useActors, useSession } from "../session";
+import { useSession } from "../session";
 
 const PAGE = 50;
 
@@ -84,7 +84,6 @@ function Audit() {
     getNextPageParam: (page) => (page.data.length === PAGE ? page.data.at(-1)!.sequence : undefined),
     refetchInterval: 30_000,
   });
-  const actorOf = useActors();
   const rows = log.data?.pages.flatMap((page) => page.data) ?? [];
   if (log.error) return <Failure error={log.error} />;
   return (
@@ -117,7 +116,7 @@ function Audit() {
               </details>
             ),
           },
-          { title: "By", cell: (entry) => actorOf(entry.actor) },
+          { title: "By", cell: (entry) => entry.actor_name ?? entry.actor },
           { title: "From", cell: (entry) => entry.source },
           { title: "When", width: 140, number: true, cell: (entry) => <When at={entry.at} /> },
         ]}

@@ -174,7 +174,7 @@ function Revisions({ name, aliases, rows }: { name: string; aliases: string[]; r
             </Group>
           ),
         },
-        { title: "Uploaded", width: 110, number: true, cell: (row) => <When at={row.created_at} /> },
+        { title: "Uploaded", width: 140, number: true, cell: (row) => <When at={row.created_at} /> },
         { title: "Action", width: 230, actions: true, cell: (row) => can("adapters") && <RevisionActions name={name} row={row} aliases={aliases} /> },
       ]}
     />

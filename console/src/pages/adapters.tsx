@@ -118,7 +118,7 @@ function Deleted({ mayRestore }: { mayRestore: boolean }) {
         columns={[
           { title: "Name", cell: (one) => format.localName(one.name) },
           { title: "Revisions", width: 90, number: true, cell: (one) => format.count(one.revisions) },
-          { title: "Deleted", width: 130, number: true, cell: (one) => <When at={one.deleted_at} /> },
+          { title: "Deleted", width: 140, number: true, cell: (one) => <When at={one.deleted_at} /> },
           { title: "Kept until", width: 170, number: true, cell: (one) => format.date(one.undo_until) },
           {
             title: "Action",

@@ -48,7 +48,7 @@ function Listing({ rows }: { rows: BatchObject[] }) {
         { title: "State", width: 120, cell: (batch) => <State value={batch.status} /> },
         { title: "Lines", width: 190, cell: (batch) => <Lines batch={batch} /> },
         { title: "Problem", cell: (batch) => <Problem errors={batch.errors?.data ?? []} /> },
-        { title: "Since", width: 120, number: true, cell: (batch) => <When at={batch.created_at} /> },
+        { title: "Since", width: 140, number: true, cell: (batch) => <When at={batch.created_at} /> },
         {
           title: "Action",
           width: 190,
@@ -146,7 +146,7 @@ function Files() {
                 { title: "Name", cell: (file) => <b>{file.filename}</b> },
                 { title: "Purpose", width: 130, cell: (file) => file.purpose },
                 { title: "Size", width: 100, number: true, cell: (file) => format.bytes(file.bytes) },
-                { title: "Deleted", width: 130, number: true, cell: (file) => <When at={file.expires_at} /> },
+                { title: "Deleted", width: 140, number: true, cell: (file) => <When at={file.expires_at} /> },
                 {
                   title: "Action",
                   width: 220,

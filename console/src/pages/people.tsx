@@ -57,7 +57,7 @@ function Projects({ mayChange }: { mayChange: boolean }) {
             columns={[
               { title: "Name", cell: (project) => <b>{project.name}</b> },
               { title: "State", width: 100, cell: (project) => <State value={project.archived_at ? "archived" : "active"} /> },
-              { title: "Since", width: 130, cell: (project) => <When at={project.created_at} /> },
+              { title: "Since", width: 140, cell: (project) => <When at={project.created_at} /> },
               {
                 title: "Action",
                 width: 110,
@@ -125,7 +125,7 @@ function Members({ mayChange }: { mayChange: boolean }) {
                 { title: "Person", cell: (member) => <b>{member.subject}</b> },
                 { title: "Identity provider", cell: (member) => member.issuer },
                 { title: "Role", width: 100, cell: (member) => <State value={member.role} /> },
-                { title: "Since", width: 120, cell: (member) => <When at={member.created_at} /> },
+                { title: "Since", width: 140, cell: (member) => <When at={member.created_at} /> },
                 { title: "Action", width: 220, actions: true, cell: (member) => mayChange && <ChangeMember member={member} /> },
               ]}
             />

@@ -78,7 +78,7 @@ function Listing({ rows }: { rows: TenantObject[] }) {
         },
         { title: "State", width: 110, cell: (tenant) => <State value={tenant.suspended_at ? "suspended" : "active"} /> },
         { title: "Tier", width: 130, cell: (tenant) => tenant.tier },
-        { title: "Since", width: 130, cell: (tenant) => <When at={tenant.created_at} /> },
+        { title: "Since", width: 140, cell: (tenant) => <When at={tenant.created_at} /> },
         {
           title: "Action",
           width: 210,

@@ -16,13 +16,14 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Generic, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -145,13 +146,17 @@ class TenantSlots:
 
     Free units go to the waiting tenant that holds the fewest; among equal tenants, to the job that has waited longest.
     A job that needs more units than a tenant may hold gets its turn when its tenant holds none.
+
+    A grant looks at the waiting tenants and not at their jobs, because a tenant's batches have thousands that wait.
     """
 
     def __init__(self, total: int, per_tenant: int) -> None:
         self._free = total
         self._per_tenant = min(per_tenant, total)
         self._held: Counter[str] = Counter()
-        self._waiting: deque[tuple[str, int, asyncio.Future[None]]] = deque()
+        self._numbers = count()
+        self._waiting: dict[tuple[str, int], OrderedDict[int, asyncio.Future[None]]] = {}
+        """Waiting jobs in the order of their arrival, by tenant and units, each with its number."""
 
     @asynccontextmanager
     async def slot(self, tenant: str, units: int = 1) -> AsyncIterator[None]:
@@ -165,13 +170,14 @@ class TenantSlots:
     async def acquire(self, tenant: str, units: int = 1) -> None:
         """Wait for units and take them; `release` returns them."""
         granted = asyncio.get_running_loop().create_future()
-        self._waiting.append((tenant, self._capped(units), granted))
+        group, number = (tenant, self._capped(units)), next(self._numbers)
+        self._waiting.setdefault(group, OrderedDict())[number] = granted
         self._grant()
         try:
             await granted
         except asyncio.CancelledError:
             if granted.cancelled() or not granted.done():
-                self._waiting = deque(one for one in self._waiting if one[-1] is not granted)
+                self._forget(group, number)
                 self._grant()  # a smaller job may have waited for this one
             else:  # granted at the moment of the cancellation
                 self.release(tenant, units)
@@ -213,15 +219,27 @@ class TenantSlots:
         self._free -= units
         self._held[tenant] += units
 
+    def _turn(self, group: tuple[str, int]) -> tuple[int, int]:
+        """Return the key by which the next group is chosen: units that its tenant holds, then its first job."""
+        return self.held_by(group[0]), next(iter(self._waiting[group]))
+
+    def _forget(self, group: tuple[str, int], number: int) -> None:
+        """Remove a job that no longer waits, if it has not been removed yet."""
+        jobs = self._waiting.get(group, OrderedDict())
+        jobs.pop(number, None)
+        if not jobs:
+            self._waiting.pop(group, None)
+
     def _grant(self) -> None:
         while self._free > 0:
-            allowed = [one for one in self._waiting if self._fits(one[0], one[1])]
+            allowed = [group for group in self._waiting if self._fits(*group)]
             if not allowed:
                 return
-            tenant, units, granted = chosen = min(allowed, key=lambda one: self.held_by(one[0]))
+            tenant, units = group = min(allowed, key=self._turn)
             if units > self._free:
                 return  # no job overtakes the first one, so that small jobs cannot keep a large job waiting for ever
-            self._waiting.remove(chosen)
+            number, granted = next(iter(self._waiting[group].items()))
+            self._forget(group, number)
             if not granted.done():
                 self._take(tenant, units)
                 granted.set_result(None)

@@ -81,7 +81,7 @@ MAX_BYTES = "loramux_max_bytes"
 
 
 class ReplyRefused(httpx.DecodingError):
-    """A reply is encoded or too long. The request has arrived all the same."""
+    """A reply is encoded, too long, or a redirect to no address. The request has arrived all the same."""
 
 
 def outside_client(
@@ -95,7 +95,8 @@ def outside_client(
 
 
 def bounded(client: httpx.AsyncClient) -> httpx.AsyncClient:
-    """Make the client request replies without encoding, and raise ReplyRefused for a reply that is encoded or too long.
+    """Make the client request replies without encoding, and raise ReplyRefused for a reply that is encoded or too long,
+    or that redirects to an address that cannot be read.
 
     The limit is MAX_REPLY_BYTES, unless a request sets another limit in its extension MAX_BYTES.
     """
@@ -115,11 +116,21 @@ async def _bound_reply(response: httpx.Response) -> None:
         reason = f"its reply is encoded ({encoding[:40]}), which was not asked for"
     elif length.isascii() and length.isdigit() and int(length[:20]) > limit:
         reason = f"its reply has more than {limit} bytes"
+    elif response.has_redirect_location and not _is_readable(response.headers["location"], response.request.url):
+        reason = "its reply redirects to an address that cannot be read"  # httpx would raise any ValueError
     if reason is not None:
         await response.aclose()
         raise ReplyRefused(reason)
     assert isinstance(response.stream, httpx.AsyncByteStream), "the client is asynchronous"
     response.stream = _BoundedStream(response.stream, limit)
+
+
+def _is_readable(location: str, base: httpx.URL) -> bool:
+    try:
+        parse_outside_url(str(base.join(location)))
+    except (httpx.InvalidURL, ValueError):
+        return False
+    return True
 
 
 class _BoundedStream(httpx.AsyncByteStream):
@@ -138,6 +149,18 @@ class _BoundedStream(httpx.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._stream.aclose()
+
+
+def parse_outside_url(text: str) -> httpx.URL:
+    """Parse a URL that the operator did not write. Raises httpx.InvalidURL, also if its host cannot be decoded, which
+    httpx does only when the host is read.
+    """
+    try:
+        url = httpx.URL(text)
+        _ = url.host, url.port
+    except ValueError as error:
+        raise httpx.InvalidURL(str(error)) from None
+    return url
 
 
 class NotPublic(Exception):

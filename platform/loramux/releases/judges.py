@@ -31,6 +31,7 @@ from loramux.common.public_http import (
     Resolver,
     bounded,
     outside_client,
+    parse_outside_url,
 )
 from loramux.common.settings.server import BatchSettings
 from loramux.releases.comparison import Answered, Answers, Question
@@ -111,9 +112,8 @@ class Judges:
     async def check(self, judge: Judge, tenant: TenantId) -> None:
         """Raise InvalidGrader unless the judge has an address that may be called."""
         try:
-            url = httpx.URL(judge.url)
-            _ = url.port
-        except (httpx.InvalidURL, ValueError):
+            url = parse_outside_url(judge.url)
+        except httpx.InvalidURL:
             raise InvalidGrader("The judge's url is no address; write https://HOST/v1.", "grader.url") from None
         private = self._settings.allow_private_judges
         if url.scheme not in ("https", "http" if private else "https"):

@@ -314,6 +314,8 @@ REFUSED = {
     "https://user:pw@hook.example/": "without a user",
     "https://": "HOST",
     "nonsense": "HOST",
+    "https://xn--0/": "HOST",
+    "https://hook.example:port/": "HOST",
     "https://127.0.0.1/": "not a public address",
     "https://localhost:8000/admin": "not a public address",
     "https://[::ffff:10.0.0.1]/": "not a public address",

@@ -107,6 +107,7 @@ async def test_a_redirect_to_a_private_address_is_not_followed(hub: Hub, tmp_pat
         "http://[::ffff:127.0.0.1]/blob",
         "http://[::1/blob",
         "http://127.0.0.1:99999/blob",
+        "http://xn--0/blob",
         "http:///blob",
         "",
     ],

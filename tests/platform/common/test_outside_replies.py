@@ -139,6 +139,19 @@ def test_a_reply_of_an_announced_length_over_the_bound_is_not_read() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("location", ["https://xn--0/", "https://[::1", "https://a:port/", "http://\u0080/"])
+def test_a_redirect_to_no_address_is_a_refused_reply(location: str) -> None:
+    async def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(302, headers=[(b"Location", location.encode())])
+
+    async def run() -> None:
+        async with bounded(httpx.AsyncClient(transport=httpx.MockTransport(answer))) as client:
+            with pytest.raises(ReplyRefused, match="redirects"):
+                await client.get("https://service.example")
+
+    asyncio.run(run())
+
+
 def test_clients_for_services_outside_are_made_in_one_place() -> None:
     """A client that is made elsewhere has no bound on what it decodes."""
     found: set[str] = set()

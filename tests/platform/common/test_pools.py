@@ -160,6 +160,35 @@ async def test_units_are_bounded_by_tenant_and_in_all(anyio_backend: str) -> Non
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_grant_and_a_cancellation_cost_the_same_however_many_jobs_wait(
+    anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots, looked = TenantSlots(3, 1), list[tuple[str, int]]()
+    fits = slots._fits
+    monkeypatch.setattr(slots, "_fits", lambda *group: looked.append(group) or fits(*group))
+    assert slots.try_acquire("a")
+    assert slots.try_acquire("b")
+    waiting = [asyncio.create_task(slots.acquire(tenant)) for _ in range(500) for tenant in ("a", "b")]
+    await asyncio.sleep(0)
+    looked.clear()
+    slots.release("a")
+    await waiting[0]
+    assert len(looked) <= 8
+    for task in waiting[2:]:
+        task.cancel()
+    await asyncio.gather(*waiting[2:], return_exceptions=True)
+    assert len(looked) <= 4 * len(waiting)
+    assert not waiting[1].done()
+    slots.release("b")
+    await waiting[1]
+    slots.release("a")
+    slots.release("b")
+    assert slots.is_free("a")
+    assert slots.is_free("b")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_job_larger_than_a_share_gets_its_turn_when_its_tenant_holds_nothing(anyio_backend: str) -> None:
     slots = TenantSlots(100, 60)
     assert slots.try_acquire("a", 1)

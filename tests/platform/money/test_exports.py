@@ -1,5 +1,6 @@
 """Exports, read back by other people's readers."""
 
+import csv
 import hashlib
 import io
 import json
@@ -94,6 +95,20 @@ async def test_export_manifest_holds_and_bytes_are_reproducible(
         "sha256": hashlib.sha256(data).hexdigest(),
     }
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [first.file, f"{first.file}.manifest.json"]
+
+
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@sum(a)", "\t=1", "\r=1", "＝1", "－1"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+async def test_text_that_a_spreadsheet_would_compute_is_a_text_in_csv(tmp_path: Path, kind: str, text: str) -> None:
+    async def pages() -> AsyncIterator[list[dict[str, object]]]:
+        yield [{"sequence": -1, "user_id": text, "model": "a=b"}]
+
+    columns = [column for column in LEDGER_COLUMNS if column.name in ("sequence", "user_id", "model")]
+    made = await write_table(tmp_path, "ledger", kind, columns, pages())
+    with (tmp_path / made.file).open(encoding="utf-8", newline="") as file:
+        (row,) = csv.DictReader(file) if kind == "csv" else map(json.loads, file)
+    sent = f"'{text}" if kind == "csv" else text
+    assert (str(row["sequence"]), row["user_id"], row["model"]) == ("-1", sent, "a=b")
 
 
 async def test_export_that_fails_leaves_no_file(tmp_path: Path) -> None:

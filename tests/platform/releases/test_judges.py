@@ -164,6 +164,7 @@ def test_judge_that_fails_now_and_then_is_asked_again() -> None:
         ("https://judge.example/v1?x=1", SETTINGS),
         ("ftp://judge.example", PRIVATE),
         ("no address", SETTINGS),
+        ("https://xn--0/v1", SETTINGS),
         ("https://:99999/", SETTINGS),
     ],
 )

@@ -22,7 +22,7 @@ from loramux.accounts.webhooks.dispatcher import Attempt, WebhookDispatcher
 from loramux.accounts.webhooks.messages import endpoint_secret, write_secret
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal, TenantId, new_id
-from loramux.common.public_http import NotPublic, Resolver
+from loramux.common.public_http import NotPublic, Resolver, parse_outside_url
 from loramux.common.settings.server import WebhookSettings
 from loramux.data.entities import Event, LoggedDelivery
 from loramux.data.records.base import to_struct
@@ -171,16 +171,15 @@ class WebhookEndpoints:
 
     async def _check_address(self, url: str) -> None:
         try:
-            parsed = httpx.URL(url)
-            port = parsed.port
-        except (httpx.InvalidURL, ValueError):
+            parsed = parse_outside_url(url)
+        except httpx.InvalidURL:
             raise InvalidEndpoint("that is not an address; write https://HOST/PATH", "url") from None
         if len(url) > MAX_URL or not parsed.host or parsed.userinfo or parsed.fragment:
             raise InvalidEndpoint(
                 f"a webhook's address is https://HOST/PATH, at most {MAX_URL} characters, without a user or a fragment",
                 "url",
             )
-        if port is not None and not 1 <= port <= MAX_PORT:
+        if (port := parsed.port) is not None and not 1 <= port <= MAX_PORT:
             raise InvalidEndpoint(f"a webhook's port is 1 to {MAX_PORT}; got {port}", "url")
         if self._settings.allow_private_addresses and parsed.scheme in ("http", "https"):
             return

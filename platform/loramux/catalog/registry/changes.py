@@ -16,14 +16,23 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.accounts.tenants.authority import actor_of
 from loramux.accounts.tenants.entities import Change
-from loramux.catalog.registry.entities import AdapterInfo, RevisionInfo, adapter_info, etag, revision_info
+from loramux.catalog.registry.entities import (
+    AdapterInfo,
+    GrantInfo,
+    RevisionInfo,
+    adapter_info,
+    etag,
+    grant_info,
+    revision_info,
+)
 from loramux.catalog.registry.errors import AdapterNotFound, PartNotFound, PreconditionFailed
 from loramux.catalog.registry.resolver import own_adapter
 from loramux.common.identity import Principal
 from loramux.data.entities import AliasMove, EventDetail
-from loramux.data.records.access import GrantRepository
+from loramux.data.records.access import GrantRepository, GrantRow
 from loramux.data.records.adapters import AdapterRepository, AdapterRow, RevisionRow, Stamp
 from loramux.data.records.aliases import AliasRepository
+from loramux.data.records.credentials import names_of_actors
 from loramux.data.records.database import Database
 from loramux.data.records.pins import PinRepository
 from loramux.data.records.webhooks import EventRepository
@@ -89,6 +98,11 @@ class AdapterChange:
         """Describe a revision as this transaction sees it."""
         aliases, pins = await self.aliases.all(self.adapter.id), await self.pins.of(self.adapter.id)
         return revision_info(self.name, revision, aliases.get(self.adapter.id, ()), pins.get(revision.id))
+
+    async def grant_info(self, grant: GrantRow) -> GrantInfo:
+        """Describe a grant as this transaction sees it."""
+        names = await names_of_actors(self.session, {grant.granted_by}, self._tenant)
+        return grant_info(grant, names.get(grant.granted_by))
 
     async def announce(self, kind: str, alias: AliasMove) -> None:
         """Write an event, and its deliveries to webhooks, in this transaction. The event's revision is the newest of

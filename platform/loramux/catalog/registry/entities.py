@@ -126,6 +126,8 @@ class GrantInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     tenant: str
     granted_by: str
+    granted_by_name: str | None = None
+    """The name of the key or the member; None if it has no name, and in stored answers of an earlier release."""
     granted_at: int
 
 
@@ -183,6 +185,6 @@ def revision_info(
     )
 
 
-def grant_info(grant: GrantRow) -> GrantInfo:
-    """Build the public record from a row."""
-    return to_struct(GrantInfo, grant, tenant=grant.grantee)
+def grant_info(grant: GrantRow, name: str | None) -> GrantInfo:
+    """Build the public record from a row, and the name of the row's actor."""
+    return to_struct(GrantInfo, grant, tenant=grant.grantee, granted_by_name=name)

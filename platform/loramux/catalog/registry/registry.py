@@ -135,7 +135,8 @@ class AdapterQueries:
         async with self._database.read() as session:
             adapter = await _adapter(AdapterRepository(session, principal.tenant), principal, name)
             rows = await GrantRepository(session, principal.tenant).all(adapter.id)
-        return [grant_info(row) for row in rows]
+            names = await names_of_actors(session, {row.granted_by for row in rows}, principal.tenant)
+        return [grant_info(row, names.get(row.granted_by)) for row in rows]
 
     async def own(
         self, principal: Principal, search: str | None = None, limit: int | None = None
@@ -187,7 +188,7 @@ class GrantService:
         async def act(change: AdapterChange) -> GrantInfo:
             grants = {row.grantee: row for row in await change.grants.all(change.adapter.id)}
             if grantee in grants:
-                return grant_info(grants[grantee])
+                return await change.grant_info(grants[grantee])
             if len(grants) >= self._max_grants:
                 raise TooManyAdapters(
                     f"`{change.name}` has {len(grants)} grants, the most that an adapter may have "
@@ -195,7 +196,7 @@ class GrantService:
                     "tenant",
                     "grants",
                 )
-            made = grant_info(await change.grants.add(change.adapter.id, grantee, change.stamp))
+            made = await change.grant_info(await change.grants.add(change.adapter.id, grantee, change.stamp))
             await change.record("grant.put", f" {grantee}", after=made)
             return made
 
@@ -210,7 +211,7 @@ class GrantService:
             rows = [row for row in await change.grants.all(change.adapter.id) if row.grantee == grantee]
             if not rows:
                 raise PartNotFound("grant", change.name, f"has no grant for {grantee[:80]!r}.")
-            before = grant_info(rows[0])
+            before = await change.grant_info(rows[0])
             await change.grants.remove(rows[0])
             await change.record("grant.remove", f" {grantee}", before=before)
             return before

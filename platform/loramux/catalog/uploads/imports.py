@@ -24,7 +24,14 @@ from loramux.catalog.uploads.parts import UploadFileTooLarge, paced, read_off_lo
 from loramux.common.bundle import SOURCES, explain_absence
 from loramux.common.identity import Principal
 from loramux.common.jobs import ThreadPool, Threads
-from loramux.common.public_http import MAX_BYTES, NotPublic, PublicTransport, Resolver, outside_client
+from loramux.common.public_http import (
+    MAX_BYTES,
+    NotPublic,
+    PublicTransport,
+    Resolver,
+    outside_client,
+    parse_outside_url,
+)
 from loramux.common.settings.serving import BucketSettings, HubSettings, UploadSettings
 from loramux.data.storage.blobs import FILES
 from loramux.data.storage.errors import StorageUnavailable
@@ -180,7 +187,7 @@ async def _hub_response(
                 _check_response(response, name)
                 yield response
                 return
-            url = url.join(response.headers.get("location", ""))
+            url = parse_outside_url(str(url.join(response.headers.get("location", ""))))
         if not _is_listed_redirect(url, hub):
             raise rejected(
                 "source_not_allowed",

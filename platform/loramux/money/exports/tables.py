@@ -46,6 +46,20 @@ class Column(msgspec.Struct, frozen=True):
     kind: Kind
 
 
+FORMULA_STARTS = (
+    "=",
+    "+",
+    "-",
+    "@",
+    "\t",
+    "\r",
+    "\N{FULLWIDTH EQUALS SIGN}",
+    "\N{FULLWIDTH PLUS SIGN}",
+    "\N{FULLWIDTH HYPHEN-MINUS}",
+    "\N{FULLWIDTH COMMERCIAL AT}",
+)
+"""First characters with which a spreadsheet computes a field instead of showing it (CWE-1236)."""
+
 Write = Callable[[Sequence[Row]], None]
 OpenWriter = Callable[[Path, Sequence[Column]], AbstractContextManager[Write]]
 
@@ -61,13 +75,17 @@ class ExportedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def csv_writer(path: Path, columns: Sequence[Column]) -> Iterator[Write]:
-    """Write CSV: RFC 4180, UTF-8, with a header; null is an empty field."""
+    """Write CSV: RFC 4180, UTF-8, with a header; null is an empty field.
+
+    Callers choose some texts, such as the end user of a request. A text that a spreadsheet would take for a formula
+    begins with an apostrophe, as OWASP recommends. The other formats have it unchanged.
+    """
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow([column.name for column in columns])
 
         def write(rows: Sequence[Row]) -> None:
-            writer.writerows([_text(row.get(column.name)) for column in columns] for row in rows)
+            writer.writerows([_field(row.get(column.name)) for column in columns] for row in rows)
 
         yield write
 
@@ -149,7 +167,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _text(value: Any) -> Any:
+def _field(value: Any) -> Any:
+    if isinstance(value, str):
+        return f"'{value}" if value.startswith(FORMULA_STARTS) else value
     if isinstance(value, Decimal):
         text = format(value, "f")
         return text if "." in text else text + ".0"  # readers that guess types then see decimals
