@@ -122,7 +122,7 @@ def test_sixty_four_engines_and_ten_thousand_adapters() -> None:
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"routing": "sticky"}, "router, random, least-loaded"),
+        ({"routing": "sticky"}, "router, residency, random, least-loaded"),
         ({"losses": [{"engine": "engine-9", "at_s": 1, "back_s": 2}]}, "engine-0 to engine-1"),
         ({"slowness": {"e0": 2.0}}, "engine-0 to engine-1"),
         ({"order": "fifo"}, "engines = 1"),
