@@ -50,12 +50,14 @@ def test_server_without_memory_uses_the_engine_that_holds_the_adapter() -> None:
 
 
 def loaded(router: Router, count: int) -> list[EngineView]:
-    """Give e0 the homes of `count` adapters, then let its steps be twice as long as those of the other engines."""
+    """Give e0 the homes of `count` adapters. A minute later, all of them run, and its steps are eight times as long as
+    those of the other engines.
+    """
     digests = {f"a{n}": 50 for n in range(count)}
     views = changed(measured(4, resident=digests), "e0", step_s=0.001)
     for number, digest in enumerate(digests):
         route(router, ask(number, digest, 1), changed(views, "e0", resident=digests), 1.0)
-    return changed(measured(4, resident=digests, at=2.0), "e0", step_s=0.080, at=2.0)
+    return changed(measured(4, resident=digests, at=61.0), "e0", step_s=0.080)
 
 
 def test_adapters_leave_the_engine_with_the_longest_steps_slowly() -> None:
@@ -63,24 +65,24 @@ def test_adapters_leave_the_engine_with_the_longest_steps_slowly() -> None:
     router = Router(policy)
     views = loaded(router, 60)
     for second in range(60):
-        route(router, ask(1000 + second, f"a{second}", 1), views, 2.0 + second)
-        router.ended(f"r{1000 + second}", 2.0 + second)
+        route(router, ask(1000 + second, f"a{second}", 1), views, 61.0 + second)
+        router.ended(f"r{1000 + second}", 61.0 + second)
     assert 8 <= router.num_moves <= 2 * policy.moves_per_minute, "the first minute's moves, and the second's"
 
 
 def test_moved_adapter_stays_where_it_is() -> None:
     router = Router()
     views = loaded(router, 60)
-    route(router, ask(1000, "a0", 1), views, 3.0)
-    moved = {key: demand.homes for key, demand in router.placement._demand.items() if demand.moved_at == 3.0}
+    route(router, ask(1000, "a0", 1), views, 61.0)
+    moved = {key: demand.homes for key, demand in router.placement._demand.items() if demand.moved_at == 61.0}
     assert moved
     assert all(homes != ["e0"] for homes in moved.values())
     # The other engines' steps are longer now, but the adapters were moved less than a minute ago.
     turned = [
-        EngineView(**{**{name: getattr(view, name) for name in view.__struct_fields__}, "at": 10.0})
+        EngineView(**{**{name: getattr(view, name) for name in view.__struct_fields__}, "at": 80.0})
         for view in changed(changed(views, "e0", step_s=0.001), "e1", step_s=0.09)
     ]
-    route(router, ask(1001, "a0", 1), turned, 20.0)
+    route(router, ask(1001, "a0", 1), turned, 90.0)
     assert all(router.placement._demand[key].homes == homes for key, homes in moved.items())
 
 
@@ -88,9 +90,9 @@ def test_move_changes_new_requests_only() -> None:
     router = Router()
     views = loaded(router, 60)
     before = {request_id: sent.engine for request_id, sent in router._open.items()}
-    route(router, ask(1000, "a0", 1), views, 3.0)
-    key = next(key for key, demand in router.placement._demand.items() if demand.moved_at == 3.0)
-    assert router.choose(ask(1001, key, 1), views, 3.1) in router.placement._demand[key].homes
+    route(router, ask(1000, "a0", 1), views, 61.0)
+    key = next(key for key, demand in router.placement._demand.items() if demand.moved_at == 61.0)
+    assert router.choose(ask(1001, key, 1), views, 61.1) in router.placement._demand[key].homes
     assert {request_id: router._open[request_id].engine for request_id in before} == before
 
 
