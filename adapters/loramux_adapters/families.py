@@ -168,7 +168,6 @@ ROWS = (
     Family("arcee", fuses_layers=True),
     Family("apertus"),
     Family("cwm", fuses_layers=True),
-    Family("nemotron"),
     Family("mixtral", fuses_layers=True, experts=ExpertForm()),
     Family("qwen2_moe", fuses_layers=True, experts=ExpertForm()),
     Family("qwen3_moe", fuses_layers=True, experts=ExpertForm()),
@@ -189,8 +188,6 @@ ROWS = (
     Family("minimax_m2", fuses_layers=True, experts=ExpertForm(), cut="heads and norms over all heads"),
     Family("solar_open", fuses_layers=True, experts=ExpertForm()),
     Family("exaone_moe", experts=ExpertForm()),  # rotates in some layers
-    Family("afmoe", experts=ExpertForm("router")),
-    Family("hunyuan_v1_moe", experts=ExpertForm()),
     Family("granitemoe_swa", experts=ExpertForm("router")),
     Family("cohere2_moe", experts=ExpertForm()),
     Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states="gated delta"),
@@ -213,6 +210,9 @@ attention function and still be computed wrongly, so they are refused at start."
 _INDEXED = (
     "its attention reads only the earlier tokens that a trained indexer chooses, which the engine does not compute"
 )
+_ROUTER = (
+    "PEFT saves pairs on its router's linear as those of a parameter, gate.weight, which the engine does not serve"
+)
 _MAMBA = "its layers keep states of Mamba 2, a recurrence that the engine does not compute"
 _CHUNKED = (
     "its attention is cut into chunks of attention_chunk_size tokens, which transformers applies in a mask alone: the "
@@ -226,6 +226,9 @@ NOT_SERVED: Mapping[str, str] = {
     "kimi_linear": "its linear attention forgets by channel, and the engine computes one decay for each head",
     "llama4": _CHUNKED,
     "llama4_text": _CHUNKED,
+    "afmoe": _ROUTER,
+    "hunyuan_v1_moe": _ROUTER,
+    "nemotron": "transformers' layers do not pass the step on to attention, which needs its pages",
     "granitemoehybrid": _MAMBA,
     "nemotron_h": _MAMBA,
     "bamba": _MAMBA,

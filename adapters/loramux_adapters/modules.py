@@ -115,11 +115,6 @@ class LoraLinear(nn.Module):
         self.columns = slice(start, start + linear.out_features)
         """Columns of this linear in the group's outputs."""
 
-    @property
-    def weight(self) -> torch.Tensor:
-        """An empty tensor of the model's dtype: some routers read it."""
-        return self.group.bank.pool.new_empty(0)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`, with the adapters of the bank's segments added."""
         return self.group.serve(x)[..., self.columns]

@@ -42,6 +42,7 @@ def test_every_served_family_passes(family: str) -> None:
     ("fields", "told"),
     [
         ({"model_type": "qwen3_omni_moe"}, "nearest of the supported ones are qwen3_5_moe, qwen3_moe"),
+        ({"model_type": "nemotron"}, "do not pass the step on to attention"),
         ({"model_type": "llama4"}, "'llama4' is not served: its attention is cut into chunks"),
         ({"model_type": "deepseek_v32"}, "a trained indexer chooses"),
         ({"model_type": "mistral3", "text_config": {"model_type": "mistral4"}}, "'mistral4' is not served"),

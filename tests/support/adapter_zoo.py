@@ -126,7 +126,6 @@ NEWER_FAMILIES = {
     "arcee": (transformers.ArceeConfig, {}),
     "apertus": (transformers.ApertusConfig, {}),
     "cwm": (transformers.CwmConfig, WIDE_HEADS | WINDOW | {"num_hidden_layers": 4}),
-    "nemotron": (transformers.NemotronConfig, WIDE_HEADS),
     "gemma4": (transformers.Gemma4TextConfig, TWO_WIDTHS | {"num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     "gemma4_e2b": (
         transformers.Gemma4TextConfig,
@@ -169,11 +168,6 @@ NEWER_MIXTURES = {
         transformers.ExaoneMoeConfig,
         WIDE_HEADS | WINDOW | SIX_EXPERTS | {"sliding_window_pattern": 2, "n_group": 2},
     ),
-    "afmoe": (
-        transformers.AfmoeConfig,
-        WIDE_HEADS | WINDOW | SIX_EXPERTS | {"num_shared_experts": 1, "global_attn_every_n_layers": 2},
-    ),
-    "hunyuan_v1_moe": (transformers.HunYuanMoEV1Config, WIDE_HEADS | {"num_experts": 6, "moe_topk": 3}),
     "granitemoe_swa": (
         transformers.GraniteMoeSWAConfig,
         WINDOW
