@@ -109,8 +109,9 @@ class BlobStore:
         A content that is there already is stored again, which repairs damage. The registration calls `is_stored` once
         more, under the lock that removals hold.
         """
+        put = self.objects.put_file if durable else self.objects.put_file_unsynced
         for name in reversed(files_of(folder)):
-            self.objects.put_file(f"{place_of(digest)}/{name}", folder / name, durable=durable)
+            put(f"{place_of(digest)}/{name}", folder / name)
 
     def adopt(self, folder: Path, digest: str) -> None:
         """Move a sealed folder into the cache, so that its content is not fetched and read again."""

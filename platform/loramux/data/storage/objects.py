@@ -53,12 +53,14 @@ class Objects:
         with self._faults.of_store(is_absence=True):
             obstore.put(self._store, name, data, use_multipart=False)
 
-    def put_file(self, name: str, file: Path, *, durable: bool = True) -> None:  # noqa: ARG002  for `Folder`
-        """Store a file that is not written any more, replacing an object of that name. `durable` is for folders: the
-        other stores are always durable.
-        """
+    def put_file(self, name: str, file: Path) -> None:
+        """Store durably a file that is not written any more, replacing an object of that name."""
         with self._faults.of_store(is_absence=True):
             obstore.put(self._store, name, file, chunk_size=PART, max_concurrency=PARTS_AT_ONCE)
+
+    def put_file_unsynced(self, name: str, file: Path) -> None:
+        """Store a file as `put_file` does. In a folder, a crash of the machine may damage it."""
+        self.put_file(name, file)
 
     def read(self, name: str, size: int = PART) -> Iterator[bytes]:
         """Yield the object's bytes, about `size` at a time. Raises FileNotFoundError."""
@@ -118,11 +120,17 @@ class Folder(Objects):
             (folder / "data").write_bytes(data)
             self._place(folder / "data", name)
 
-    def put_file(self, name: str, file: Path, *, durable: bool = True) -> None:
-        """Store a file, as a link if it is on the same disk. With `durable`, return when it is on the disk."""
+    def put_file(self, name: str, file: Path) -> None:
+        """Store a file, as a link if it is on the same disk; return when it is on the disk."""
         with self._staging.folder() as folder:
             _link_or_copy(file, folder / "data")
-            self._place(folder / "data", name, durable=durable)
+            self._place(folder / "data", name)
+
+    def put_file_unsynced(self, name: str, file: Path) -> None:
+        """Store a file, as a link if it is on the same disk, without waiting for the disk."""
+        with self._staging.folder() as folder:
+            _link_or_copy(file, folder / "data")
+            self._rename(folder / "data", name)
 
     def fetch(self, name: str, target: Path) -> None:
         """Link the object, or copy it if the target is on another disk. Raises FileNotFoundError."""
@@ -141,14 +149,17 @@ class Folder(Objects):
         """Remove this process's staging area."""
         self._staging.close()
 
-    def _place(self, file: Path, name: str, *, durable: bool = True) -> None:
+    def _place(self, file: Path, name: str) -> None:
+        _sync(file)
+        target = self._rename(file, name)
+        for folder in target.relative_to(self._root).parents:
+            _sync(self._root / folder)
+
+    def _rename(self, file: Path, name: str) -> Path:
         target = self._root / name
-        if durable:
-            _sync(file)
         target.parent.mkdir(parents=True, exist_ok=True)
         file.replace(target)
-        for folder in target.relative_to(self._root).parents if durable else ():
-            _sync(self._root / folder)
+        return target
 
 
 def open_objects(where: str, options: Mapping[str, str], faults: StorageFaults | None = None) -> Objects:

@@ -129,7 +129,7 @@ async def test_refusals_name_the_field_and_the_way_out(tenants: Tenants) -> None
         with pytest.raises(TenantNotFound, match="create it first"):
             await tenants.create_key(nobody)
     await tenants.create("acme")
-    with pytest.raises(InvalidTenant, match=r"operator, projects, read, usage, webhooks; unknown: root"):
+    with pytest.raises(InvalidTenant, match=r"operator, projects, push, read, usage, webhooks; unknown: root"):
         await tenants.create_key("acme", scopes=["usage", "root"])
     with pytest.raises(InvalidTenant, match="none given"):
         await tenants.create_key("acme", scopes=[])
