@@ -175,9 +175,9 @@ class Writer(Protocol):
         """Do what must be done after the last delta and before the caller sees the end; nothing if not overridden."""
         return
 
-    def failure(self, error: LoramuxError) -> msgspec.Struct:
-        """Return the event for an error in the middle of a stream."""
-        return error_answer(error)
+    def failure(self, error: LoramuxError) -> Iterable[msgspec.Struct]:
+        """Return the events for an error in the middle of a stream."""
+        return (error_answer(error),)
 
     def frame(self, event: msgspec.Struct) -> bytes:
         """Return an event as the bytes that are sent."""
@@ -333,7 +333,7 @@ async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
         await writer.finish(answer.usage)
         frames += [writer.frame(event) for event in writer.closing(answer.usage)]
     except LoramuxError as error:
-        frames.append(writer.frame(writer.failure(error)))
+        frames += [writer.frame(event) for event in writer.failure(error)]
     if last := b"".join(frames) + writer.ending:
         yield last
 

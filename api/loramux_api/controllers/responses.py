@@ -35,6 +35,7 @@ from loramux_api.schemas.conversation import renamed_fields
 from loramux_api.schemas.response_objects import (
     ArgumentsEvent,
     CustomToolCall,
+    ErrorEvent,
     FunctionCall,
     IncompleteDetails,
     InputEvent,
@@ -50,6 +51,7 @@ from loramux_api.schemas.response_objects import (
     ResponseError,
     ResponseEvent,
     ResponseObject,
+    StreamError,
     TextEvent,
     output_logprob,
     response_usage,
@@ -227,8 +229,7 @@ class ResponseWriter(Writer):
 
     def closing(self, usage: TokenCounts) -> Iterable[ResponseEvent]:
         """Return the whole response."""
-        whole = self.whole(usage)
-        yield LifecycleEvent(type=f"response.{whole.status}", response=whole)
+        yield from _ending(self.whole(usage))
 
     def collect(self, delta: Delta) -> None:
         """Collect a delta of an answer that is sent in one piece."""
@@ -262,13 +263,13 @@ class ResponseWriter(Writer):
         if self._keep is not None and not self._answer.replayed and not await self._keep(self.whole(usage)):
             self._keep = None
 
-    def failure(self, error: LoramuxError) -> ResponseEvent:
-        """Return the event for an error in the middle of a stream."""
+    def failure(self, error: LoramuxError) -> Iterable[ResponseEvent]:
+        """Return the events for an error in the middle of a stream."""
         response = self._response()
         response.status, response.output, response.store = "failed", self._items.ended, False
         message = error.public_message or error.message
         response.error = ResponseError("rate_limit_exceeded" if error.status == 429 else "server_error", message)
-        return LifecycleEvent(type="response.failed", response=response)
+        return _ending(response)
 
     def frame(self, event: msgspec.Struct) -> bytes:
         """Return an event as the bytes that are sent, with its number."""
@@ -304,6 +305,14 @@ class ResponseWriter(Writer):
             top_p=numbers.get("top_p"),
             user=body.user,
         )
+
+
+def _ending(response: ResponseObject) -> Iterator[ResponseEvent]:
+    """Yield the last events of a stream."""
+    if (error := response.error) is not None:
+        whole = StreamError(type=error.code, code=error.code, message=error.message)
+        yield ErrorEvent(code=error.code, message=error.message, error=whole)
+    yield LifecycleEvent(type=f"response.{response.status}", response=response)
 
 
 class OutputItems:

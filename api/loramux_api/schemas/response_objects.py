@@ -166,6 +166,29 @@ class LifecycleEvent(ResponseEvent, kw_only=True):
     response: ResponseObject
 
 
+class StreamError(msgspec.Struct, kw_only=True):
+    """The reason why a stream ends early, with all keys of an error that is sent whole."""
+
+    type: str
+    code: str
+    message: str
+    param: None = None
+
+
+class ErrorEvent(ResponseEvent, kw_only=True):
+    """`error`, which comes before `response.failed`.
+
+    Clients of `openai` raise an error if an event has the field `error`, as OpenAI's has. Many of them ignore
+    `response.failed`, and would take what they have read for the whole answer.
+    """
+
+    type: str = "error"
+    code: str
+    message: str
+    param: None = None
+    error: StreamError
+
+
 class ItemEvent(ResponseEvent, kw_only=True):
     """`response.output_item.added` or `done`."""
 
