@@ -48,8 +48,8 @@ from loramux_api.schemas.tools import Toolbox
 class AnswerPart:
     """A part of an answer, as far as it has arrived."""
 
-    kind: Literal["thought", "text", "call", "custom"]
-    """Kind of the part. `custom`: a call of a custom tool, whose text is its input."""
+    kind: Literal["thought", "text", "call", "custom", "search"]
+    """Kind of the part. `custom`: a call of a custom tool, whose text is its input. `search`: a search for tools."""
     index: int
     """Position of the part in the answer."""
     call_id: str = ""
@@ -128,8 +128,7 @@ class AnswerParts:
             return AnswerPart("call", self.count, id, name)
         if tool.kind == "custom":
             self._input = InputReader()
-        kind: Literal["call", "custom"] = "custom" if tool.kind == "custom" else "call"
-        return AnswerPart(kind, self.count, id, tool.name, tool.namespace)
+        return AnswerPart("call" if tool.kind == "function" else tool.kind, self.count, id, tool.name, tool.namespace)
 
     def _add(self, piece: str) -> PartChange:
         assert self._open is not None, "it has begun"

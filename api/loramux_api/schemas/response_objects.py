@@ -75,7 +75,17 @@ class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom
     """The namespace of the tool."""
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
+class ToolSearchCall(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_search_call"):
+    """A search for tools, which the caller runs."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: dict[str, Any]
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall | ToolSearchCall
 
 
 class InputTokensDetails(msgspec.Struct):
