@@ -60,7 +60,7 @@ def tools() -> None:
     turns = [
         user(steps.CALL),
         {"role": "assistant", "content": "", "tool_calls": [call]},
-        {"role": "tool", "content": steps.WEATHER},
+        {"role": "tool", "name": "weather", "content": steps.WEATHER},
     ]
     steps.expect(chat(*turns, tools=[weather]), steps.SAID)
 
