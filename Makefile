@@ -6,7 +6,7 @@ ARGS ?=
 # LOCKED=1 installs the versions of requirements-dev.lock (made with Python 3.11), not the newest that pyproject.toml allows.
 CONSTRAINTS := $(if $(LOCKED),-c requirements-dev.lock)
 
-.PHONY: console simulate demo check test test-all lint format docs arm bench lock clean
+.PHONY: console simulate demo check test test-all floor lint format docs arm bench lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -23,6 +23,16 @@ test: $(VENV)/.dev $(VENV)/.console  ## every kind of test, on every core; witho
 
 test-all: $(VENV)/.dev $(VENV)/.console  ## everything: nightly tests too, which take an hour or two
 	$(BIN)/python -m pytest -n auto --dist loadfile -m "" $(ARGS)
+
+# The oldest versions that pyproject.toml allows of the packages whose classes we take apart. Set PIP_EXTRA_INDEX_URL for
+# a torch without CUDA.
+FLOOR = $(shell sed -nE 's/^ *"(torch|transformers|peft)>=([0-9.]+),.*/\1==\2/p' pyproject.toml)
+
+floor:  ## the tests of adapters and of families, with the oldest torch, transformers and peft that are allowed
+	@sh tools/check_python.sh "$(PYTHON)" >&2
+	@$(PYTHON) -m venv --clear build/floor
+	build/floor/bin/python -m pip install --quiet --disable-pip-version-check -e ./client -e . pytest pytest-xdist hypothesis $(FLOOR)
+	build/floor/bin/python -m pytest -p no:cacheprovider -m "not slow" tests/adapters tests/platform/engine/test_families.py tests/platform/serving/test_tokenizer.py $(ARGS)
 
 simulate: $(VENV)/.dev  ## the whole server on a virtual clock, many seeds (ARGS="0:100000 --jobs 2", ARGS=42 for one)
 	@PYTHONPATH=tests/support $(BIN)/python -m simulation $(if $(ARGS),$(ARGS),0:2000)

@@ -48,8 +48,8 @@ from loramux_api.schemas.tools import Toolbox
 class AnswerPart:
     """A part of an answer, as far as it has arrived."""
 
-    kind: Literal["thought", "text", "call", "custom"]
-    """Kind of the part. `custom`: a call of a custom tool, whose text is its input."""
+    kind: Literal["thought", "text", "call", "custom", "search"]
+    """Kind of the part. `custom`: a call of a custom tool, whose text is its input. `search`: a search for tools."""
     index: int
     """Position of the part in the answer."""
     call_id: str = ""
@@ -128,8 +128,7 @@ class AnswerParts:
             return AnswerPart("call", self.count, id, name)
         if tool.kind == "custom":
             self._input = InputReader()
-        kind: Literal["call", "custom"] = "custom" if tool.kind == "custom" else "call"
-        return AnswerPart(kind, self.count, id, tool.name, tool.namespace)
+        return AnswerPart("call" if tool.kind == "function" else tool.kind, self.count, id, tool.name, tool.namespace)
 
     def _add(self, piece: str) -> PartChange:
         assert self._open is not None, "it has begun"
@@ -175,9 +174,9 @@ class Writer(Protocol):
         """Do what must be done after the last delta and before the caller sees the end; nothing if not overridden."""
         return
 
-    def failure(self, error: LoramuxError) -> msgspec.Struct:
-        """Return the event for an error in the middle of a stream."""
-        return error_answer(error)
+    def failure(self, error: LoramuxError) -> Iterable[msgspec.Struct]:
+        """Return the events for an error in the middle of a stream."""
+        return (error_answer(error),)
 
     def frame(self, event: msgspec.Struct) -> bytes:
         """Return an event as the bytes that are sent."""
@@ -333,7 +332,7 @@ async def _events(answer: Answer, writer: Writer) -> AsyncIterator[bytes]:
         await writer.finish(answer.usage)
         frames += [writer.frame(event) for event in writer.closing(answer.usage)]
     except LoramuxError as error:
-        frames.append(writer.frame(writer.failure(error)))
+        frames += [writer.frame(event) for event in writer.failure(error)]
     if last := b"".join(frames) + writer.ending:
         yield last
 

@@ -160,10 +160,11 @@ def _secret(connection: Connection) -> str:
 
 
 def _password(credentials: str) -> str:
-    """Return the password of HTTP Basic credentials, which is the key. Clients without a setting for a key send
-    `https://anything:sk-lm-...@host` in this form.
+    """Return the password of HTTP Basic credentials, or the user without a password, which is the key. Clients without
+    a setting for a key send `https://anything:sk-lm-...@host` in this form.
     """
     try:
-        return base64.b64decode(credentials, validate=True).decode().partition(":")[2]
+        user, _, password = base64.b64decode(credentials, validate=True).decode().partition(":")
     except ValueError:
         return ""
+    return password or user

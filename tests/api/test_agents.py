@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,33 @@ CUT, BUSY = "Say <<cut:Hello th>>", "Say <<busy:Here again.>>"
 LONG = "x" * 420_000
 THOUGHT = "Say <<<think>so it is</think>A thought.>>"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+
+CODEX_MODEL = {
+    **{"slug": "tiny", "display_name": "tiny", "description": "tiny", "visibility": "list", "supported_in_api": True},
+    **{"default_reasoning_level": "low", "supported_reasoning_levels": [{"effort": "low", "description": "low"}]},
+    **{"shell_type": "unified_exec", "priority": 0, "availability_nux": None, "upgrade": None},
+    **{"base_instructions": "Help.", "supports_reasoning_summaries": False, "support_verbosity": False},
+    **{"default_verbosity": None, "apply_patch_tool_type": None, "web_search_tool_type": "text"},
+    **{"truncation_policy": {"mode": "bytes", "limit": 10_000}, "supports_parallel_tool_calls": True},
+    **{"context_window": 350_000, "max_context_window": 350_000, "auto_compact_token_limit": None},
+    **{"effective_context_window_percent": 95, "experimental_supported_tools": [], "input_modalities": ["text"]},
+    **{"supports_search_tool": True, "supports_image_detail_original": False, "use_responses_lite": False},
+}
+"""A model of Codex' catalog that can search for tools."""
+MCP_SERVER = """
+import json, sys
+schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+tools = [{"name": "weather", "description": "The weather of a city.", "inputSchema": schema}]
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" in asked:
+        version = asked.get("params", {}).get("protocolVersion")
+        about = {"protocolVersion": version, "capabilities": {"tools": {}}}
+        about["serverInfo"] = {"name": "sky", "version": "1"}
+        result = {"initialize": about, "tools/list": {"tools": tools}}.get(asked["method"], {})
+        print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+"""An MCP server with one tool, which Codex starts."""
 
 Served = tuple[Site, Recorder]
 
@@ -204,6 +232,25 @@ def test_codex_takes_every_step(served: Served, folder: Path) -> None:
         says("A thought.", THOUGHT)
         says("It goes on.", "resume", "--last", AGAIN)
 
+    def finds_tools() -> None:
+        """The catalog says that the model can search for the tools of an MCP server, which are not in the request."""
+        (agent.home / "catalog.json").write_text(json.dumps({"models": [CODEX_MODEL]}))
+        (agent.home / "sky.py").write_text(MCP_SERVER)
+        with (agent.home / "config.toml").open("a") as file:
+            file.write(
+                "[features]\ntool_search = true\ntool_search_always_defer_mcp_tools = true\n"
+                f'[mcp_servers.sky]\ncommand = "{sys.executable}"\nargs = ["{agent.home}/sky.py"]\n'
+            )
+        search = tool_call("tool_search", {"query": "weather"})
+        found = items("-c", f'model_catalog_json="{agent.home}/catalog.json"', f"Use it: {search}")
+        assert "mcp__sky__weather" in found[-1]["text"], found
+
+    def compacts() -> None:
+        says("Kept.", "Say <<Kept.>> " + "x " * 12_000)
+        before = len(recorder.sent)
+        says("It goes on.", "-c", "model_auto_compact_token_limit=20000", "resume", "--last", AGAIN)
+        assert len(recorder.sent) == before + 2, "a summary was not asked for"
+
     def image() -> None:
         events = ask("--image", str(agent.folder / "pixel.png"), HELLO)
         assert "input_image" in json.dumps(events) or "text only" in json.dumps(events), events
@@ -217,6 +264,8 @@ def test_codex_takes_every_step(served: Served, folder: Path) -> None:
         "wrong key": lambda: refused(HELLO, "401", LORAMUX_KEY="sk-wrong"),
         "too long": lambda: refused(LONG, "context"),
         "image refused": image,
+        "compaction": compacts,
+        "tool search": finds_tools,
     }
     record("Codex", agent.version, {"responses": take(steps)}, recorder.sent)
 
@@ -294,6 +343,77 @@ def test_continue_takes_every_step(served: Served, folder: Path) -> None:
         "wrong key": wrong_key,
     }
     record("Continue", agent.version, {"chat": take(steps)}, recorder.sent)
+
+
+def test_qwen_code_takes_every_step(served: Served, folder: Path) -> None:
+    """Over the three APIs that it knows."""
+    site, recorder = served
+    agent = from_npm(folder, "@qwen-code/qwen-code", "qwen", newest=True, QWEN_TELEMETRY_ENABLED="false")
+    recorder.sent.clear()
+
+    def of(kind: str, prefix: str, url: str) -> dict[str, str]:
+        def ask(text: str, *arguments: str, key: str = site.keys["acme"]) -> str:
+            given = {f"{prefix}_API_KEY": key, f"{prefix}_BASE_URL": url, f"{prefix}_MODEL": "tiny"}
+            _, out, err = agent.run("--auth-type", kind, "--model", "tiny", "--yolo", *arguments, said=text, **given)
+            return (out + err).strip()
+
+        def says(text: str, words: str, *arguments: str, **more: str) -> None:
+            found = ask(text, *arguments, **more)
+            assert words in found, found[-1500:]
+
+        read = tool_call("read_file", {"file_path": str(agent.folder / "note.txt")})
+        steps = {
+            "turn": lambda: says(HELLO, "Hello there."),
+            "tools": lambda: says(f"Use it: {read}", SECRET),
+            "second turn": lambda: says(AGAIN, "It goes on.", "--continue"),
+            "wrong key": lambda: says(HELLO, "Incorrect API key", key="sk-wrong"),
+        }
+        return take(steps)
+
+    results = {
+        "chat": of("openai", "OPENAI", f"{site.url}/v1"),
+        "responses": of("openai-responses", "OPENAI", f"{site.url}/v1"),
+        "messages": of("anthropic", "ANTHROPIC", site.url),
+    }
+    record("Qwen Code", agent.version, results, recorder.sent)
+
+
+def test_pi_takes_every_step(served: Served, folder: Path) -> None:
+    """Over the three APIs that it knows."""
+    site, recorder = served
+    agent = from_npm(folder, "@mariozechner/pi-coding-agent", "pi", newest=True, PI_OFFLINE="1")
+    routes = {
+        "chat": ("openai-completions", f"{site.url}/v1"),
+        "responses": ("openai-responses", f"{site.url}/v1"),
+        "messages": ("anthropic-messages", site.url),
+    }
+    model = {"id": "tiny", "contextWindow": 400_000, "maxTokens": 4096, "reasoning": False, "input": ["text"]}
+    providers = {
+        f"{name}{suffix}": {"baseUrl": url, "api": api, "apiKey": key, "models": [model]}
+        for name, (api, url) in routes.items()
+        for suffix, key in {"": site.keys["acme"], "-wrong": "sk-wrong"}.items()
+    }
+    settings = agent.home / ".pi" / "agent"
+    settings.mkdir(parents=True)
+    (settings / "models.json").write_text(json.dumps({"providers": providers}))
+    recorder.sent.clear()
+
+    def of(name: str) -> dict[str, str]:
+        def says(text: str, words: str, *arguments: str, provider: str = name) -> None:
+            _, out, err = agent.run("--provider", provider, "--model", "tiny", "-p", *arguments, text)
+            assert words in out + err, (out + err)[-1500:]
+
+        read = tool_call("read", {"path": str(agent.folder / "note.txt")})
+        steps = {
+            "turn": lambda: says(HELLO, "Hello there."),
+            "tools": lambda: says(f"Use it: {read}", SECRET),
+            "second turn": lambda: says(AGAIN, "It goes on.", "--continue"),
+            "cut stream": lambda: says(CUT, "the engine has failed"),
+            "wrong key": lambda: says(HELLO, "Incorrect API key", provider=f"{name}-wrong"),
+        }
+        return take(steps)
+
+    record("pi", agent.version, {name: of(name) for name in routes}, recorder.sent)
 
 
 def test_aider_takes_every_step(served: Served, folder: Path) -> None:

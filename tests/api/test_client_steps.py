@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,10 +23,12 @@ from client_environments import (
     make_environment,
     newest_node,
     npm_install,
+    python_of,
     shell,
 )
 from client_results import FOLDER, Results, record
 from client_site import Recorder, client_site
+from peft_uploads import make_adapter
 from running_server import free_port
 from site_fixture import Site
 
@@ -44,9 +47,38 @@ PYTHON = {
     ),
     "steps_litellm.py": ("LiteLLM", ("litellm[proxy]",)),
     "steps_open_webui.py": ("Open WebUI", ("open-webui", "--no-deps")),
+    "steps_haystack.py": ("Haystack", ("haystack-ai",)),
+    "steps_dspy.py": ("DSPy", ("dspy", "litellm")),
+    "steps_crewai.py": ("CrewAI", ("crewai",)),
+    "steps_autogen.py": ("AutoGen", ("autogen-agentchat", "autogen-ext[openai]")),
+    "steps_semantic_kernel.py": ("Semantic Kernel", ("semantic-kernel",)),
+    "steps_agent_framework.py": (
+        "Microsoft Agent Framework",
+        ("agent-framework-core", "agent-framework-openai", "agent-framework-anthropic"),
+    ),
+    "steps_agno.py": ("Agno", ("agno", "openai", "anthropic", "sqlalchemy")),
+    "steps_strands.py": ("Strands Agents", ("strands-agents[openai,anthropic]",)),
+    "steps_google_adk.py": ("Google ADK", ("google-adk", "litellm")),
+    "steps_openhands.py": ("OpenHands", ("openhands-sdk", "openhands-tools")),
 }
 """The clients' names and packages, by script; the first package has the version that is shown."""
-AI_SDK = ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod@4")
+PYTHONS = {"steps_openhands.py": "3.12"}
+"""Versions of Python that clients need, if the tests' own is too old."""
+JAVASCRIPT = {
+    "steps_ai_sdk.mjs": (
+        "Vercel AI SDK",
+        ("ai", "@ai-sdk/openai", "@ai-sdk/openai-compatible", "@ai-sdk/anthropic", "zod@4"),
+    ),
+    "steps_openai_agents_js.mjs": ("OpenAI Agents SDK (JavaScript)", ("@openai/agents", "openai", "zod@4")),
+    "steps_langchain_js.mjs": (
+        "LangChain.js",
+        ("langchain", "@langchain/core", "@langchain/openai", "@langchain/anthropic", "zod@4"),
+    ),
+    "steps_llama_index_js.mjs": (
+        "LlamaIndex.TS",
+        ("llamaindex", "@llamaindex/openai", "@llamaindex/workflow", "zod@3"),
+    ),
+}
 
 Served = tuple[Site, Recorder]
 
@@ -54,6 +86,8 @@ Served = tuple[Site, Recorder]
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with client_site(tmp_path_factory.mktemp("clients")) as made:
+        settings = made[0].settings
+        make_adapter(Path(settings.model.path), Path(str(settings.adapters.local_root)) / "policy")
         yield made
 
 
@@ -67,6 +101,7 @@ def results_of(site: Site, *command: str, **more: str) -> Results:
     """Run a script, and return what its last line says."""
     facts = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     facts |= {"URL": site.url, "KEY": site.keys["acme"], "PYTHONPATH": str(FOLDER)} | more
+    facts |= {"OPERATOR": site.keys["all-scopes"], "ADAPTER": f"{site.settings.adapters.local_root}/policy"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=facts, check=False)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     found: Results = json.loads(done.stdout.splitlines()[-1])
@@ -77,12 +112,29 @@ def results_of(site: Site, *command: str, **more: str) -> Results:
 def test_python_client_takes_every_step(served: Served, folder: Path, script: str) -> None:
     (site, recorder), (client, packages) = served, PYTHON[script]
     try:
-        programs = make_environment(folder / "environment", *packages)
+        python = python_of(PYTHONS[script]) if script in PYTHONS else sys.executable
+        programs = make_environment(folder / "environment", *packages, python=python)
     except RegistryError as error:
         pytest.skip(f"{client} cannot be installed here: {error}")
     recorder.sent.clear()
     results = results_of(site, str(programs / "python"), str(FOLDER / script))
     record(client, installed_version(programs, packages[0].partition("[")[0]), results, recorder.sent)
+
+
+def test_trl_takes_every_step(served: Served, folder: Path) -> None:
+    """It is installed next to this Python's packages, which have torch and transformers."""
+    (site, recorder), packages = served, folder / "packages"
+    install = (sys.executable, "-m", "pip", "install", "--quiet", "--target", str(packages))
+    try:
+        shell(*install, "--no-deps", "trl")
+        shell(*install, "aiohttp", "requests")
+    except RegistryError as error:
+        pytest.skip(f"TRL cannot be installed here: {error}")
+    path = os.pathsep.join((str(FOLDER), str(packages)))
+    recorder.sent.clear()
+    results = results_of(site, sys.executable, str(FOLDER / "steps_trl.py"), PYTHONPATH=path)
+    [installed] = packages.glob("trl-*.dist-info")
+    record("TRL", installed.name.removeprefix("trl-").removesuffix(".dist-info"), results, recorder.sent)
 
 
 def test_litellm_proxy_takes_every_step(served: Served, folder: Path) -> None:
@@ -133,15 +185,17 @@ def wait_until(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(0.2)
 
 
-def test_vercels_ai_sdk_takes_every_step(served: Served, folder: Path) -> None:
-    site, recorder = served
+@pytest.mark.parametrize("script", JAVASCRIPT)
+def test_javascript_client_takes_every_step(served: Served, folder: Path, script: str) -> None:
+    (site, recorder), (client, packages) = served, JAVASCRIPT[script]
     try:
         node = newest_node(folder / "node")
-        versions = npm_install(folder, *AI_SDK)
+        versions = npm_install(folder, *packages)
         shell(str(node), "--version")
     except RegistryError as error:
-        pytest.skip(f"npm cannot install {AI_SDK}: {error}")
-    shutil.copy(FOLDER / "steps_ai_sdk.mjs", folder)
+        pytest.skip(f"npm cannot install {packages}: {error}")
+    for name in ("steps.mjs", script):
+        shutil.copy(FOLDER / name, folder)
     recorder.sent.clear()
-    results = results_of(site, str(node), str(folder / "steps_ai_sdk.mjs"))
-    record("Vercel AI SDK", versions["ai"], results, recorder.sent)
+    results = results_of(site, str(node), str(folder / script))
+    record(client, versions[packages[0]], results, recorder.sent)

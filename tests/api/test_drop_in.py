@@ -320,6 +320,7 @@ def test_trainers_find_what_they_call_around_a_load(site: Site) -> None:
         info = http.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]
         assert info["model_config"]["max_model_len"] == http.get("/v1/models").json()["data"][0]["max_model_len"]
         assert info["model_config"]["logprobs_mode"] == "raw_logprobs"
+        assert info["model_config"]["dtype"] == "torch.float32"
         assert info["parallel_config"]["data_parallel_size"] == 1
         assert info["weight_transfer_config"] is None
         assert json.loads(http.get("/server_info").json()["vllm_config"]) == info

@@ -166,6 +166,15 @@ def test_assistants_message_of_a_chat_is_read_as_other_clients_write_it(
     assert after(strict, "/v1/chat/completions", messages=history) == f"user: hello|assistant: {shown}|user: and?|"
 
 
+def test_calls_and_results_without_ids_are_read_as_trainers_write_them(strict: Site) -> None:
+    say(strict, "x")
+    call = {"type": "function", "function": {"name": "now", "arguments": {"z": 1}}}
+    turns: Any = [HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns.append({"role": "tool", "name": "now", "content": "noon"})
+    strict.openai().chat.completions.create(model="tiny", tools=CHAT_TOOLS, messages=turns)  # type: ignore[arg-type]
+    assert prompts(strict)[0].endswith("user: hello|assistant: [now z=1]|tool: noon|assistant:")
+
+
 def test_more_calls_than_tools_can_be_offered_are_taken_back(strict: Site) -> None:
     calls = [CALLED | {"id": f"a{i}"} for i in range(300)]
     prompt = after(strict, "/v1/chat/completions", messages=[HELLO, {"role": "assistant", "tool_calls": calls}, NEXT])

@@ -172,6 +172,21 @@ def test_key_comes_in_azures_header_and_in_anthropics(site: Site, header: str) -
         assert http.post(CHAT, json=BODY).status_code == 401
 
 
+@pytest.mark.parametrize(("user", "password"), [("", "KEY"), ("ada", "KEY"), ("KEY", "")])
+def test_key_comes_in_the_credentials_of_a_url(site: Site, user: str, password: str) -> None:
+    def status(key: str) -> int:
+        pair = (user.replace("KEY", key), password.replace("KEY", key))
+        return httpx.post(f"{site.url}{CHAT}", json=BODY, auth=pair, trust_env=False).status_code
+
+    assert (status(site.keys["acme"]), status("sk-wrong")) == (200, 401)
+
+
+@pytest.mark.parametrize("value", ["Basic", "Basic !", "Basic /w==", "Basic Og==", "Digest a", ""])
+def test_authorization_without_a_key_is_refused(site: Site, value: str) -> None:
+    refused = httpx.post(f"{site.url}{CHAT}", json=BODY, headers={"Authorization": value}, trust_env=False)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_answer_says_how_long_it_took(site: Site, stream: bool) -> None:
     with site.http() as http:

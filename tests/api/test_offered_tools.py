@@ -211,6 +211,66 @@ def test_namespace_is_flattened_for_the_model_and_named_in_the_call(chats: Site,
     assert '"name": "mcp__git__log"' in prompts(chats)[0]
 
 
+SEARCH = {
+    "type": "tool_search",
+    "execution": "client",
+    "description": "Find tools.",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+}
+FOUND = [{"type": "namespace", "name": "crm", "tools": [function("find") | {"description": "d"}]}, function("log")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_search_for_tools_is_the_callers_and_what_it_finds_may_be_called(chats: Site, stream: bool) -> None:
+    say(chats, called("tool_search", {"query": "crm"}))
+    client, tools = chats.openai().responses, [SEARCH, function("log")]
+    if stream:
+        *_, last = client.create(model="tiny", input="x", tools=tools, stream=True)
+        search = last.response.output[0].to_dict()
+    else:
+        search = client.create(model="tiny", input="x", tools=tools).output[0].to_dict()
+    assert {name: search[name] for name in ("type", "execution", "arguments", "status")} == {
+        "type": "tool_search_call",
+        "execution": "client",
+        "arguments": {"query": "crm"},
+        "status": "completed",
+    }
+    assert prompts(chats)[0].startswith("tools: tool_search log in ")
+    say(chats, called("crm__find", {"n": 1}))
+    found = {"type": "tool_search_output", "call_id": search["call_id"], "execution": "client", "tools": FOUND}
+    turns = [*HELLO, search, found | {"status": "completed"}]
+    [call] = client.create(model="tiny", input=turns, tools=tools).output
+    assert (call.type, call.namespace, call.name) == ("function_call", "crm", "find")
+    assert prompts(chats)[0].startswith("tools: tool_search log crm__find in ")
+    assert '[{"name":"crm__find","description":"d"},{"name":"log","description":null}]' in prompts(chats)[0]
+
+
+def test_search_that_is_cut_off_can_be_sent_back(chats: Site) -> None:
+    say(chats, called("tool_search", {"query": "crm"})[:-14])
+    answer = post(chats, RESPONSE, {"tools": [SEARCH], "max_output_tokens": 60}).json()
+    [search] = answer["output"]
+    assert (search["status"], search["arguments"]) == ("incomplete", {})
+    say(chats, "done")
+    found = {"type": "tool_search_output", "call_id": search["call_id"], "tools": []}
+    post(chats, RESPONSE, {"tools": [SEARCH], "input": [*HELLO, search, found]})
+
+
+@pytest.mark.parametrize("added", [{"type": "additional_tools", "role": "developer"}, {"type": "tool_search_output"}])
+def test_tools_of_another_servers_search_and_added_ones_are_offered(chats: Site, added: dict[str, Any]) -> None:
+    say(chats, called("crm__find", {}))
+    search = {"type": "tool_search_call", "execution": "server", "call_id": None, "arguments": {"paths": ["crm"]}}
+    answer = post(chats, RESPONSE, {"input": [*HELLO, search, added | {"tools": FOUND}], "tools": [function("log")]})
+    assert [(item["namespace"], item["name"]) for item in answer.json()["output"]] == [("crm", "find")]
+    assert "paths" not in prompts(chats)[0]
+
+
+def test_search_that_a_server_runs_is_left_out(chats: Site) -> None:
+    say(chats, "x")
+    tools = [{"type": "tool_search"}, function("log") | {"defer_loading": True}]
+    assert post(chats, RESPONSE, {"tools": tools}).headers[IGNORED] == "tools[0] (tool_search)"
+    assert prompts(chats)[0].startswith("tools: log in ")
+
+
 @pytest.mark.parametrize("text", ["", TEXT, '"', "\\", "\x00\x1f", "\ud83d", "é" * 9])
 def test_input_of_a_custom_call_is_read_the_same_cut_anywhere(text: str) -> None:
     for written in (json.dumps({"input": text}), json.dumps({"input": text}, ensure_ascii=False)):

@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 @pytest.mark.parametrize("recorded", RECORDED)
 def test_recorded_body_of_a_client_is_answered(site: Site, recorded: dict[str, Any]) -> None:
     with site.http(**{name.replace("-", "_"): value for name, value in recorded["headers"].items()}) as http:
-        for stream in (False, True):
+        for stream in (False,) if "prompt_logprobs" in recorded["body"] else (False, True):
             body = recorded["body"] | {"stream": stream}
             if not stream:
                 body.pop("stream_options", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import openai
 import pytest
@@ -12,6 +13,8 @@ from chat_site import chat_site, prompts, say
 from constrained_site import constrained_site
 from pydantic import BaseModel, Field
 from site_fixture import Site
+
+from loramux.engine.messages import EngineFault
 
 FULL = (
     '<think>hm, é</think>\n\nLook: <tool_call>{"name": "now", "arguments": {"zone": "UTC"}}</tool_call>\n'
@@ -163,6 +166,28 @@ def test_answer_cut_by_its_length_is_incomplete(chats: Site, stream: bool) -> No
         response = create(chats, max_output_tokens=3)
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (response.output_text, response.output[0].status) == ("too", "incomplete")
+
+
+BROKEN = {
+    "by a fault of the engine": ([65, 66, EngineFault("internal_error", "it broke")], "it broke"),
+    "by a fault of the adapter": ([65, 66, EngineFault("adapter_not_finite", "not finite")], "ended early"),
+}
+
+
+@pytest.mark.parametrize("script", BROKEN)
+def test_stream_that_fails_is_raised_by_clients_that_ignore_its_last_event(chats: Site, script: str) -> None:
+    """OpenAI's events: `error` with a field `error`, at which its clients raise, and then `response.failed`."""
+    tokens, words = BROKEN[script]
+    chats.engine.script = lambda _: list(tokens)
+    with create(chats, stream=True) as stream, pytest.raises(openai.APIError, match=words) as failed:
+        list(stream)
+    assert failed.value.body == {"type": "server_error", "code": "server_error", "message": ANY, "param": None}
+    with chats.http() as http:
+        lines = http.post("/v1/responses", json={"model": "tiny", "input": "hi", "stream": True}).text.splitlines()
+    *_, error, last = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert (error["type"], error["code"], error["message"]) == ("error", "server_error", error["error"]["message"])
+    assert (last["type"], last["sequence_number"]) == ("response.failed", error["sequence_number"] + 1)
+    assert last["response"]["error"] == {"code": "server_error", "message": error["message"]}
 
 
 def test_empty_answer_has_an_empty_message(chats: Site) -> None:

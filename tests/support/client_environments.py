@@ -29,9 +29,18 @@ def shell(*command: str, **environment: str) -> str:
     return done.stdout
 
 
-def make_environment(folder: Path, *packages: str) -> Path:
+def python_of(version: str) -> str:
+    """Return the path of a Python of a version, such as `3.12`. Raises RegistryError."""
+    kept = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    for python in (shutil.which(f"python{version}"), *sorted(kept.glob(f"{version}*/bin/python"))):
+        if python and subprocess.run([python, "-V"], capture_output=True, check=False).returncode == 0:
+            return str(python)
+    raise RegistryError(f"there is no Python {version}")
+
+
+def make_environment(folder: Path, *packages: str, python: str = sys.executable) -> Path:
     """Make a virtual environment with the newest versions of some packages; return the folder of its programs."""
-    shell(sys.executable, "-m", "venv", str(folder))
+    shell(python, "-m", "venv", str(folder))
     programs = Path(sysconfig.get_path("scripts", "venv", {"base": str(folder), "platbase": str(folder)}))
     shell(str(programs / "pip"), "install", "--quiet", "uv")
     shell(str(programs / "uv"), "pip", "install", "--quiet", "--python", str(programs / "python"), *packages)

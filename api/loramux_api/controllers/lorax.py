@@ -294,9 +294,9 @@ class LoraxWriter(Writer):
         details.prefill, details.tokens = [], self._collected
         return Generated(generated_text=text, details=details)
 
-    def failure(self, error: LoramuxError) -> LoraxError:
-        """Return the event for an error in the middle of a stream."""
-        return LoraxError(error.message, "generation")
+    def failure(self, error: LoramuxError) -> Iterable[LoraxError]:
+        """Return the events for an error in the middle of a stream."""
+        return (LoraxError(error.message, "generation"),)
 
     def _tokens(self, delta: Delta) -> list[LoraxToken]:
         """Return the tokens whose text is complete with this delta."""

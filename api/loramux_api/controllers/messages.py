@@ -312,9 +312,9 @@ class MessageWriter(Writer):
         message.stop_reason, message.stop_sequence = self._stop_reason(usage), self._stop_string
         return message
 
-    def failure(self, error: LoramuxError) -> MessageError:
-        """Return the event for an error in the middle of a stream."""
-        return message_error(error)
+    def failure(self, error: LoramuxError) -> Iterable[MessageError]:
+        """Return the events for an error in the middle of a stream."""
+        return (message_error(error),)
 
     def frame(self, event: msgspec.Struct) -> bytes:
         """Return an event as the bytes that are sent."""

@@ -6,7 +6,7 @@ First the routes; then `ResponseWriter`, which makes the structs of `schemas.res
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
@@ -31,10 +31,11 @@ from loramux_api.parameters import PathName, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
 from loramux_api.schemas.bounds import MAX_NAME
 from loramux_api.schemas.chat import ChatLogprob
-from loramux_api.schemas.conversation import renamed_fields
+from loramux_api.schemas.conversation import read_arguments, renamed_fields
 from loramux_api.schemas.response_objects import (
     ArgumentsEvent,
     CustomToolCall,
+    ErrorEvent,
     FunctionCall,
     IncompleteDetails,
     InputEvent,
@@ -50,7 +51,9 @@ from loramux_api.schemas.response_objects import (
     ResponseError,
     ResponseEvent,
     ResponseObject,
+    StreamError,
     TextEvent,
+    ToolSearchCall,
     output_logprob,
     response_usage,
 )
@@ -98,13 +101,16 @@ class ResponseController(ApiController):
         """Answer a conversation with an adapter of yours, or with the base model."""
         keep: Keep | None = None
         with renamed_fields(FIELDS):
+            history: list[InputItem] = []
             if responses.is_on:
                 if responses.stores(inference.principal, data.store):
                     keep = partial(_keep, responses, inference.principal, data)
-                asked = to_request(data, await _history(responses, inference, data))
+                history = await _history(responses, inference, data)
+                asked = to_request(data, history)
             else:
                 asked = stateless_request(data)
-            return await inference.answer(asked, partial(ResponseWriter, data, keep=keep), stream=bool(data.stream))
+            writer = partial(ResponseWriter, data, history=history, keep=keep)
+            return await inference.answer(asked, writer, stream=bool(data.stream))
 
     @get(
         "/{response_id:str}",
@@ -201,13 +207,16 @@ class ResponseWriter(Writer):
 
     ending = b""
 
-    def __init__(self, body: ResponseBody, answer: Answer, keep: Keep | None = None) -> None:
-        """`keep`: None for a response that is not stored."""
+    def __init__(
+        self, body: ResponseBody, answer: Answer, history: Sequence[InputItem] = (), keep: Keep | None = None
+    ) -> None:
+        """`history`: the items before the input. `keep`: None for a response that is not stored."""
         self._body = body
         self._keep = keep
         self._answer = answer
         with_logprobs = LOGPROBS in (body.include or [])
-        self._items = OutputItems(answer.id.removeprefix("resp_"), toolbox(body), with_logprobs=with_logprobs)
+        tools = toolbox(body, history)
+        self._items = OutputItems(answer.id.removeprefix("resp_"), tools, with_logprobs=with_logprobs)
         self._thought_tokens = 0
         self._finish_reason: FinishReason | None = None
         self._num_events = 0
@@ -227,8 +236,7 @@ class ResponseWriter(Writer):
 
     def closing(self, usage: TokenCounts) -> Iterable[ResponseEvent]:
         """Return the whole response."""
-        whole = self.whole(usage)
-        yield LifecycleEvent(type=f"response.{whole.status}", response=whole)
+        yield from _ending(self.whole(usage))
 
     def collect(self, delta: Delta) -> None:
         """Collect a delta of an answer that is sent in one piece."""
@@ -262,13 +270,13 @@ class ResponseWriter(Writer):
         if self._keep is not None and not self._answer.replayed and not await self._keep(self.whole(usage)):
             self._keep = None
 
-    def failure(self, error: LoramuxError) -> ResponseEvent:
-        """Return the event for an error in the middle of a stream."""
+    def failure(self, error: LoramuxError) -> Iterable[ResponseEvent]:
+        """Return the events for an error in the middle of a stream."""
         response = self._response()
         response.status, response.output, response.store = "failed", self._items.ended, False
         message = error.public_message or error.message
         response.error = ResponseError("rate_limit_exceeded" if error.status == 429 else "server_error", message)
-        return LifecycleEvent(type="response.failed", response=response)
+        return _ending(response)
 
     def frame(self, event: msgspec.Struct) -> bytes:
         """Return an event as the bytes that are sent, with its number."""
@@ -304,6 +312,14 @@ class ResponseWriter(Writer):
             top_p=numbers.get("top_p"),
             user=body.user,
         )
+
+
+def _ending(response: ResponseObject) -> Iterator[ResponseEvent]:
+    """Yield the last events of a stream."""
+    if (error := response.error) is not None:
+        whole = StreamError(type=error.code, code=error.code, message=error.message)
+        yield ErrorEvent(code=error.code, message=error.message, error=whole)
+    yield LifecycleEvent(type=f"response.{response.status}", response=response)
 
 
 class OutputItems:
@@ -366,9 +382,9 @@ class OutputItems:
             case "begins":
                 item = self._item(part, "in_progress")
                 yield ItemEvent(type="response.output_item.added", output_index=part.index, item=item)
-                if part.kind not in ("call", "custom"):
+                if part.kind in _TEXTS:
                     yield self._part_event("response.content_part.added", part)
-            case "grows":
+            case "grows" if part.kind != "search":  # its arguments are an object, and come whole
                 yield self._delta(part, change.piece)
             case "ends":
                 yield from self._end(part, status)
@@ -394,7 +410,7 @@ class OutputItems:
         elif part.kind == "custom":
             type = "response.custom_tool_call_input.done"
             yield InputEvent(type=type, item_id=id, output_index=index, input=part.text)
-        else:
+        elif part.kind in _TEXTS:
             event = TextEvent(type=f"{_TEXTS[part.kind]}.done", item_id=id, output_index=index, text=part.text)
             if part.kind == "text":
                 event.logprobs = self._logprobs
@@ -417,6 +433,10 @@ class OutputItems:
                 custom = CustomToolCall(id=id, status=status, call_id=part.call_id, name=part.name, input=part.text)
                 custom.namespace = part.namespace or UNSET
                 return custom
+            case "search":
+                return ToolSearchCall(
+                    id=id, status=status, call_id=part.call_id, arguments=read_arguments(part.text or "{}")
+                )
             case "text":
                 texts = [OutputText(text=part.text, logprobs=self._logprobs)] if is_ended else []
                 return OutputMessage(id=id, status=status, content=texts)
@@ -435,7 +455,7 @@ class OutputItems:
         return taken
 
     def _id(self, part: AnswerPart) -> str:
-        prefix = {"thought": "rs", "text": "msg", "call": "fc", "custom": "ctc"}[part.kind]
+        prefix = {"thought": "rs", "text": "msg", "call": "fc", "custom": "ctc", "search": "tsc"}[part.kind]
         return f"{prefix}_{self._suffix}{part.index}"
 
 

@@ -293,11 +293,11 @@ def _add(turns: ConversationBuilder, message: ChatMessage, where: str) -> None:
         raise InvalidRequest(f"'{where}.tool_calls' belongs to an assistant's message.", field=f"{where}.tool_calls")
     text = _content(message, f"{where}.content")
     if message.role == "tool":
-        if not message.tool_call_id:
+        if not message.tool_call_id and not message.name:  # trainers name the function, as chat templates do
             field = f"{where}.tool_call_id"
             message_ = f"Missing required parameter: '{field}'; it is the id of the call that this message answers."
             raise InvalidRequest(message_, field=field, code="missing_required_parameter")
-        turns.add_result(message.tool_call_id, text, message.name)
+        turns.add_result(message.tool_call_id or "", text, message.name)
     else:
         turns.add_turn(ROLES[message.role], text)
 

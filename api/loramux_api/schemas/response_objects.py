@@ -75,7 +75,17 @@ class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom
     """The namespace of the tool."""
 
 
-OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
+class ToolSearchCall(msgspec.Struct, kw_only=True, tag_field="type", tag="tool_search_call"):
+    """A search for tools, which the caller runs."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    execution: Literal["client"] = "client"
+    arguments: dict[str, Any]
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall | ToolSearchCall
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -164,6 +174,29 @@ class LifecycleEvent(ResponseEvent, kw_only=True):
     """`response.created`, `in_progress`, `completed`, `incomplete` or `failed`."""
 
     response: ResponseObject
+
+
+class StreamError(msgspec.Struct, kw_only=True):
+    """The reason why a stream ends early, with all keys of an error that is sent whole."""
+
+    type: str
+    code: str
+    message: str
+    param: None = None
+
+
+class ErrorEvent(ResponseEvent, kw_only=True):
+    """`error`, which comes before `response.failed`.
+
+    Clients of `openai` raise an error if an event has the field `error`, as OpenAI's has. Many of them ignore
+    `response.failed`, and would take what they have read for the whole answer.
+    """
+
+    type: str = "error"
+    code: str
+    message: str
+    param: None = None
+    error: StreamError
 
 
 class ItemEvent(ResponseEvent, kw_only=True):

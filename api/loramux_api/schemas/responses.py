@@ -47,6 +47,7 @@ from loramux_api.schemas.tools import (
     ALL,
     INPUT,
     MAX_TOOLS,
+    SEARCH,
     Asked,
     CustomDefinition,
     CustomFormat,
@@ -59,6 +60,7 @@ from loramux_api.schemas.tools import (
     left_out_tools,
     offered_custom,
     offered_function,
+    offered_search,
     one_tool,
 )
 
@@ -96,7 +98,9 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     """
 
     type: Name = "message"
-    """`message`, `reasoning`, `function_call`, `custom_tool_call`, an output of one of these, or `item_reference`."""
+    """`message`, `reasoning`, `function_call`, `custom_tool_call`, `tool_search_call`, an output of one of these,
+    `additional_tools` or `item_reference`.
+    """
     id: Text | None = None
     """Id of a stored response's item if this item is a reference; otherwise the id has no effect."""
     role: Name | None = None
@@ -111,13 +115,16 @@ class InputItem(msgspec.Struct, omit_defaults=True):
     """The namespace of a called function."""
     output: Text | Parts | None = None
     """A call's result."""
+    execution: Name | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
+    """Tools that a search has found, or that are added; the answer may call them."""
 
 
 class ResponseTool(msgspec.Struct, omit_defaults=True):
     """A tool that the answer may call."""
 
     type: Name
-    """`function`, `custom`, or `namespace` with some of both. Tools of other types are left out."""
+    """`function`, `custom`, `namespace` with some of both, or `tool_search`. Tools of other types are left out."""
     name: Name | None = None
     description: Text | None = None
     parameters: Fields | None = None
@@ -128,6 +135,8 @@ class ResponseTool(msgspec.Struct, omit_defaults=True):
     """Format of a custom tool's input."""
     tools: Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None = None
     """Tools of a namespace."""
+    execution: Literal["server", "client"] | None = None
+    """`client`: the caller searches for tools, and sends those that it finds. Any other search is left out."""
 
 
 class ChosenTool(msgspec.Struct, omit_defaults=True):
@@ -306,7 +315,7 @@ def to_request(body: ResponseBody, history: Sequence[InputItem] = ()) -> Generat
             left_out=left_out(shared),
             max_tokens=body.max_output_tokens,
             stop=shared.stops,
-            chat=_options(body),
+            chat=_options(body, history),
             format=_renamed_format(format),
             user=body.user or None,
             tags=canonical_tags(body.metadata),
@@ -345,10 +354,10 @@ def _response_format(asked: TextFormat | None) -> ResponseFormat | None:
     return ResponseFormat(type=asked.type, json_schema=schema)
 
 
-def _options(body: ResponseBody) -> ChatOptions:
+def _options(body: ResponseBody, history: Sequence[InputItem]) -> ChatOptions:
     """Return the body's variables of the chat template, its tools and its effort. Raises InvalidRequest."""
     template = caller_variables(body.chat_template_kwargs)
-    tools = toolbox(body)
+    tools = toolbox(body, history)
     use = tools.use(_asked(body.tool_choice), parallel=body.parallel_tool_calls is not False)
     if use is not None:
         template["tools"] = tools.template
@@ -356,9 +365,26 @@ def _options(body: ResponseBody) -> ChatOptions:
     return ChatOptions(template=template, size=json_size(template), tools=use, effort=effort)
 
 
-def toolbox(body: ResponseBody) -> Toolbox:
-    """Return the tools that can be offered. Raises InvalidRequest."""
-    return Toolbox(list(_offered(body.tools or [], "tools")))
+def toolbox(body: ResponseBody, history: Sequence[InputItem] = ()) -> Toolbox:
+    """Return the tools that can be offered: those of the request, and those that were found or added in the
+    conversation. Raises InvalidRequest.
+    """
+    offered = list(_offered(body.tools or [], "tools"))
+    known = {tool.function.name for tool in offered}
+    for where, item in _items(body, history):
+        for tool in _offered(item.tools or [], f"{where}.tools"):
+            if tool.function.name not in known:
+                known.add(tool.function.name)
+                offered.append(tool)
+    return Toolbox(offered)
+
+
+def _items(body: ResponseBody, history: Sequence[InputItem]) -> Iterator[tuple[str, InputItem]]:
+    """Yield the items of the conversation with their paths."""
+    for i, item in enumerate(history):
+        yield f"previous_response_id[{i}]", item
+    for i, item in enumerate(() if isinstance(body.input, str) else body.input):
+        yield f"input[{i}]", item
 
 
 def _asked(choice: Literal["none", "auto", "required"] | ResponseToolChoice | None) -> Asked:
@@ -391,6 +417,8 @@ def _offered(tools: Iterable[ResponseTool], where: str, namespace: str | None = 
                 yield offered_custom(CustomDefinition(_name(tool, at), tool.description, tool.format), at, namespace)
             case "namespace" if namespace is None:
                 yield from _offered(tool.tools or [], f"{at}.tools", _name(tool, at))
+            case "tool_search" if namespace is None and tool.execution == "client":
+                yield offered_search(tool.description, tool.parameters, at)
             case other:
                 ensure_hosted(other, at, ("function", "custom", "namespace"))
 
@@ -421,15 +449,12 @@ def _conversation(body: ResponseBody, history: Sequence[InputItem]) -> Conversat
     turns = ConversationBuilder()
     if body.instructions:
         turns.add_instructions(body.instructions)
-    for i, item in enumerate(history):
-        _add(turns, item, f"previous_response_id[{i}]")
+    for where, item in _items(body, history):
+        _add(turns, item, where)
     if isinstance(body.input, str):
         turns.add_turn("user", body.input)
-    else:
-        for i, item in enumerate(body.input):
-            _add(turns, item, f"input[{i}]")
-        if not body.input:
-            turns.add_turn("user", "")
+    elif not body.input:
+        turns.add_turn("user", "")
     return turns.conversation()
 
 
@@ -456,13 +481,30 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
             turns.add_call(required(item, "call_id", where), _called(item, where), {INPUT: item.input or ""})
         case "function_call_output" | "custom_tool_call_output":
             turns.add_result(required(item, "call_id", where), read_text(item.output, f"{where}.output"))
+        case "tool_search_call" | "tool_search_output" if item.call_id is None:
+            pass  # another server has searched; the tools that it found are offered
+        case "tool_search_call":
+            turns.add_call(required(item, "call_id", where), SEARCH, item.arguments)
+        case "tool_search_output":
+            turns.add_result(required(item, "call_id", where), _found(item, where))
+        case "additional_tools":
+            pass
         case other:
             raise InvalidRequest(
                 f"Invalid value for '{where}.type': '{other[:40]}'. This server reads message, reasoning, "
-                "function_call, custom_tool_call, and their outputs.",
+                "function_call, custom_tool_call, tool_search_call, their outputs, and additional_tools.",
                 field=f"{where}.type",
                 code="invalid_value",
             )
+
+
+def _found(item: InputItem, where: str) -> str:
+    """Return the result of a search: the model's names for the tools, which the template describes."""
+    tools = [
+        {"name": tool.function.name, "description": tool.function.description}
+        for tool in _offered(item.tools or [], f"{where}.tools")
+    ]
+    return msgspec.json.encode(tools).decode()
 
 
 def _called(item: InputItem, where: str) -> str:

@@ -18,7 +18,13 @@ from loramux_api.schemas.conversation import MAX_MESSAGES
 from loramux_api.schemas.responses import InputItem, ResponseBody, is_reference
 
 PREFIX = "resp_"
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "custom_tool_call": "ctc",
+    "tool_search_call": "tsc",
+}
 """Prefixes of items' ids by type. The id of a call's output has the prefix of the call, followed by an `o`."""
 _item_id = re.compile(r"[a-z]{2,4}_(?P<response>[0-9a-f]{32})i?[0-9]{1,5}")
 

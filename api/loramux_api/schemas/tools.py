@@ -1,11 +1,12 @@
 """Tools of a request, in the form that the three chat endpoints share: for the model, and for the caller.
 
-A model calls functions: a name, and arguments as an object. Three kinds of tools become functions in the request, and
+A model calls functions: a name, and arguments as an object. Four kinds of tools become functions in the request, and
 the answer contains their calls in the form that the caller expects (`OfferedTool`):
 
     function     unchanged
     custom       a function with one text, `input`, which a grammar may restrict
     namespace    its functions, each under the name `namespace__function`
+    tool_search  a function that finds more tools, if the caller runs it itself (`execution: client`)
 
 A tool of any other type is run by OpenAI's or Anthropic's servers themselves (a web search, a sandbox). This server
 runs no tools. So it leaves such a tool out of the request, reports it, and offers all other tools.
@@ -32,6 +33,8 @@ MAX_GRAMMAR = 64 << 10
 """Maximum number of characters of a custom tool's grammar."""
 MAX_LEFT_OUT = 16
 """Maximum number of tools that are left out and reported one by one."""
+SEARCH = "tool_search"
+"""Type of the tool that finds more tools, and the name of its function."""
 INPUT = "input"
 """The argument of a custom tool's function."""
 FunctionName = Annotated[str, Meta(max_length=128, pattern="^[a-zA-Z0-9_.-]{1,128}$")]
@@ -135,7 +138,7 @@ class OfferedTool:
     """Definition that the chat template gets."""
     name: str
     """Name that the caller uses."""
-    kind: Literal["function", "custom"] = "function"
+    kind: Literal["function", "custom", "search"] = "function"
     namespace: str | None = None
     format: CustomFormat | None = None
     """Format of a custom tool's input."""
@@ -244,6 +247,11 @@ def offered_custom(custom: CustomDefinition, where: str, namespace: str | None =
     )
     offered = offered_function(function, where, namespace)
     return replace(offered, kind="custom", format=custom.format)
+
+
+def offered_search(description: str | None, parameters: dict[str, Any] | None, where: str) -> OfferedTool:
+    """Return the search for tools in its offered form."""
+    return replace(offered_function(FunctionDefinition(SEARCH, description, parameters), where), kind="search")
 
 
 def flat_name(namespace: str, name: str, where: str = "tools") -> str:

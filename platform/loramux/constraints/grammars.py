@@ -94,6 +94,10 @@ class ToolGrammar(msgspec.Struct, frozen=True, kw_only=True):
     special: dict[str, int]
     """Token ids of the style's markers that a grammar cannot match as text."""
 
+    def of(self, *tools: Tool) -> ToolGrammar:
+        """Return the same for other tools."""
+        return msgspec.structs.replace(self, use=msgspec.structs.replace(self.use, tools=tools))
+
 
 class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
     """One job of a trial: a format, tools, or both."""
@@ -113,20 +117,16 @@ class TrialJob(msgspec.Struct, frozen=True, kw_only=True):
             content = write_content(self.format, spelling)
         return to_grammar(write_tools(self.tools.use, self.tools.style, self.tools.special, content, spelling))
 
-    def loosened(self, spelling: Spelling, compiles: Callable[[GrammarText], bool]) -> TrialJob:
-        """Return the job with any JSON object as the arguments of each tool that cannot be compiled and is not
-        strict.
-        """
-        assert self.tools is not None, "it has tools"
-
-        def loosened(tool: Tool) -> Tool:
-            assert self.tools is not None, "it has tools"
-            alone = msgspec.structs.replace(self.tools.use, tools=(tool,))
-            grammar = to_grammar(write_tools(alone, self.tools.style, self.tools.special, None, spelling))
-            return tool if tool.strict or compiles(grammar) else tool.loosened()
-
-        use = msgspec.structs.replace(self.tools.use, tools=tuple(map(loosened, self.tools.use.tools)))
-        return msgspec.structs.replace(self, tools=msgspec.structs.replace(self.tools, use=use))
+    def loosened(self, fails: Callable[[TrialJob], bool] = lambda _: True) -> TrialJob:
+        """Return the job with any JSON object as the arguments of each tool that is not strict and fails alone."""
+        if self.tools is None:
+            return self
+        alone = [msgspec.structs.replace(self, format=None, tools=self.tools.of(tool)) for tool in self.tools.use.tools]
+        loose = (
+            tool.loosened() if not tool.strict and fails(job) else tool
+            for tool, job in zip(self.tools.use.tools, alone, strict=True)
+        )
+        return msgspec.structs.replace(self, tools=self.tools.of(*loose))
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,18 +156,34 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _try(tokenizer: LLTokenizer, spelling: Spelling, job: TrialJob) -> TrialResult:
-    began = time.process_time()
+    """Try a job. If it fails, leave out the schemas of the tools that fail alone; if it still fails, leave out those of
+    all tools that are not strict.
+    """
+
+    def fails(one: TrialJob) -> bool:
+        return _fault(tokenizer, one.write(spelling)) is not None
+
+    fault: str | None = None
     try:
-        grammar = job.write(spelling)
-        matcher = compile_grammar(tokenizer, grammar)
-        if matcher.is_error() and job.tools is not None:
-            grammar = job.loosened(spelling, lambda one: not compile_grammar(tokenizer, one).is_error()).write(spelling)
-            matcher = compile_grammar(tokenizer, grammar)
+        for loosen in (lambda: job, lambda: job.loosened(fails), job.loosened):
+            grammar = loosen().write(spelling)
+            fault = _fault(tokenizer, grammar)
+            if fault is None:
+                return TrialResult(grammar=grammar)
+            if job.tools is None:
+                break
     except ValueError as error:
-        return TrialResult(refusal=str(error))
+        fault = str(error)
+    return TrialResult(refusal=fault)
+
+
+def _fault(tokenizer: LLTokenizer, grammar: GrammarText) -> str | None:
+    """Compile a grammar and follow it for some random tokens; return why it cannot be served."""
+    began = time.process_time()
+    matcher = compile_grammar(tokenizer, grammar)
     seconds = time.process_time() - began
     if seconds > COMPILE_SECONDS:
-        return TrialResult(refusal=f"it takes {seconds:.1f} seconds to compile, and {COMPILE_SECONDS} are allowed")
+        return f"it takes {seconds:.1f} seconds to compile, and {COMPILE_SECONDS} are allowed"
     chance, words = random.Random(0), np.zeros(-(-tokenizer.vocab_size // 32), dtype=np.int32)  # noqa: S311
     for _ in range(STEPS):
         if matcher.is_error() or matcher.is_stopped():
@@ -175,10 +191,8 @@ def _try(tokenizer: LLTokenizer, spelling: Spelling, job: TrialJob) -> TrialResu
         began = time.process_time()
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if (seconds := time.process_time() - began) > MASK_SECONDS:
-            return TrialResult(refusal=f"a token takes {seconds:.2f} seconds, and {MASK_SECONDS} are allowed")
+            return f"a token takes {seconds:.2f} seconds, and {MASK_SECONDS} are allowed"
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         if not len(allowed) or not matcher.consume_token(int(chance.choice(allowed))):
             break
-    if matcher.is_error():
-        return TrialResult(refusal=gist(matcher.get_error()))
-    return TrialResult(grammar=grammar)
+    return gist(matcher.get_error()) if matcher.is_error() else None

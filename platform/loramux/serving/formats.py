@@ -376,6 +376,9 @@ class GrammarTrials:
         except SandboxDied:
             raise Unavailable("Formats cannot be checked at this moment. Please retry.", code="server_busy") from None
         except SandboxError:
+            asked = msgspec.json.decode(job, type=TrialJob)
+            if (loose := asked.loosened()) != asked:
+                return self._try(msgspec.json.encode(loose))
             limit = f"{TRIAL_LIMITS.cpu_seconds} seconds"
             return TrialResult(refusal=f"it takes more than {limit} or too much memory to compile")
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
-from hostile_grammars import corpus
+from hostile_grammars import corpus, schemas
 from scripted_engine import FACTS
 from tiny_base import byte_tokenizer
 
 from loramux.constraints.formats import AnswerFormat, Choice, JsonSchema, Regex
-from loramux.constraints.grammars import TrialJob, compile_grammar
+from loramux.constraints.grammars import ToolGrammar, TrialJob, compile_grammar
+from loramux.constraints.tools import STYLES, Tool, ToolUse
 from loramux.engine.messages import Constraint
 from loramux.serving import formats as module
 from loramux.serving.errors import InvalidRequest
@@ -88,6 +91,58 @@ def test_200_hostile_formats_are_refused_by_name_or_followed() -> None:
     accepted, refused = check_hostile(HOSTILE)
     assert accepted + refused == 200
     assert refused > 60
+
+
+def refused_tools(schemas: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """The schemas with which a tool that is not strict, next to another one, is refused."""
+    refused: dict[str, str] = {}
+
+    async def act(trials: GrammarTrials) -> None:
+        for name, schema in (one for one in schemas if one[0] not in TOO_DEEP):
+            tools = (Tool(name="f", parameters={"properties": {"e": schema}, "required": ["e"]}), Tool(name="g"))
+            use = ToolGrammar(use=ToolUse(tools=tools), style=STYLES["hermes"], special={})
+            try:
+                constraint = await trials.constraint("t", TrialJob(tools=use), "tools")
+            except InvalidRequest as error:
+                refused[name] = error.message
+            else:
+                follow(constraint, 60)
+
+    on_trial(act)
+    return refused
+
+
+TOO_DEEP = [name for name, _ in schemas() if name.startswith("nested objects 1")]
+"""Schemas with more levels than a body may have, which the API refuses before a trial."""
+
+
+TOO_LARGE = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
+"""A schema that ends the process of the trial."""
+
+
+@pytest.mark.parametrize("style", ["hermes", "mistral_args", "pythonic", "qwen3_coder", "gemma4"])
+def test_tool_that_ends_the_trial_takes_any_object_unless_it_is_strict(style: str) -> None:
+    large = Tool(name="f", parameters={"properties": {"e": TOO_LARGE}, "required": ["e"]})
+
+    def job(tool: Tool) -> TrialJob:
+        return TrialJob(tools=ToolGrammar(use=ToolUse(tools=(tool,)), style=STYLES[style], special={}))
+
+    async def act(trials: GrammarTrials) -> None:
+        found = await trials.constraint("t", job(large), "tools")
+        assert found.grammar == (await trials.constraint("t", job(large.loosened()), "tools")).grammar
+        with pytest.raises(InvalidRequest, match="cannot be enforced"):
+            await trials.constraint("t", job(msgspec.structs.replace(large, strict=True)), "tools")
+
+    on_trial(act)
+
+
+def test_every_fifth_hostile_schema_of_a_tool_refuses_no_request() -> None:
+    assert refused_tools(list(schemas())[::5]) == {}
+
+
+@pytest.mark.slow
+def test_hostile_schema_of_a_tool_refuses_no_request() -> None:
+    assert refused_tools(schemas()) == {}
 
 
 def test_a_format_is_tried_once_for_a_tenant_and_kept_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,8 +326,8 @@ def test_tool_that_cannot_be_compiled_takes_any_object_unless_it_is_strict(style
     schema = {"type": "object", "properties": {"e": {"const": 5}}, "required": ["e"]}
     tools = (Tool(name="f", parameters=schema), Tool(name="g", parameters=schema, strict=True))
     job = TrialJob(tools=ToolGrammar(use=ToolUse(tools=tools, is_required=True), style=STYLES[style], special={}))
-    assert job.loosened(Spelling(), lambda _: True) == job
-    found = job.loosened(Spelling(), lambda _: False)
+    assert job.loosened(lambda _: False) == job
+    found = job.loosened()
     assert found.tools is not None
     loose, strict = found.tools.use.tools
     assert (loose.parameters, strict) == ({"properties": {"e": {"type": ["number"]}}}, tools[1])
