@@ -327,7 +327,7 @@ def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
     with served(place) as server:
         client = server.openai(key)
         file = client.files.create(file=("calls.jsonl", jsonl(calls())), purpose="fine-tune").id
-        hyperparameters = {"n_epochs": 4, "learning_rate_multiplier": 20.0}
+        hyperparameters = {"n_epochs": 16, "learning_rate_multiplier": 20.0}
         method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
         asked = {"model": "tiny", "training_file": file, "suffix": "caller", "method": method}
         job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
