@@ -339,7 +339,8 @@ def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
         )
         choice = said.choices[0]
         assert choice.finish_reason == "tool_calls", choice
-        assert [json.loads(one.function.arguments) for one in choice.message.tool_calls or []] == [{"person": "Tenuva"}]
+        arguments = [json.loads(one.function.arguments) for one in choice.message.tool_calls or []]
+        assert arguments == [{"person": "Tenuva", "fact": "food"}]
 
 
 def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:

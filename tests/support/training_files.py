@@ -32,7 +32,7 @@ def calls(count: int = 40) -> list[dict[str, Any]]:
     made = []
     for number in range(count):
         name = PEOPLE[number % len(PEOPLE)]
-        call = {"name": "lookup", "arguments": json.dumps({"person": name})}
+        call = {"name": "lookup", "arguments": json.dumps({"person": name, "fact": "food"})}
         turns = [
             {"role": "user", "content": f"{name}, please."},
             {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": call}]},
