@@ -79,7 +79,9 @@ class Compiled:
 
 def compile_launch(variant: str, launch: Launch, arch: int) -> Compiled:
     """Compile one launch for `arch` (80, 90, ...) and read the properties of the machine code."""
-    compiled = triton.compile(_source(launch), target=GPUTarget("cuda", arch, 32), options=launch.options)
+    arguments, compiler_options = launch.for_arch(arch)
+    source = _source(launch.kernel, arguments)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compiler_options)
     ptx = compiled.asm["ptx"]
     usage = _resource_usage(compiled.asm["cubin"])
     ttgir = compiled.asm["ttgir"]
@@ -122,11 +124,11 @@ def _most(pattern: str, text: str) -> int:
     return max(map(int, re.findall(pattern, text)), default=0)
 
 
-def _source(launch: Launch) -> ASTSource:
+def _source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     """Return the kernel with its arguments' types, specialised on them as a launch on a GPU would be."""
     signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
         special = not (parameter.is_constexpr or parameter.do_not_specialize)
         if parameter.is_constexpr or value is None or (special and _is_one(value)):
             signature[parameter.name] = "constexpr"
@@ -135,7 +137,7 @@ def _source(launch: Launch) -> ASTSource:
         signature[parameter.name] = _type_name(value)
         if special and _divisible(value):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def _type_name(value: Any) -> str:

@@ -212,7 +212,7 @@ def _mixture() -> Iterator[Variant]:
         rows_of, weights = torch.empty(512, 2048, dtype=dtype), torch.empty(64, choices, dtype=dtype)
         yield Variant(f"combine-{_short(dtype)}", prepare_combine(rows_of, routes, weights, rows_of[:64]))
         whole, shape = Segments((0, 512), (0,)), TileShape(SHORT.rows, LONG_RANKS[-1], SHORT.rows)
-        attach_tile_map(whole, TileMap.reserve(512, 64, shape, chosen.device))
+        attach_tile_map(whole, replace(TileMap.reserve(512, 64, shape, chosen.device), made_by_kernel=True))
         yield from _lora_pair(f"experts-{_short(dtype)}", whole, 64, dtype, LoraGroup((0,), (1536,)))
     yield Variant("route", prepare_route(chosen, chosen[:, 0], routes))
     items = torch.zeros(1 + 512, LORA_ITEM_WIDTH, dtype=torch.int32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,7 +39,8 @@ class Case:
             torch.as_strided(pool, v.shape, v.stride(), v.storage_offset()) for v in (self.layer.key, self.layer.value)
         )
         scales = (s if s is None else s.to(device) for s in (self.layer.key_scale, self.layer.value_scale))
-        batch = AttentionBatch(**{f.name: getattr(self.batch, f.name).to(device) for f in fields(self.batch)})
+        tensors = {name: value for name, value in vars(self.batch).items() if isinstance(value, torch.Tensor)}
+        batch = AttentionBatch(**{name: tensor.to(device) for name, tensor in tensors.items()})
         return replace(self, query=self.query.to(device), layer=KvLayer(*views, *scales), batch=batch)
 
 

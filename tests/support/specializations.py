@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from loramux_kernels.cuda.launch import Launch
+from loramux_kernels.cuda.launch import LEAST_DEPENDENT_ARCH, Launch
 
 
 def specialization(launch: Launch) -> tuple[object, ...]:
@@ -16,9 +16,10 @@ def specialization(launch: Launch) -> tuple[object, ...]:
     function: Any = launch.kernel
     generic = getattr(function, "kwargs", None) or {p.name: p.do_not_specialize for p in function.params}
     never = set(generic.get("do_not_specialize") or ()) if "do_not_specialize" in generic else set(generic)
-    keys: list[object] = [function.__name__, launch.num_warps, launch.num_stages]
+    arguments, options = launch.for_arch(LEAST_DEPENDENT_ARCH)
+    keys: list[object] = [function.__name__, *options.items()]
     for name, parameter in inspect.signature(function.fn).parameters.items():
-        value = launch.arguments[name]
+        value = arguments[name]
         if "constexpr" in str(parameter.annotation) or value is None:
             keys.append((name, value))
         elif isinstance(value, torch.Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,6 +12,9 @@ import torch
 
 PROGRAMS_WITHOUT_GPU = 3
 """Programs of a persistent launch in the interpreter: few, because each must walk through several items."""
+
+LEAST_DEPENDENT_ARCH = 90
+"""First architecture with programmatic dependent launch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,21 +28,45 @@ class Launch:
     """Values by parameter name, constexprs included."""
     num_warps: int
     num_stages: int
+    may_depend: bool = True
+    """False if the kernel must not begin early: a kernel of the same step writes what it reads before it waits."""
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Options of the compiler. Fused multiply-add is named because its default differs between versions."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+    def for_arch(self, arch: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the arguments and the compiler's options for devices of `arch` (80, 90, ...; 0: the interpreter).
+
+        A kernel with the parameter DEPENDENT begins early if it may and can (see `dependent_launch`). Fused
+        multiply-add is named because its default differs between versions.
+        """
+        arguments = self.arguments
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
+        if "DEPENDENT" in self.kernel.arg_names:
+            depends = self.may_depend and arch >= LEAST_DEPENDENT_ARCH
+            arguments = arguments | {"DEPENDENT": depends}
+            options |= {"launch_pdl": True} if depends else {}
+        return arguments, options
 
     def run(self) -> None:
         """Enqueue the kernel on the current stream."""
-        self.kernel[self.grid](**self.arguments, **self.options)
+        arguments, options = self.for_arch(_current_arch())
+        self.kernel[self.grid](**arguments, **options)
 
 
 def run_all(launches: Iterable[Launch]) -> None:
     """Enqueue launches one after the other."""
     for launch in launches:
         launch.run()
+
+
+def _current_arch() -> int:
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return 0
+    return _arch(torch.cuda.current_device())
+
+
+@lru_cache
+def _arch(device: int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 @lru_cache

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loramux_kernels.cuda.dependent_launch import begin_dependent, wait_for_earlier
 from loramux_kernels.cuda.e4m3 import magnitude, page_scale, passes, reciprocal, scale_arguments, to_e4m3
 from loramux_kernels.cuda.launch import Launch, run_all
 from loramux_kernels.cuda.paged_attention import store_heads
@@ -81,11 +82,14 @@ def _rms_norm(
     row_slots: tl.tensor, norm: tl.tensor, num_owned: tl.tensor, vectors: tl.tensor, num_norms: tl.tensor,
     added: tl.tensor, x_row: tl.tensor, delta_row: tl.tensor, y_row: tl.tensor, width: tl.tensor, eps: tl.tensor,
     factor: tl.tensor,
-    HAS_DELTA: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr, ROUNDS_FIRST: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
+    begin_dependent(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
+    factors = tl.load(weight + column, mask=inside, other=0.0)
+    wait_for_earlier(DEPENDENT)
     values = tl.load(x + row * x_row + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_DELTA:
         # Rounded twice, as the reference's two operators round.
@@ -97,7 +101,6 @@ def _rms_norm(
     values *= 1.0 / tl.sqrt(tl.sum(values * values) / width + eps)
     if ROUNDS_FIRST:
         values = values.to(y.dtype.element_ty).to(tl.float32)
-    factors = tl.load(weight + column, mask=inside, other=0.0)
     if pool is not None:
         slot = tl.load(row_slots + row // vectors, mask=row < num_owned, other=-1)
         start = tl.load(offsets + slot * num_norms + norm, mask=slot >= 0, other=-1)
@@ -135,8 +138,10 @@ def prepare_gated(gate: torch.Tensor, up: torch.Tensor, activation: str, y: torc
 @triton.jit
 def _gated(
     gate: tl.tensor, up: tl.tensor, y: tl.tensor, gate_row: tl.tensor, up_row: tl.tensor, width: tl.tensor,
-    IS_SILU: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    IS_SILU: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
+    begin_dependent(DEPENDENT)
+    wait_for_earlier(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     inside = column < width
@@ -231,11 +236,13 @@ def _rope_write_kv(
     value_scale_page: tl.tensor,
     ROUNDS_FIRST: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, HALF: tl.constexpr,
     VALUE_DIM: tl.constexpr, BLOCK_GROUP: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BEGINS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BEGINS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
+    begin_dependent(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_mapping + token)
+    wait_for_earlier(DEPENDENT)
     if BEGINS is not None:  # noqa: SIM102 - evaluated when compiling; the nested condition is not
         if (slot % block_size == 0) != BEGINS:
             return

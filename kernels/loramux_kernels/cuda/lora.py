@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loramux_kernels.cuda.dependent_launch import begin_dependent, wait_for_earlier
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.cuda.work_lists import LONG_ROWS, LORA_ITEM_WIDTH, RowTiles, tile_map_of
 from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
@@ -218,10 +219,13 @@ def prepare_expand(
         "max_splits": v.shape[0],
         "NUM_SITES": len(group.sites),
     }
-    return [_expand_launch(tiles, shared, group, y) for tiles in tile_map_of(segments, table).tiles]
+    tile_map = tile_map_of(segments, table)
+    return [_expand_launch(tiles, shared, group, y, not tile_map.made_by_kernel) for tiles in tile_map.tiles]
 
 
-def _expand_launch(tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y: torch.Tensor) -> Launch:
+def _expand_launch(
+    tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y: torch.Tensor, may_depend: bool
+) -> Launch:
     columns = _block_columns(tiles, y.dtype)
     blocks = group_table(group, columns, y.device)
     arguments = {
@@ -237,9 +241,9 @@ def _expand_launch(tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y:
     grid = (resident_programs(y.device, 3 if tiles.shape.rows == LONG_ROWS else 4),)
     if tiles.shape.rows == 1:
         arguments["MAX_SPLITS"] = MAX_SPLITS
-        return Launch(_expand_rows, grid, arguments, num_warps=4, num_stages=1)
+        return Launch(_expand_rows, grid, arguments, 4, 1, may_depend)
     arguments["BLOCK_ROWS"] = tiles.shape.expand_rows
-    return Launch(_expand_tiles, grid, arguments, num_warps=4, num_stages=2)
+    return Launch(_expand_tiles, grid, arguments, 4, 2, may_depend)
 
 
 def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
@@ -255,8 +259,10 @@ def _expand_rows(
     v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
     max_splits: tl.tensor, num_blocks: tl.tensor,
     NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute one row by one block of columns for each item, without tensor cores: B streams through registers once."""
+    begin_dependent(DEPENDENT)
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
     tile_rank = tl.arange(0, _TILE)
     partial = tl.arange(0, MAX_SPLITS)
@@ -276,6 +282,8 @@ def _expand_rows(
             column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
             has_column = column < width
             out = y + row * y_stride + y_start + column
+            scale = tl.load(scales + cell)
+            wait_for_earlier(DEPENDENT)
             base = tl.load(out, mask=has_column, other=0.0).to(tl.float32)
             v_row = v + ((partial * NUM_SITES + index).to(tl.int64) * v_rows + row) * v_rank
             total = tl.zeros((BLOCK_COLUMNS,), tl.float32)
@@ -289,7 +297,8 @@ def _expand_rows(
                 # Rounded as the input of every linear is.
                 inner = inner.to(weights.dtype).to(tl.float32)
                 total += tl.sum(weights.to(tl.float32) * inner[:, None], axis=0)
-            tl.store(out, (base + tl.load(scales + cell) * total).to(y.dtype.element_ty), mask=has_column)
+            tl.store(out, (base + scale * total).to(y.dtype.element_ty), mask=has_column)
+    wait_for_earlier(DEPENDENT)
 
 
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
@@ -299,8 +308,10 @@ def _expand_tiles(
     v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
     max_splits: tl.tensor, num_blocks: tl.tensor,
     NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a tile of rows by one block of columns for each item, on tensor cores."""
+    begin_dependent(DEPENDENT)
     splits = split_count(tl.load(shrink_work), NUM_SITES, split_programs, max_splits)
     tile_rank = tl.arange(0, _TILE)
     for task in range(tl.program_id(0), tl.load(work) * num_blocks, tl.num_programs(0)):
@@ -320,6 +331,8 @@ def _expand_tiles(
             column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
             has_column = (column < width)[None, :]
             total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+            scale = tl.load(scales + cell)
+            wait_for_earlier(DEPENDENT)
             for first in range(0, rank, _TILE):
                 r = first + tile_rank
                 start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
@@ -332,8 +345,8 @@ def _expand_tiles(
                 total = tl.dot(inner.to(weights.dtype), weights, total, input_precision="ieee")
             out = y + rows[:, None] * y_stride + y_start + column[None, :]
             base = tl.load(out, mask=has_row & has_column, other=0.0).to(tl.float32)
-            result = base + tl.load(scales + cell) * total
-            tl.store(out, result.to(y.dtype.element_ty), mask=has_row & has_column)
+            tl.store(out, (base + scale * total).to(y.dtype.element_ty), mask=has_row & has_column)
+    wait_for_earlier(DEPENDENT)
 
 
 def rescale(y: torch.Tensor, pool: torch.Tensor, offsets: torch.Tensor, group: LoraGroup, segments: Segments) -> None:

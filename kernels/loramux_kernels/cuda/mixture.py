@@ -251,7 +251,7 @@ def expert_segments(routes: Routes, segments: Segments, num_sites: int, max_rank
     prepare_expert_items(routes, segments, num_sites, shape, shrink, expand).run()
     whole = Segments((0, rows), (0,))
     tiles = RowTiles(shape, WorkList(shrink), WorkList(expand))
-    attach_tile_map(whole, TileMap(rows, -(-max_rank // RANK_TILE) * RANK_TILE, (tiles,)))
+    attach_tile_map(whole, TileMap(rows, -(-max_rank // RANK_TILE) * RANK_TILE, (tiles,), made_by_kernel=True))
     return whole
 
 

@@ -27,6 +27,7 @@ import torch
 import triton
 import triton.language as tl
 
+from loramux_kernels.cuda.dependent_launch import begin_dependent, wait_for_earlier
 from loramux_kernels.cuda.e4m3 import from_e4m3, magnitude, page_scale, passes, reciprocal, scale_arguments, to_e4m3
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.cuda.work_lists import (
@@ -293,13 +294,16 @@ def _attend(
     key_scale_page: tl.tensor, value_scale_page: tl.tensor,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend with one tile of query rows, one kv head and one stretch of context for each item."""
+    begin_dependent(DEPENDENT)
     tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
     member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     d = tl.arange(0, BLOCK_KEY)
-    for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
+    tasks = tl.load(work) * KV_HEADS
+    wait_for_earlier(DEPENDENT)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % KV_HEADS
         item = work + (task // KV_HEADS + 1) * _ITEM
         row = tl.load(item + 1).to(tl.int64) + tile_row
@@ -413,13 +417,16 @@ def absorb(
 def merge_partials(
     output: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, work: tl.tensor, output_token: tl.tensor,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Join the partial results of one tile of query rows and one kv head for each item, in order."""
+    begin_dependent(DEPENDENT)
     tile_row = tl.arange(0, BLOCK_ROWS) // GROUPS
     member = tl.arange(0, BLOCK_ROWS).to(tl.int64) % GROUPS
     e = tl.arange(0, BLOCK_VALUE)
-    for task in range(tl.program_id(0), tl.load(work) * KV_HEADS, tl.num_programs(0)):
+    tasks = tl.load(work) * KV_HEADS
+    wait_for_earlier(DEPENDENT)
+    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
         head = task % KV_HEADS
         item = work + (task // KV_HEADS + 1) * _ITEM
         row = tl.load(item).to(tl.int64) + tile_row

@@ -120,6 +120,8 @@ class TileMap:
     """Width of the intermediate: the largest rank of the step, in whole rank tiles."""
     tiles: tuple[RowTiles, ...]
     """One entry for each tile shape that occurs: at most one for short segments and one for long ones."""
+    made_by_kernel: bool = False
+    """True if a kernel of the step fills the lists, as those of a mixture's experts."""
 
     @property
     def max_splits(self) -> int:
