@@ -417,8 +417,8 @@ STATE_CHUNK = 32
 
 STATE_ITEM_WIDTH = 6
 """Columns of an item of linear attention: sequence, first row, one past the last row, first row of the sequence, 1 if
-the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has the
-sequence's last row of the step."""
+the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has
+the sequence's last row of the step."""
 
 
 @dataclass(frozen=True, eq=False)
