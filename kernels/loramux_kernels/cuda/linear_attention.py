@@ -23,6 +23,7 @@ registers too late (`work_lists.TileShape.expand_rows`).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,15 +70,15 @@ def prepare_linear_attention(
     assert rows.value.stride(2) == shape.value_dim, "the heads that share a key head are next to each other"
     assert weights.kernel.is_contiguous(), "taps are next to each other"
     assert batch.state_tables.stride(1) == state.units.stride(2) == 1, "tables and units are contiguous"
-    numbers = {"dtype": torch.float32, "device": out.device}
+    new = partial(out.new_empty, dtype=torch.float32)
     shared: dict[str, Any] = {
         "query": rows.query,
         "key": rows.key,
         "value": rows.value,
-        "normed": torch.empty(count, 2 * key_heads, shape.key_dim, **numbers),
+        "normed": new((count, 2 * key_heads, shape.key_dim)),
         "mixed": out.new_empty(count, shape.heads, shape.value_dim),
-        "decay": torch.empty(count, shape.heads, **numbers),
-        "beta": torch.empty(count, shape.heads, **numbers),
+        "decay": new((count, shape.heads)),
+        "beta": new((count, shape.heads)),
         "states": state.units,
         "tables": batch.state_tables,
         "unit": state.first,
@@ -101,7 +102,7 @@ def prepare_linear_attention(
     }
     launches = [_convolve_launch(tiles.singles, 1, rows, weights, shared), _step_launch(tiles.singles, shared, out)]
     if tiles.chunks is not None and tiles.prompts is not None:
-        between = torch.empty(2, count, shape.heads, STATE_CHUNK, **numbers)
+        between = new((2, count, shape.heads, STATE_CHUNK))
         launches += [
             _convolve_launch(tiles.chunks, STATE_CHUNK, rows, weights, shared),
             _solve_launch(tiles.chunks, shared, between),
