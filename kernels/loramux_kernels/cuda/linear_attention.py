@@ -128,13 +128,13 @@ def _convolve_launch(
         "BLOCK_ROWS": height,
     }
     grid = (resident_programs(items.work.device, SMALL_PROGRAMS),)
-    return Launch(_convolve, grid, arguments, num_warps=1 if height == 1 else 4, num_stages=1)
+    return Launch(_convolve_heads, grid, arguments, num_warps=1 if height == 1 else 8, num_stages=1)
 
 
 def _step_launch(items: WorkList, shared: dict[str, Any], out: torch.Tensor) -> Launch:
     arguments = shared | {"out": out, "work": items.work, "COLUMNS": min(VALUE_COLUMNS, shared["BLOCK_VALUE"])}
     grid = (resident_programs(out.device, SMALL_PROGRAMS),)
-    return Launch(_step, grid, arguments, num_warps=4, num_stages=1)
+    return Launch(_step_rows, grid, arguments, num_warps=4, num_stages=1)
 
 
 def _solve_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor) -> Launch:
@@ -142,7 +142,7 @@ def _solve_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor
     del arguments["mixed"]
     arguments["PRECISION"] = _precision(shared["query"].dtype)
     grid = (resident_programs(between.device, CHUNK_PROGRAMS),)
-    return Launch(_solve, grid, arguments, num_warps=4, num_stages=1)
+    return Launch(_solve_chunks, grid, arguments, num_warps=4, num_stages=1)
 
 
 def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -155,7 +155,7 @@ def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor,
         "PRECISION": _precision(out.dtype),
     }
     grid = (resident_programs(out.device, CHUNK_PROGRAMS),)
-    return Launch(_scan, grid, arguments, num_warps=4, num_stages=2)
+    return Launch(_scan_prompts, grid, arguments, num_warps=4, num_stages=2)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -220,7 +220,7 @@ def _keep_heads(
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the last inputs of a head of values and, for the first one of a key head, of its queries and keys."""
+    """Store the last inputs of a head of values. The first one of a key head stores those of queries and keys too."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
     group = head // repeats
     d = tl.arange(0, BLOCK_KEY)[None, :]
@@ -262,7 +262,7 @@ def _convolved(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _convolve(
+def _convolve_heads(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, b: tl.tensor, a: tl.tensor, kernel: tl.tensor,
     factors: tl.tensor, shifts: tl.tensor, normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor, beta: tl.tensor,
     states: tl.tensor, tables: tl.tensor, work: tl.tensor, unit: tl.tensor, query_row: tl.tensor,
@@ -325,7 +325,7 @@ def _convolve(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _step(
+def _step_rows(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor,
     beta: tl.tensor, states: tl.tensor, tables: tl.tensor, out: tl.tensor, work: tl.tensor, unit: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor,
@@ -371,7 +371,7 @@ def _step(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _solve(
+def _solve_chunks(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, normed: tl.tensor, decay: tl.tensor, beta: tl.tensor,
     states: tl.tensor, tables: tl.tensor, corrected: tl.tensor, scores: tl.tensor, work: tl.tensor, unit: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor,
@@ -427,11 +427,11 @@ _SCANNED = (
     *("normed", "mixed", "decay", "states", "tables", "unit", "table_row", "page_stride", "KEY_HEADS", "HEADS"),
     *("KEY_DIM", "VALUE_DIM", "PER_PAGE", "UNIT", "BLOCK_KEY"),
 )
-"""Parameters of `_scan` that other launches have too."""
+"""Parameters of `_scan_prompts` that other launches have too."""
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _scan(
+def _scan_prompts(
     normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor, states: tl.tensor, tables: tl.tensor,
     corrected: tl.tensor, scores: tl.tensor, out: tl.tensor, work: tl.tensor, unit: tl.tensor, table_row: tl.tensor,
     page_stride: tl.tensor,

@@ -7,7 +7,7 @@ the device, and every layer reads them. `refill` replaces the items in place, so
 - `plan_attention`: which query rows meet which stretch of context in one program. Contexts are cut if a few long ones
   would leave multiprocessors idle. The balance is that of FlashInfer's plan (Ye et al., 2025), the merge that of
   Flash-Decoding (Dao et al., 2023).
-- `plan_states`: which sequences have one row, and which have chunks of rows, for linear attention.
+- `plan_states`: which sequences linear attention computes as single rows, and which in chunks of rows.
 
 This module does not import triton: plans are made and tested on a CPU too.
 """
