@@ -38,7 +38,7 @@ def test_gpu_hybrid_mixed_steps_answer_as_peft_does(tmp_path, family: str, caplo
     prompts = [(5, 6, 7), (11,), tuple(range(3, 40)), (9, 8)]
     adapters = ["all", None, "inputs", None]
     asked = [Asked(f"r{i}", a, p, 4 + i) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
-    engine = zoo.engine(device=DEVICE, max_num_seqs=3, max_model_len=64, max_num_batched_tokens=36)
+    engine = zoo.engine(device=DEVICE, max_num_seqs=3, block_size=32, max_model_len=64, max_num_batched_tokens=36)
     assert isinstance(engine._runner, GpuRunner)
     engine._runner.bank.pool.fill_(float("nan"))
     engine = preempting(engine)
