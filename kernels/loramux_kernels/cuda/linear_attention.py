@@ -17,8 +17,8 @@ n rows, and L the part of A between two neighbours, then X - X L X holds the inv
 series would cancel terms of 10^8 and more for a prompt that repeats one token.
 
 The convolution's inputs are stored by `step` and `solve`: programs of `convolve` still read the earlier ones. Chunks
-have 32 rows and the state is transposed, so every product has 32 rows and Hopper's wgmma is not used, which could read
-registers too late (`work_lists.TileShape.expand_rows`).
+have 32 rows and the state is transposed, so every product has at most 32 rows. Hopper's wgmma, which could read
+registers too late (`work_lists.TileShape.expand_rows`), is then not used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.cuda.work_lists import STATE_CHUNK, STATE_ITEM_WIDTH, WorkList, plan_states
 from loramux_kernels.tables import AttentionBatch, DeltaRows, DeltaWeights, StateLayer
 
-VALUE_COLUMNS = 32
-"""Columns of a head's matrix that a program takes."""
+VALUE_COLUMNS = 16
+"""Columns of a head's matrix that a program takes: more would not fit into registers."""
 
 SMALL_PROGRAMS = 8
 """Programs of `convolve` and `step` on a multiprocessor: their loads must overlap."""
@@ -132,7 +132,7 @@ def _convolve_launch(
 
 
 def _step_launch(items: WorkList, shared: dict[str, Any], out: torch.Tensor) -> Launch:
-    arguments = shared | {"out": out, "work": items.work, "COLUMNS": min(VALUE_COLUMNS, shared["BLOCK_VALUE"])}
+    arguments = shared | {"out": out, "work": items.work, "COLUMNS": VALUE_COLUMNS}
     grid = (resident_programs(out.device, SMALL_PROGRAMS),)
     return Launch(_step_rows, grid, arguments, num_warps=4, num_stages=1)
 
@@ -151,11 +151,11 @@ def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor,
         "scores": between[1],
         "out": out,
         "work": items.work,
-        "COLUMNS": max(16, min(VALUE_COLUMNS, shared["BLOCK_VALUE"])),
+        "COLUMNS": VALUE_COLUMNS,
         "PRECISION": _precision(out.dtype),
     }
     grid = (resident_programs(out.device, CHUNK_PROGRAMS),)
-    return Launch(_scan_prompts, grid, arguments, num_warps=4, num_stages=2)
+    return Launch(_scan_prompts, grid, arguments, num_warps=4, num_stages=1)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -382,7 +382,6 @@ def _solve_chunks(
 ) -> None:  # fmt: skip
     """Compute `corrected` and `scores` of a chunk and a head; the last chunk of a prompt stores the inputs."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
-    d = tl.arange(0, BLOCK_KEY)[None, :]
     i = tl.arange(0, _CHUNK)[:, None]
     j = tl.arange(0, _CHUNK)[None, :]
     for task in range(tl.program_id(0), tl.load(work) * HEADS, tl.num_programs(0)):
@@ -393,14 +392,20 @@ def _solve_chunks(
         exists = row < stop
         reach = tl.cumsum(tl.load(decay + row * HEADS + head, mask=exists, other=0.0), axis=0)
         size = tl.load(beta + row * HEADS + head, mask=exists, other=0.0)
-        inside = exists[:, None] & (d < KEY_DIM)
-        q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM + d
-        q = tl.load(q_rows, mask=inside, other=0.0)
-        k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
+        q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM
+        found = tl.zeros((_CHUNK, _CHUNK), tl.float32)
+        system = tl.zeros((_CHUNK, _CHUNK), tl.float32)
+        for start in range(0, KEY_DIM, 16):  # whole vectors as operands would not fit into registers
+            d = start + tl.arange(0, 16)[None, :]
+            inside = exists[:, None] & (d < KEY_DIM)
+            q = tl.load(q_rows + d, mask=inside, other=0.0)
+            k = tl.load(q_rows + KEY_HEADS * KEY_DIM + d, mask=inside, other=0.0)
+            found = tl.dot(q, tl.trans(k), found, input_precision=PRECISION)
+            system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
         # Later tokens are masked before exp, because exp would overflow for them.
         weight = tl.exp(tl.where(i >= j, reach[:, None] - reach[None, :], _NEVER))
-        found = tl.dot(q, tl.trans(k), input_precision=PRECISION) * weight
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * weight * size[:, None]
+        found *= weight
+        system *= weight * size[:, None]
         system = tl.where(i > j, system, 0.0)
         # blocks of 2 rows, then of 4, ...
         inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system, 0.0))
