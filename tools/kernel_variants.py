@@ -262,7 +262,7 @@ def _linear_attention() -> Iterator[Variant]:
         out = torch.empty(101, shape.heads, 128, dtype=dtype)
         name = f"{16 * repeats}-heads-{_short(dtype)}"
         for launch in prepare_linear_attention(DeltaRows(query, key, value, b, a), weights, state, batch, out):
-            stage = launch.kernel.__name__.strip("_")
+            stage = launch.kernel.__name__.split("_")[1]
             rows = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
             yield Variant(f"linear-attention-{stage}{rows}-{name}", launch)
         yield Variant(f"gated-norm-{name}", prepare_gated_norm(out, gate, torch.empty(128, dtype=dtype), 1e-6, out))

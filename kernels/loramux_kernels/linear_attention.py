@@ -1,6 +1,6 @@
 """Linear attention over a step's packed rows: a short convolution, the gated delta rule, and a norm with a gate.
 
-Semantics, for row t of a sequence, head h of H, and the inputs x = (queries, keys, values) of all heads:
+Semantics: t is a row of a sequence, h one of H heads, and x are the inputs (queries, keys, values) of all heads.
 
     x'       = silu(sum over j = 0 .. taps of kernel[:, taps - j] * x[t - j])
     q, k     = x' / |x'| by head, q times Dk ** -0.5; H / key heads heads of values share a head of queries and keys

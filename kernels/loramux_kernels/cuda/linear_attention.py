@@ -17,12 +17,13 @@ n rows, and L the part of A between two neighbours, then X - X L X holds the inv
 series would cancel terms of 10^8 and more for a prompt that repeats one token.
 
 The convolution's inputs are stored by `step` and `solve`: programs of `convolve` still read the earlier ones. Chunks
-have 32 rows and the state is transposed, so every product has 32 rows and Hopper's wgmma is not used, which could read
-registers too late (`work_lists.TileShape.expand_rows`).
+have 32 rows and the state is transposed, so every product has at most 32 rows. Hopper's wgmma, which could read
+registers too late (`work_lists.TileShape.expand_rows`), is then not used.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.cuda.work_lists import STATE_CHUNK, STATE_ITEM_WIDTH, WorkList, plan_states
 from loramux_kernels.tables import AttentionBatch, DeltaRows, DeltaWeights, StateLayer
 
-VALUE_COLUMNS = 32
-"""Columns of a head's matrix that a program takes."""
+VALUE_COLUMNS = 16
+"""Columns of a head's matrix that a program takes: more would not fit into registers."""
 
 SMALL_PROGRAMS = 8
 """Programs of `convolve` and `step` on a multiprocessor: their loads must overlap."""
@@ -69,15 +70,15 @@ def prepare_linear_attention(
     assert rows.value.stride(2) == shape.value_dim, "the heads that share a key head are next to each other"
     assert weights.kernel.is_contiguous(), "taps are next to each other"
     assert batch.state_tables.stride(1) == state.units.stride(2) == 1, "tables and units are contiguous"
-    numbers = {"dtype": torch.float32, "device": out.device}
+    new = partial(out.new_empty, dtype=torch.float32)
     shared: dict[str, Any] = {
         "query": rows.query,
         "key": rows.key,
         "value": rows.value,
-        "normed": torch.empty(count, 2 * key_heads, shape.key_dim, **numbers),
+        "normed": new((count, 2 * key_heads, shape.key_dim)),
         "mixed": out.new_empty(count, shape.heads, shape.value_dim),
-        "decay": torch.empty(count, shape.heads, **numbers),
-        "beta": torch.empty(count, shape.heads, **numbers),
+        "decay": new((count, shape.heads)),
+        "beta": new((count, shape.heads)),
         "states": state.units,
         "tables": batch.state_tables,
         "unit": state.first,
@@ -101,7 +102,7 @@ def prepare_linear_attention(
     }
     launches = [_convolve_launch(tiles.singles, 1, rows, weights, shared), _step_launch(tiles.singles, shared, out)]
     if tiles.chunks is not None and tiles.prompts is not None:
-        between = torch.empty(2, count, shape.heads, STATE_CHUNK, **numbers)
+        between = new((2, count, shape.heads, STATE_CHUNK))
         launches += [
             _convolve_launch(tiles.chunks, STATE_CHUNK, rows, weights, shared),
             _solve_launch(tiles.chunks, shared, between),
@@ -127,13 +128,13 @@ def _convolve_launch(
         "BLOCK_ROWS": height,
     }
     grid = (resident_programs(items.work.device, SMALL_PROGRAMS),)
-    return Launch(_convolve, grid, arguments, num_warps=1 if height == 1 else 4, num_stages=1)
+    return Launch(_convolve_heads, grid, arguments, num_warps=1 if height == 1 else 8, num_stages=1)
 
 
 def _step_launch(items: WorkList, shared: dict[str, Any], out: torch.Tensor) -> Launch:
-    arguments = shared | {"out": out, "work": items.work, "COLUMNS": min(VALUE_COLUMNS, shared["BLOCK_VALUE"])}
+    arguments = shared | {"out": out, "work": items.work, "COLUMNS": VALUE_COLUMNS}
     grid = (resident_programs(out.device, SMALL_PROGRAMS),)
-    return Launch(_step, grid, arguments, num_warps=4, num_stages=1)
+    return Launch(_step_rows, grid, arguments, num_warps=4, num_stages=1)
 
 
 def _solve_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor) -> Launch:
@@ -141,7 +142,7 @@ def _solve_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor
     del arguments["mixed"]
     arguments["PRECISION"] = _precision(shared["query"].dtype)
     grid = (resident_programs(between.device, CHUNK_PROGRAMS),)
-    return Launch(_solve, grid, arguments, num_warps=4, num_stages=1)
+    return Launch(_solve_chunks, grid, arguments, num_warps=4, num_stages=1)
 
 
 def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -150,11 +151,11 @@ def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor,
         "scores": between[1],
         "out": out,
         "work": items.work,
-        "COLUMNS": max(16, min(VALUE_COLUMNS, shared["BLOCK_VALUE"])),
+        "COLUMNS": VALUE_COLUMNS,
         "PRECISION": _precision(out.dtype),
     }
     grid = (resident_programs(out.device, CHUNK_PROGRAMS),)
-    return Launch(_scan, grid, arguments, num_warps=4, num_stages=2)
+    return Launch(_scan_prompts, grid, arguments, num_warps=4, num_stages=1)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -219,7 +220,7 @@ def _keep_heads(
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store the last inputs of a head of values and, for the first one of a key head, of its queries and keys."""
+    """Store the last inputs of a head of values. The first one of a key head stores those of queries and keys too."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
     group = head // repeats
     d = tl.arange(0, BLOCK_KEY)[None, :]
@@ -261,7 +262,7 @@ def _convolved(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _convolve(
+def _convolve_heads(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, b: tl.tensor, a: tl.tensor, kernel: tl.tensor,
     factors: tl.tensor, shifts: tl.tensor, normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor, beta: tl.tensor,
     states: tl.tensor, tables: tl.tensor, work: tl.tensor, unit: tl.tensor, query_row: tl.tensor,
@@ -324,7 +325,7 @@ def _convolve(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _step(
+def _step_rows(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor,
     beta: tl.tensor, states: tl.tensor, tables: tl.tensor, out: tl.tensor, work: tl.tensor, unit: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor,
@@ -370,7 +371,7 @@ def _step(
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _solve(
+def _solve_chunks(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, normed: tl.tensor, decay: tl.tensor, beta: tl.tensor,
     states: tl.tensor, tables: tl.tensor, corrected: tl.tensor, scores: tl.tensor, work: tl.tensor, unit: tl.tensor,
     query_row: tl.tensor, query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor,
@@ -381,7 +382,6 @@ def _solve(
 ) -> None:  # fmt: skip
     """Compute `corrected` and `scores` of a chunk and a head; the last chunk of a prompt stores the inputs."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
-    d = tl.arange(0, BLOCK_KEY)[None, :]
     i = tl.arange(0, _CHUNK)[:, None]
     j = tl.arange(0, _CHUNK)[None, :]
     for task in range(tl.program_id(0), tl.load(work) * HEADS, tl.num_programs(0)):
@@ -392,14 +392,20 @@ def _solve(
         exists = row < stop
         reach = tl.cumsum(tl.load(decay + row * HEADS + head, mask=exists, other=0.0), axis=0)
         size = tl.load(beta + row * HEADS + head, mask=exists, other=0.0)
-        inside = exists[:, None] & (d < KEY_DIM)
-        q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM + d
-        q = tl.load(q_rows, mask=inside, other=0.0)
-        k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
+        q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM
+        found = tl.zeros((_CHUNK, _CHUNK), tl.float32)
+        system = tl.zeros((_CHUNK, _CHUNK), tl.float32)
+        for start in range(0, KEY_DIM, 16):  # whole vectors as operands would not fit into registers
+            d = start + tl.arange(0, 16)[None, :]
+            inside = exists[:, None] & (d < KEY_DIM)
+            q = tl.load(q_rows + d, mask=inside, other=0.0)
+            k = tl.load(q_rows + KEY_HEADS * KEY_DIM + d, mask=inside, other=0.0)
+            found = tl.dot(q, tl.trans(k), found, input_precision=PRECISION)
+            system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
         # Later tokens are masked before exp, because exp would overflow for them.
         weight = tl.exp(tl.where(i >= j, reach[:, None] - reach[None, :], _NEVER))
-        found = tl.dot(q, tl.trans(k), input_precision=PRECISION) * weight
-        system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * weight * size[:, None]
+        found *= weight
+        system *= weight * size[:, None]
         system = tl.where(i > j, system, 0.0)
         # blocks of 2 rows, then of 4, ...
         inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system, 0.0))
@@ -426,11 +432,11 @@ _SCANNED = (
     *("normed", "mixed", "decay", "states", "tables", "unit", "table_row", "page_stride", "KEY_HEADS", "HEADS"),
     *("KEY_DIM", "VALUE_DIM", "PER_PAGE", "UNIT", "BLOCK_KEY"),
 )
-"""Parameters of `_scan` that other launches have too."""
+"""Parameters of `_scan_prompts` that other launches have too."""
 
 
 @triton.jit(do_not_specialize=["unit"])
-def _scan(
+def _scan_prompts(
     normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor, states: tl.tensor, tables: tl.tensor,
     corrected: tl.tensor, scores: tl.tensor, out: tl.tensor, work: tl.tensor, unit: tl.tensor, table_row: tl.tensor,
     page_stride: tl.tensor,

@@ -7,7 +7,7 @@ the device, and every layer reads them. `refill` replaces the items in place, so
 - `plan_attention`: which query rows meet which stretch of context in one program. Contexts are cut if a few long ones
   would leave multiprocessors idle. The balance is that of FlashInfer's plan (Ye et al., 2025), the merge that of
   Flash-Decoding (Dao et al., 2023).
-- `plan_states`: which sequences have one row, and which have chunks of rows, for linear attention.
+- `plan_states`: which sequences linear attention computes as single rows, and which in chunks of rows.
 
 This module does not import triton: plans are made and tested on a CPU too.
 """
@@ -419,8 +419,8 @@ STATE_CHUNK = 32
 
 STATE_ITEM_WIDTH = 6
 """Columns of an item of linear attention: sequence, first row, one past the last row, first row of the sequence, 1 if
-the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has the
-sequence's last row of the step."""
+the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has
+the sequence's last row of the step."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,6 +89,15 @@ def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> N
     assert inputs.input_ids.data_ptr() == fixed.input_ids.data_ptr()
 
 
+def test_step_buffers_keep_the_pages_of_states_next_to_those_of_kv() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU, state_pages=2)
+    fixed = buffers.padded(4).batch
+    inputs = buffers.fill(pack(decode(sequence(prompt=(3, 4, 5))), 4, state_pages=2), np.zeros(1, dtype=np.int64), None)
+    assert fixed.state_tables[0].tolist() == inputs.batch.state_tables[0].tolist() == [5, 6]
+    assert fixed.block_table[0].tolist() == [7, 0, 0, 0, 0, 0]
+    assert fixed.state_tables.data_ptr() == inputs.batch.state_tables.data_ptr()
+
+
 def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
     """In any row: a preempted sequence prefills through it."""
     buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)

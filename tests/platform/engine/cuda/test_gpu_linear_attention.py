@@ -1,0 +1,50 @@
+"""Hybrids as a GPU serves them: states at fixed addresses, steps recorded, token for token with PEFT."""
+
+from __future__ import annotations
+
+import copy
+
+import peft
+import pytest
+import torch
+from adapter_zoo import HYBRIDS, Asked, serve
+from formats import FormatZoo
+from preempting import preempting
+
+from loramux.engine.execution.gpu_runner import GpuRunner
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
+RECIPES = {
+    "all": peft.LoraConfig(r=5, target_modules="all-linear", **LORA),
+    "inputs": peft.LoraConfig(r=19, target_modules=r".*\.in_proj_\w+", **LORA),
+}
+FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_5_moe")) for name in HYBRIDS]
+
+
+def make_zoo(family: str, root) -> FormatZoo:
+    """Make a model of one layer of each kind: the interpreter is slow."""
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
+    zoo = FormatZoo(family, root, [], **layers)
+    for seed, (name, config) in enumerate(RECIPES.items()):
+        zoo.make_format(name, copy.deepcopy(config), seed)
+    return zoo
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gpu_hybrid_mixed_steps_answer_as_peft_does(tmp_path, family: str, caplog) -> None:
+    """Prompts in chunks next to decoding rows, one of a single token, and a preempted answer, over pages of NaN."""
+    zoo = make_zoo(family, tmp_path)
+    prompts = [(5, 6, 7), (11,), tuple(range(3, 40)), (9, 8)]
+    adapters = ["all", None, "inputs", None]
+    asked = [Asked(f"r{i}", a, p, 4 + i) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
+    engine = zoo.engine(device=DEVICE, max_num_seqs=3, block_size=32, max_model_len=64, max_num_batched_tokens=36)
+    assert isinstance(engine._runner, GpuRunner)
+    engine._runner.bank.pool.fill_(float("nan"))
+    engine = preempting(engine)
+    got = serve(zoo, engine, asked, arrivals=[0, 0, 1, 2])
+    assert got == {request.name: zoo.answer(request) for request in asked}
+    assert "without CUDA graphs" not in caplog.text
+    stats = engine.stats()
+    assert stats.preemptions > 0
+    assert stats.pages_kv == stats.cached_tokens == 0, "states go with their sequence"
