@@ -37,6 +37,9 @@ from loramux_kernels.tables import AttentionBatch, DeltaRows, DeltaWeights, Stat
 VALUE_COLUMNS = 16
 """Columns of a head's matrix that a program takes: more would not fit into registers."""
 
+CONVOLVED_ROWS = 8
+"""Rows of a chunk that are convolved together."""
+
 SMALL_PROGRAMS = 8
 """Programs of `convolve` and `step` on a multiprocessor: their loads must overlap."""
 
@@ -104,7 +107,7 @@ def prepare_linear_attention(
     if tiles.chunks is not None and tiles.prompts is not None:
         between = new((2, count, shape.heads, STATE_CHUNK))
         launches += [
-            _convolve_launch(tiles.chunks, STATE_CHUNK, rows, weights, shared),
+            _convolve_launch(tiles.chunks, CONVOLVED_ROWS, rows, weights, shared),
             _solve_launch(tiles.chunks, shared, between),
             _scan_launch(tiles.prompts, shared, between, out),
         ]
@@ -128,7 +131,7 @@ def _convolve_launch(
         "BLOCK_ROWS": height,
     }
     grid = (resident_programs(items.work.device, SMALL_PROGRAMS),)
-    return Launch(_convolve_heads, grid, arguments, num_warps=1 if height == 1 else 8, num_stages=1)
+    return Launch(_convolve_heads, grid, arguments, num_warps=1 if height == 1 else 4, num_stages=1)
 
 
 def _step_launch(items: WorkList, shared: dict[str, Any], out: torch.Tensor) -> Launch:
@@ -142,7 +145,7 @@ def _solve_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor
     del arguments["mixed"]
     arguments["PRECISION"] = _precision(shared["query"].dtype)
     grid = (resident_programs(between.device, CHUNK_PROGRAMS),)
-    return Launch(_solve_chunks, grid, arguments, num_warps=4, num_stages=1)
+    return Launch(_solve_chunks, grid, arguments, num_warps=8, num_stages=1)
 
 
 def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -286,42 +289,43 @@ def _convolve_heads(
         stop = tl.load(item + 2).to(tl.int64)
         first = tl.load(item + 3).to(tl.int64)
         begins = tl.load(item + 4)
-        row = tl.load(item + 1).to(tl.int64) + tl.arange(0, BLOCK_ROWS)[:, None]
-        if part < 2 * KEY_HEADS:
-            # Two calls: the pointers' alignment would be lost if they were merged.
-            if part < KEY_HEADS:
-                x = _convolved(
-                    query + part * query_head, query_row, kernel, states, table, page_stride, inputs, row, first, stop,
-                    begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
-                )  # fmt: skip
+        for start in range(tl.load(item + 1), tl.load(item + 2), BLOCK_ROWS):
+            row = start + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
+            if part < 2 * KEY_HEADS:
+                # Two calls: the pointers' alignment would be lost if they were merged.
+                if part < KEY_HEADS:
+                    x = _convolved(
+                        query + part * query_head, query_row, kernel, states, table, page_stride, inputs, row, first,
+                        stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+                    )  # fmt: skip
+                else:
+                    x = _convolved(
+                        key + (part - KEY_HEADS) * key_head, key_row, kernel, states, table, page_stride, inputs, row,
+                        first, stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+                    )  # fmt: skip
+                scale = tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+                x *= scale / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+                tl.store(normed + (row * 2 * KEY_HEADS + part) * KEY_DIM + d, x, mask=(row < stop) & (d < KEY_DIM))
             else:
+                head = part - 2 * KEY_HEADS
+                group = head // repeats
+                member = head % repeats
                 x = _convolved(
-                    key + (part - KEY_HEADS) * key_head, key_row, kernel, states, table, page_stride, inputs, row,
-                    first, stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+                    value + group * value_group + member * VALUE_DIM, value_row, kernel, states, table, page_stride,
+                    inputs, row, first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e,
+                    VALUE_DIM, TAPS, PER_PAGE, UNIT,
                 )  # fmt: skip
-            scale = tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
-            x *= scale / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
-            tl.store(normed + (row * 2 * KEY_HEADS + part) * KEY_DIM + d, x, mask=(row < stop) & (d < KEY_DIM))
-        else:
-            head = part - 2 * KEY_HEADS
-            group = head // repeats
-            member = head % repeats
-            x = _convolved(
-                value + group * value_group + member * VALUE_DIM, value_row, kernel, states, table, page_stride,
-                inputs, row, first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e,
-                VALUE_DIM, TAPS, PER_PAGE, UNIT,
-            )  # fmt: skip
-            to = mixed + (row * HEADS + head) * VALUE_DIM + e
-            tl.store(to, x.to(mixed.dtype.element_ty), mask=(row < stop) & (e < VALUE_DIM))
-            exists = row < stop
-            of_b = tl.load(b + row * b_row + group * b_group + member, mask=exists, other=0.0).to(tl.float32)
-            size = (1.0 / (1.0 + tl.exp(-of_b))).to(b.dtype.element_ty).to(tl.float32)
-            tl.store(beta + row * HEADS + head, size, mask=exists)
-            of_a = tl.load(a + row * a_row + group * a_group + member, mask=exists, other=0.0).to(tl.float32)
-            of_a += tl.load(shifts + head).to(tl.float32)
-            # softplus: log(1 + e^x), which is x for large x
-            grown = tl.where(of_a > 20.0, of_a, tl.log(1.0 + tl.exp(tl.minimum(of_a, 20.0))))
-            tl.store(decay + row * HEADS + head, tl.load(factors + head) * grown, mask=exists)
+                to = mixed + (row * HEADS + head) * VALUE_DIM + e
+                tl.store(to, x.to(mixed.dtype.element_ty), mask=(row < stop) & (e < VALUE_DIM))
+                exists = row < stop
+                of_b = tl.load(b + row * b_row + group * b_group + member, mask=exists, other=0.0).to(tl.float32)
+                size = (1.0 / (1.0 + tl.exp(-of_b))).to(b.dtype.element_ty).to(tl.float32)
+                tl.store(beta + row * HEADS + head, size, mask=exists)
+                of_a = tl.load(a + row * a_row + group * a_group + member, mask=exists, other=0.0).to(tl.float32)
+                of_a += tl.load(shifts + head).to(tl.float32)
+                # softplus: log(1 + e^x), which is x for large x
+                grown = tl.where(of_a > 20.0, of_a, tl.log(1.0 + tl.exp(tl.minimum(of_a, 20.0))))
+                tl.store(decay + row * HEADS + head, tl.load(factors + head) * grown, mask=exists)
 
 
 @triton.jit(do_not_specialize=["unit"])
@@ -395,7 +399,9 @@ def _solve_chunks(
         q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM
         found = tl.zeros((_CHUNK, _CHUNK), tl.float32)
         system = tl.zeros((_CHUNK, _CHUNK), tl.float32)
-        for start in range(0, KEY_DIM, 16):  # whole vectors as operands would not fit into registers
+        for start in tl.range(
+            0, KEY_DIM, 16, loop_unroll_factor=1
+        ):  # whole vectors as operands would not fit into registers
             d = start + tl.arange(0, 16)[None, :]
             inside = exists[:, None] & (d < KEY_DIM)
             q = tl.load(q_rows + d, mask=inside, other=0.0)
@@ -409,7 +415,7 @@ def _solve_chunks(
         system = tl.where(i > j, system, 0.0)
         # blocks of 2 rows, then of 4, ...
         inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system, 0.0))
-        for level in tl.static_range(1, 5):
+        for level in tl.range(1, 5, loop_unroll_factor=1):
             is_between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
             part = tl.where(is_between, system, 0.0)
             step = tl.dot(part, inverse, input_precision="tf32x3")
