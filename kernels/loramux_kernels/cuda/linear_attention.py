@@ -155,10 +155,10 @@ def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor,
         "out": out,
         "work": items.work,
         "COLUMNS": VALUE_COLUMNS,
-        "PRECISION": _precision(out.dtype),
+        "PRECISION": "ieee" if out.dtype == torch.float32 else "tf32",
     }
     grid = (resident_programs(out.device, CHUNK_PROGRAMS),)
-    return Launch(_scan_prompts, grid, arguments, num_warps=4, num_stages=1)
+    return Launch(_scan_prompts, grid, arguments, num_warps=8 if out.dtype == torch.float32 else 4, num_stages=1)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -475,20 +475,21 @@ def _scan_prompts(
             reach = tl.cumsum(steps, axis=0)
             whole = tl.sum(steps)
             q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM + d
-            q = tl.load(q_rows, mask=inside, other=0.0)
             k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
             place = (row * HEADS + head)[:, None]
             v = tl.load(mixed + place * VALUE_DIM + e[None, :], mask=is_value, other=0.0).to(tl.float32)
-            solved = tl.load(corrected + place * _CHUNK + j, mask=exists[:, None], other=0.0)
             weights = tl.load(scores + place * _CHUNK + j, mask=exists[:, None], other=0.0)
             left = tl.exp(reach)[:, None]
             wanted = v - left * tl.dot(k, tl.trans(s), input_precision=PRECISION)
+            solved = tl.load(corrected + place * _CHUNK + j, mask=exists[:, None], other=0.0)
             change = tl.dot(solved, wanted, input_precision=PRECISION)
+            q = tl.load(q_rows, mask=inside, other=0.0)
             result = left * tl.dot(q, tl.trans(s), input_precision=PRECISION)
             result += tl.dot(weights, change, input_precision=PRECISION)
             to = out + place * VALUE_DIM + e[None, :]
             tl.store(to, result.to(out.dtype.element_ty), mask=is_value)
-            k *= tl.exp(whole - reach)[:, None]
+            # Loaded again: kept, they would not fit into registers next to the queries.
+            k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0) * tl.exp(whole - reach)[:, None]
             s = s * tl.exp(whole) + tl.dot(tl.trans(change), k, input_precision=PRECISION)
         tl.store(matrix, s, mask=is_matrix)
 
