@@ -274,7 +274,7 @@ def with_a_lost_shard(base: Path) -> None:
         (without("*.safetensors"), {}, "no *.safetensors"),
         (without("tokenizer*"), {}, "no tokenizer.json"),
         (with_a_lost_shard, {}, "model-00002-of-00002.safetensors"),
-        (with_fields(model_type="gemma4"), {}, "the nearest of the supported ones are gemma"),
+        (with_fields(model_type="gemma7"), {}, "the nearest of the supported ones are gemma"),
         (with_fields(rope_scaling={"type": "axial"}, rope_parameters=None), {}, "rope_type = 'axial'"),
         (with_fields(quantization_config={"quant_method": "exl3"}), {}, "quant_method 'exl3'"),
         (with_fields(is_causal=False), {}, "is_causal"),
@@ -306,9 +306,9 @@ def test_start_is_refused_before_torch_is_imported(
 
 def test_start_of_an_engine_is_refused_before_torch_is_imported(base_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(base_dir, tmp_path / "base")
-    with_fields(model_type="gemma4")(tmp_path / "base")
+    with_fields(model_type="gemma7")(tmp_path / "base")
     (tmp_path / "loramux.toml").write_text(settings(tmp_path / "base", tmp_path))
-    assert_refused_without_torch(tmp_path, "gemma4", "engine", "serve", "--listen", "tcp://127.0.0.1:0")
+    assert_refused_without_torch(tmp_path, "gemma7", "engine", "serve", "--listen", "tcp://127.0.0.1:0")
 
 
 def assert_refused_without_torch(folder: Path, said: str, *command: str) -> None:
