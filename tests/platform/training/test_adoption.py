@@ -8,11 +8,12 @@ from typing import Any, cast
 import pytest
 import sqlalchemy as sa
 from flat_prices import FlatPrices, give_flat_plan
+from training_jobs import job_of
 
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import Principal
 from loramux.common.settings.server import TrainingSettings
-from loramux.data.entities import TrainingJob, TrainingOptions, TrainingPlan
+from loramux.data.entities import TrainingJob, TrainingPlan
 from loramux.data.records.base import Viewpoint
 from loramux.data.records.database import Database, dead_trainers, trainer_liveness
 from loramux.data.records.requests import TRAINING, OpenedRequest, charged_tier
@@ -27,32 +28,6 @@ TOKENS, PRICE = 100, 3
 PLAN = TrainingPlan(
     n_epochs=1, batch_size=4, learning_rate_multiplier=1.0, sequences=10, epoch_tokens=TOKENS, total_steps=3
 )
-
-
-def job_of(caller: Principal, database: Database, server_id: str) -> TrainingJob:
-    return TrainingJob(
-        id="ftjob-1",
-        tenant_id=caller.tenant,
-        project_id=caller.project,
-        owner=caller.owner,
-        key_id=caller.key_id,
-        model="tiny",
-        base_model="tiny",
-        adapter_digest=None,
-        template_digest="0" * 64,
-        context=256,
-        adapter="a",
-        training_file_id="file-1",
-        validation_file_id=None,
-        options=TrainingOptions(),
-        tags="",
-        state=RUNNING,
-        server_id=server_id,
-        attempts=1,
-        plan=PLAN,
-        trainer_id="trainer_1",
-        created_at=database.now(),
-    )
 
 
 def opened(job: TrainingJob, caller: Principal) -> OpenedRequest:
@@ -80,7 +55,8 @@ async def test_adopted_job_goes_on_within_a_budget_that_covers_it_once(
     await Limits(tenants.changes).put_budget(acme.tenant, acme.tenant, "month", TOKENS * PRICE)
     dying, other = UsageService(database, prices), UsageService(database, prices)
     await dying.start()
-    job = job_of(acme, database, dying.server_id)
+    running = {"state": RUNNING, "plan": PLAN, "trainer_id": "trainer_1", "server_id": dying.server_id}
+    job = job_of(acme, database, "ftjob-1", **running)
     async with database.begin() as session:
         await TrainingRepository(session, acme.tenant).add(job)
         await TrainingJobs(session).change(job.id, request_id=f"{job.id}.1")

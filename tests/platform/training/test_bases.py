@@ -7,14 +7,14 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from training_jobs import job_of
 
 from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.common.settings.server import TrainingSettings
 from loramux.common.settings.serving import ModelSettings
-from loramux.data.entities import TrainingJob, TrainingOptions
 from loramux.data.records.database import Database
-from loramux.data.records.training import VALIDATING_FILES, TrainingJobs, TrainingRepository
+from loramux.data.records.training import TrainingJobs, TrainingRepository
 from loramux.server.trainer import open_trainer
 from loramux.training.local import LocalTrainer
 from loramux.training.trainer import Trainer, TrainerParts
@@ -44,27 +44,7 @@ class Bases:
 
 
 async def add(database: Database, caller: Principal, base: str) -> str:
-    job = TrainingJob(
-        id=f"ftjob-{base}",
-        tenant_id=caller.tenant,
-        project_id=caller.project,
-        owner=caller.owner,
-        key_id=caller.key_id,
-        model=base,
-        base_model=base,
-        adapter_digest=None,
-        template_digest="0" * 64,
-        context=256,
-        adapter="a",
-        training_file_id="file-1",
-        validation_file_id=None,
-        options=TrainingOptions(),
-        tags="",
-        state=VALIDATING_FILES,
-        server_id="server_1",
-        attempts=1,
-        created_at=database.now(),
-    )
+    job = job_of(caller, database, f"ftjob-{base}", model=base, base_model=base)
     async with database.begin() as session:
         await TrainingRepository(session, caller.tenant).add(job)
     return job.id

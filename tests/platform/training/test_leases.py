@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import msgspec
 import pytest
+from training_jobs import job_of
 
 from loramux.common.identity import Principal, new_id
 from loramux.data.entities import Refusal, TrainingCheckpoint, TrainingJob, TrainingOptions, TrainingPlan
@@ -18,7 +18,6 @@ from loramux.data.records.training import (
     PAUSED,
     QUEUED,
     SUCCEEDED,
-    VALIDATING_FILES,
     TrainingJobs,
     TrainingRepository,
 )
@@ -42,28 +41,7 @@ async def globex(enrol: Enrol) -> Principal:
 
 
 async def add(database: Database, caller: Principal, **more: object) -> TrainingJob:
-    job = TrainingJob(
-        id=new_id("ftjob"),
-        tenant_id=caller.tenant,
-        project_id=caller.project,
-        owner=caller.owner,
-        key_id=caller.key_id,
-        model="tiny",
-        base_model="tiny",
-        adapter_digest=None,
-        template_digest="0" * 64,
-        context=256,
-        adapter="a",
-        training_file_id="file-1",
-        validation_file_id=None,
-        options=TrainingOptions(n_epochs=2),
-        tags="",
-        state=VALIDATING_FILES,
-        server_id="server_1",
-        attempts=1,
-        created_at=database.now(),
-    )
-    job = msgspec.structs.replace(job, **more)
+    job = job_of(caller, database, new_id("ftjob"), **{"options": TrainingOptions(n_epochs=2), **more})
     async with database.begin() as session:
         await TrainingRepository(session, caller.tenant).add(job)
     return job
