@@ -275,8 +275,8 @@ class Job:
         answers = self._answers(model, [prompt for prompt, _ in known])
         samples = []
         for example, (_, expected), answer in zip(examples, known, answers, strict=True):
-            last = max(number for number, turn in enumerate(example.turns) if turn.is_learned)
-            texts = example.turns[last - 1].content, self._text(expected), self._text(answer)
+            before = example.turns[: example.last_learned]
+            texts = before[-1].content if before else "", self._text(expected), self._text(answer)
             prompt, wanted, given = (text[:MAX_SAMPLE_CHARACTERS] for text in texts)
             samples.append(Sample(prompt=prompt, expected=wanted, answer=given))
         self.channel.send(Sampled(step=step, samples=samples))

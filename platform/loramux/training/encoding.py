@@ -81,8 +81,7 @@ class Encoder:
 
     def last_answer(self, example: Example) -> tuple[list[int], list[int]]:
         """Return the prompt and the tokens of the last message to learn. Raises Unlearnable, InvalidRequest."""
-        number = max(number for number, turn in enumerate(example.turns) if turn.is_learned)
-        answer = self._answer(example, number)
+        answer = self._answer(example, example.last_learned)
         return answer.prompt, answer.written
 
     def _answers(self, example: Example) -> Iterator[tuple[int, _Answer]]:

@@ -58,6 +58,11 @@ class Example(msgspec.Struct, frozen=True, kw_only=True):
         """The kind of example."""
         return "preference" if self.rejected else "chat"
 
+    @property
+    def last_learned(self) -> int:
+        """Index of the last message that the model learns to write."""
+        return max(number for number, turn in enumerate(self.turns) if turn.is_learned)
+
 
 @dataclass(frozen=True, slots=True)
 class ExampleFormat:
