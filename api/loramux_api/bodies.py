@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from http import HTTPStatus
@@ -60,14 +60,15 @@ MAX_CONTAINERS = 50_000
 """Maximum number of objects and lists in a body."""
 MAX_VALUES = 1_000_000
 """Maximum number of commas outside of strings: enough for the token ids of several prompts."""
-STRINGS_A_SLICE = 1_000
-"""Strings that are scanned before other requests get their turn."""
+SLICE_BYTES = 32 << 10
+"""Bytes that are scanned before other requests get their turn, in about 0.2 ms."""
 
 AnyRequest = Request[Any, Any, Any]
 T = TypeVar("T", bound="Body")
 
-_text = re.compile(rb'(?:[^"\\]++|\\.){0,50000}+', re.DOTALL)
-"""Matches the next part of a string, up to the closing quote if the quote is near."""
+_string = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
+_whole_strings = re.compile(rb'(?:[^"]*+' + _string.pattern + rb')*+[^"]*+', re.DOTALL)
+"""Matches up to the beginning of a string that has no end."""
 _SHOWN = 1024
 """Number of characters of msgspec's message that are read at its beginning and at its end."""
 _LONGEST_HARMLESS = 64
@@ -258,34 +259,21 @@ def look_through(data: bytes) -> Iterator[None]:
     containers = data.count(b"{") + data.count(b"[")
     if data.count(b'"') <= 2 * MAX_STRINGS and containers <= MAX_CONTAINERS and data.count(b",") <= MAX_VALUES:
         return
-    strings = containers = values = position = 0
-    while position < len(data):
-        quote = data.find(b'"', position)
-        end = len(data) if quote < 0 else quote
-        containers += data.count(b"{", position, end) + data.count(b"[", position, end)
-        values += data.count(b",", position, end)
-        strings += 1
+    strings = containers = values = 0
+    opened = b""  # the beginning of the string in which the slice before has ended
+    for position in range(0, len(data), SLICE_BYTES):
+        piece = opened + data[position : position + SLICE_BYTES]
+        end = _whole_strings.match(piece).end()  # type: ignore[union-attr]  # an empty match at least
+        rest, count = _string.subn(b"", piece[:end])
+        strings += count
+        containers += rest.count(b"{") + rest.count(b"[")
+        values += rest.count(b",")
         _bound(strings, MAX_STRINGS, "strings")
         _bound(containers, MAX_CONTAINERS, "objects and lists")
         _bound(values, MAX_VALUES, "values")
-        if quote < 0:
-            return
-        position = yield from _end_of_string(data, quote)
-        if strings % STRINGS_A_SLICE == 0:
-            yield
-
-
-def _end_of_string(data: bytes, quote: int) -> Generator[None, None, int]:
-    """Return the position after the string that begins at `quote`. A string without an end takes the rest of the
-    body.
-    """
-    position = quote + 1
-    while (part := _text.match(data, position)) is not None and part.end() > position:
-        position = part.end()
-        if data[position : position + 1] == b'"':
-            break
+        is_escaped = (len(piece) - len(piece.rstrip(b"\\"))) % 2
+        opened = b"" if end == len(piece) else b'"\\' if is_escaped else b'"'
         yield
-    return position + 1
 
 
 def _bound(count: int, limit: int, kind: str) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from site_fixture import Site
 
 from loramux.serving.errors import ServingError
@@ -61,6 +63,40 @@ def test_body_within_the_bounds_passes_whatever_its_texts_hold(body: bytes) -> N
     asyncio.run(check_shape(body))
 
 
+JSON = st.recursive(
+    st.integers() | st.text('a"\\{[,é', max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('a"\\,}', max_size=3), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def counts(value: Any) -> tuple[int, int, int]:
+    """Return the numbers of strings, of containers, and of commas between values."""
+    if isinstance(value, str):
+        return 1, 0, 0
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inner = [counts(one) for one in (value if isinstance(value, list) else [*value, *value.values()])]
+    strings, containers, commas = (sum(one) for one in zip(*inner, strict=True)) if inner else (0, 0, 0)
+    return strings, containers + 1, commas + max(len(value) - 1, 0)
+
+
+@given(JSON, st.sampled_from([1, 2, 3, 5, 17, 1000]), st.booleans())
+def test_values_are_counted_exactly_wherever_the_body_is_cut(value: Any, slice_bytes: int, is_ascii: bool) -> None:
+    data = json.dumps(value, ensure_ascii=is_ascii, separators=(",", ":")).encode()
+    names = ("MAX_STRINGS", "MAX_CONTAINERS", "MAX_VALUES")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bodies, "SLICE_BYTES", slice_bytes)
+        for name, count in zip(names, counts(value), strict=True):
+            patch.setattr(bodies, name, count)
+        asyncio.run(check_shape(data))
+        for name, count in zip(names, counts(value), strict=True):
+            patch.setattr(bodies, name, count - 1)
+            with pytest.raises(ServingError, match="more than"):
+                asyncio.run(check_shape(data))
+            patch.setattr(bodies, name, count)
+
+
 def test_check_of_a_large_body_gives_way_to_others() -> None:
     body = joined('{"a":[', '"\\"\\"\\""', MAX_STRINGS - 10, "]}")
     turns = 0
@@ -77,7 +113,7 @@ def test_check_of_a_large_body_gives_way_to_others() -> None:
         other.cancel()
 
     asyncio.run(run())
-    assert turns >= MAX_STRINGS // bodies.STRINGS_A_SLICE - 2
+    assert turns >= len(body) // bodies.SLICE_BYTES - 2
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/generate", "/"])

@@ -14,6 +14,7 @@ milliseconds.
 from __future__ import annotations
 
 import codecs
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
@@ -34,8 +35,10 @@ MAX_ERRORS = 100
 MAX_MODELS = 1000
 """Models that one input may name."""
 MAX_CUSTOM_ID = 512
-WORK_SECONDS, PAUSE_SECONDS = 0.002, 0.002
-"""Seconds for which the checks hold the interpreter, and seconds for which they pause."""
+WORK_SECONDS = 0.002
+"""Seconds after which a thread that checks pauses."""
+PAUSE = 2
+"""Length of a pause, as a multiple of the work before it."""
 BLOCK = 1 << 20
 _encode = msgspec.json.Encoder().encode
 
@@ -288,8 +291,15 @@ def check_lines(source: Input, endpoint: str, endpoints: BatchEndpoints) -> Find
     return Findings(models=found.models) if can_run else found
 
 
+_pausing = threading.Lock()
+
+
 class Pauses:
-    """Pauses of a thread between two periods of work."""
+    """Pauses of a thread between two periods of work.
+
+    The pauses of all threads come one after the other. So the threads together have the interpreter for at most
+    1 / PAUSE of the time, no matter how long a single piece of their work is.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -297,8 +307,9 @@ class Pauses:
 
     def take(self) -> None:
         """Sleep if the thread has worked for WORK_SECONDS."""
-        if self._clock() - self._since > WORK_SECONDS:
-            time.sleep(PAUSE_SECONDS)
+        if (worked := self._clock() - self._since) > WORK_SECONDS:
+            with _pausing:
+                time.sleep(PAUSE * worked)
             self._since = self._clock()
 
 
