@@ -6,7 +6,7 @@ ARGS ?=
 # LOCKED=1 installs the versions of requirements-dev.lock (made with Python 3.11), not the newest that pyproject.toml allows.
 CONSTRAINTS := $(if $(LOCKED),-c requirements-dev.lock)
 
-.PHONY: console simulate demo check test test-all floor lint format docs arm bench lock clean
+.PHONY: console simulate demo check fast-tests test test-all floor lint format docs arm bench lock clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -15,8 +15,11 @@ help:  ## this list
 demo: $(VENV)/.run $(VENV)/.console  ## start the real server, and send requests to six adapters and the base model (ARGS="--once --json")
 	@$(BIN)/loramux demo $(ARGS)
 
-check: lint  ## lint, and the tests that need no server, browser, PostgreSQL, interpreter or trained model: a few minutes
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not server and not browser and not postgres and not interpreter and not families" $(ARGS)
+check: $(VENV)/.dev  ## lint, and the tests that need no server, browser, PostgreSQL, interpreter or trained model: a few minutes
+	@$(MAKE) --no-print-directory -j 2 lint fast-tests
+
+fast-tests: $(VENV)/.dev
+	@$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not server and not browser and not postgres and not interpreter and not families" $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.console  ## every kind of test, on every core; without those that are for a nightly run
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)

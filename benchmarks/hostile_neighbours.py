@@ -11,8 +11,10 @@ windows alternate within each round, so that a slow minute of the machine affect
 
 The main measured time is that between two tokens of `steady`'s answers. The result is JSON on stdout: for each hostile
 kind, p99 over the p99 of its baseline in each round, the median and the quartiles; the goal is a median of at most 1.1.
-The baseline of `formats` is not `alone` but `harmless`, because the rows of its answers are computed in the same steps.
-The longest pause and the longest upload of each window tell of stalls that are too rare for a p99.
+A baseline is as many requests of `hostile` that ask for nothing bad: `harmless` answers, whose rows are computed in the
+same steps, or small `requests` that compute nothing. It shows what the requests' number costs, because the client of
+`hostile` and the server share the machine's processors. `p99_over_alone` has the same ratios over windows without any
+request of `hostile`. The longest pause and the longest upload of each window tell of stalls that are too rare for a p99.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from progress import say
 from specs import BENCHMARKS
 
 STEADY, HOSTILE = "steady", "hostile"
-BASELINES: Mapping[str, str] = {"formats": "harmless", "bodies": "alone", "pools": "alone"}
+BASELINES: Mapping[str, str] = {"formats": "harmless", "bodies": "requests", "pools": "requests"}
 """Hostile kinds, each with the kind that it is compared with."""
 SCOPES = tuple(f"--scope={scope}" for scope in ("inference", "adapters", "usage", "keys", "webhooks"))
 STREAMS = 4
@@ -150,7 +152,7 @@ async def neighbour(url: str, key: str) -> AsyncIterator[Neighbour]:
 
 async def measure(url: str, keys: dict[str, str], plan: Plan) -> dict[str, Any]:
     """Return the ratios of each round, and what became of the hostile requests."""
-    windows = (*dict.fromkeys(map(baseline_of, plan.hostile)), *plan.hostile)
+    windows = (*dict.fromkeys(("alone", *map(baseline_of, plan.hostile))), *plan.hostile)
     figures: list[dict[str, dict[str, float]]] = []
     async with client_of(url, keys[STEADY]) as steady, neighbour(url, keys[HOSTILE]) as other:
         streams = Streams(steady)
@@ -176,7 +178,8 @@ async def measure(url: str, keys: dict[str, str], plan: Plan) -> dict[str, Any]:
         await asyncio.gather(*readers, return_exceptions=True)
         ended = await other.end()
     return {
-        "p99_over_baseline": {kind: summary(figures, kind) for kind in plan.hostile},
+        "p99_over_baseline": {kind: summary(figures, kind, baseline_of(kind)) for kind in plan.hostile},
+        "p99_over_alone": {kind: summary(figures, kind, "alone") for kind in windows[1:]},
         "milliseconds": figures,
         "ended": ended,
         "load": os.getloadavg()[0],
@@ -188,9 +191,9 @@ def baseline_of(kind: str) -> str:
     return BASELINES[kind.partition("/")[0]]
 
 
-def summary(figures: list[dict[str, dict[str, float]]], kind: str) -> dict[str, Any]:
-    """Return the ratios of a kind, their median and their quartiles."""
-    ratios = [one[kind]["p99"] / one[baseline_of(kind)]["p99"] for one in figures]
+def summary(figures: list[dict[str, dict[str, float]]], kind: str, baseline: str) -> dict[str, Any]:
+    """Return the ratios of a kind over its baseline, their median and their quartiles."""
+    ratios = [one[kind]["p99"] / one[baseline]["p99"] for one in figures]
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else []
     return {"median": statistics.median(ratios), "quartiles": quartiles[::2], "ratios": ratios}
 

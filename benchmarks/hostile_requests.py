@@ -8,6 +8,7 @@ prints, as JSON, how often the requests of each kind and name have ended in whic
 
 - `alone`: no requests.
 - `harmless`: answers in small formats, and an adapter with a plain chat template.
+- `requests`: lists of the tenant's files.
 - `formats`: the 200 schemas, expressions and grammars of `tests/support/hostile_grammars.py`, each in a new form, so
   that no result of a trial is reused, and the same adapter with conversations for which its template loops, recurses or
   grows.
@@ -16,7 +17,7 @@ prints, as JSON, how often the requests of each kind and name have ended in whic
   lines wait, files and bodies that arrive slowly, judges with encoded replies, silent webhooks, silent connections.
 
 `bodies/NAME` and `pools/NAME` are only the requests whose names begin with NAME. Requests of these two kinds compute
-nothing that a step of `steady` waits for, but for a few answers of evaluations, so their baseline is `alone`.
+nothing that a step of `steady` waits for, but for a few answers of evaluations, so their baseline is `requests`.
 """
 
 from __future__ import annotations
@@ -255,6 +256,8 @@ class Attacker:
         if kind == "alone":
             return []
         kind, _, wanted = kind.partition("/")
+        if kind == "requests":
+            return [("files", partial(self._end, "GET", "/v1/files"))] * PLACES
         if kind == "bodies":
             bodies = itertools.cycle([one for one in self._encoded if one[0].name.startswith(wanted)])
             return [("", self._wide(bodies, is_chunked=place % 2 == 1)) for place in range(PLACES)]
