@@ -13,8 +13,9 @@ The main measured time is that between two tokens of `steady`'s answers. The res
 kind, p99 over the p99 of its baseline in each round, the median and the quartiles; the goal is a median of at most 1.1.
 A baseline is as many requests of `hostile` that ask for nothing bad: `harmless` answers, whose rows are computed in the
 same steps, or small `requests` that compute nothing. It shows what the requests' number costs, because the client of
-`hostile` and the server share the machine's processors. `p99_over_alone` has the same ratios over windows without any
-request of `hostile`. The longest pause and the longest upload of each window tell of stalls that are too rare for a p99.
+`hostile` and the server share the machine's processors. `p99_over_alone` has the same ratios over windows without
+requests of `hostile`. The longest pause and the longest upload of each window tell of stalls that are too rare for a
+p99.
 """
 
 from __future__ import annotations
