@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save
 from site_fixture import Site
 
 from loramux.data.records.database import parse_url
+from loramux.money.billing.reconcile import reconcile
 
 KEEP = 3
 TABLES = ("adapter_events", "audit_entries", "revisions", "adapters", "alias_versions", "uploads")
@@ -163,7 +164,8 @@ def test_names_with_numbers_are_a_series_with_a_window(site: Site, trainer: str,
         answered_by(site, trainer, "policy-v4")
 
 
-def test_the_bill_has_one_line_a_series(site: Site, trainer: str, adapter: Path) -> None:
+def test_the_bill_and_the_engines_counts_have_one_line_a_series(site: Site, trainer: str, adapter: Path) -> None:
+    before = count(site, "engine_counts")
     for number in range(4):
         push(site, trainer, f"policy-v{number}", weights(adapter, number)).raise_for_status()
         answered_by(site, trainer, f"policy-v{number}")
@@ -172,6 +174,12 @@ def test_the_bill_has_one_line_a_series(site: Site, trainer: str, adapter: Path)
         page = http.get("/v1/organization/usage/completions", params=query).json()
     lines = [(one["model"], one["num_model_requests"]) for bucket in page["data"] for one in bucket["results"]]
     assert lines == [(f"{trainer}/policy", 4)]
+    assert count(site, "engine_counts") == before + 1
+    database = site.server.app.state.platform.database
+    found = asyncio.run_coroutine_threadsafe(reconcile(database), site.server.loop).result(60)
+    (series,) = [one for one in found.weights if one.adapter_digest == f"{trainer}/policy"]
+    assert (series.drift, series.engine) == (0, series.ledger)
+    assert series.engine.output > 0
 
 
 def test_request_keeps_its_version_while_newer_ones_replace_it(site: Site, trainer: str, adapter: Path) -> None:

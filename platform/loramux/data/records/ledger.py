@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import CheckConstraint, ForeignKey, Index, Row, func, select, text, update
+from sqlalchemy import CheckConstraint, ForeignKey, Index, Row, case, select, text, update
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
@@ -287,10 +287,9 @@ def _entry(row: Row[Any]) -> LedgerEntry:
 
 
 class EngineCountRow(Base):
-    """Tokens that one server's engine has counted for settled requests, by revision.
+    """Tokens that one server's engine has counted for settled requests, by `Weights`.
 
-    `adapter_digest` is empty for the base model. Only the server itself writes its rows, in the transactions that
-    settle requests.
+    Only the server itself writes its rows, in the transactions that settle requests.
     """
 
     __tablename__ = "engine_counts"
@@ -298,13 +297,25 @@ class EngineCountRow(Base):
     server_id: Mapped[str] = mapped_column(primary_key=True)
     base_model: Mapped[str] = mapped_column(primary_key=True)
     adapter_digest: Mapped[str] = mapped_column(primary_key=True)
+    """Digest of the adapter, or the series of a training adapter; empty for the base model."""
     prompt_tokens: Mapped[int]
     cached_tokens: Mapped[int]
     output_tokens: Mapped[int]
 
 
 Weights = tuple[str, str]
-"""A base model and an adapter's digest; no digest for the base itself."""
+"""A base model, and an adapter's digest; nothing for the base itself.
+
+The versions of a training adapter have the name of their series in place of a digest: a trainer makes thousands, and
+each would leave a row for ever. Such a request is billed under that name, which has no `@`.
+"""
+
+
+def weights_of(base_model: str, model: str, adapter_digest: str | None) -> Weights:
+    """Return the weights under which the tokens of a request are counted. `model`: its name in the ledger."""
+    if adapter_digest is None:
+        return base_model, ""
+    return base_model, adapter_digest if "@" in model else model
 
 
 class EngineCountRepository(Repository):
@@ -335,7 +346,12 @@ class EngineCountRepository(Repository):
 
     async def ledger(self) -> dict[Weights, TokenCounts]:
         """Return the counts of the same tokens in the ledger: billed and waived, without corrections."""
-        keys = LedgerRow.base_model, func.coalesce(LedgerRow.adapter_digest, "")
+        weights = case(  # `weights_of` in SQL
+            (LedgerRow.adapter_digest.is_(None), ""),
+            (LedgerRow.model.contains("@"), LedgerRow.adapter_digest),
+            else_=LedgerRow.model,
+        )
+        keys = LedgerRow.base_model, weights
         sums = (
             LedgerRow.input_tokens + LedgerRow.waived_input_tokens,
             LedgerRow.cached_tokens + LedgerRow.waived_cached_tokens,

@@ -162,7 +162,7 @@ class LedgerComparison(msgspec.Struct, frozen=True, kw_only=True):
 
     base_model: str
     adapter_digest: str
-    """Digest of the adapter; empty for the base model itself."""
+    """Digest of the adapter, or the series of a training adapter; empty for the base model itself."""
     engine: TokenCounts
     ledger: TokenCounts
     drift: int

@@ -22,6 +22,7 @@ from loramux.data.records.ledger import (
     LedgerHeadRow,
     LedgerRepository,
     Weights,
+    weights_of,
 )
 from loramux.data.records.requests import (
     INTERRUPTED,
@@ -340,6 +341,6 @@ def _by_weights(settled: Iterable[tuple[BilledRequest, Settlement]]) -> dict[Wei
     sums: dict[Weights, TokenCounts] = {}
     for row, settlement in settled:
         if settlement.engine_count is not None:
-            weights = row.base_model, row.adapter_digest or ""
+            weights = weights_of(row.base_model, row.model, row.adapter_digest)
             sums[weights] = sums.get(weights, NOTHING) + settlement.engine_count
     return sums

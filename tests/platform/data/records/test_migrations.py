@@ -171,6 +171,26 @@ async def test_ledger_of_a_release_without_users_stays_verifiable(empty_url: str
         move(empty_url, "0011", down=True)
 
 
+def test_counts_of_a_training_adapters_versions_are_summed_under_its_series(empty_url: str) -> None:
+    move(empty_url, "0041")
+    insert(empty_url, "tenants", id="tenant_1", name="lab", tier="standard", created_at=1)
+    facts = {name: value for name, value in ENTRY.items() if value is not None}
+    models = (("lab/policy", "sha256:1"), ("lab/policy", "sha256:2"), ("lab/kept@1", "sha256:3"))
+    for number, (model, digest) in enumerate(models, 1):
+        entry = facts | {"model": model, "adapter_digest": digest, "base_model": "tiny", "sequence": number}
+        insert(empty_url, "ledger_entries", **entry, event_id=f"e{number}", prev_hash="p", hash=f"h{number}")
+    counts = {"base_model": "tiny", "prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 2}
+    for server, digest in (("a", "sha256:1"), ("a", "sha256:2"), ("b", "sha256:2"), ("a", "sha256:3"), ("a", "")):
+        insert(empty_url, "engine_counts", **counts, server_id=server, adapter_digest=digest)
+    move(empty_url, "0045")
+    assert rows(empty_url, "SELECT * FROM engine_counts ORDER BY adapter_digest, server_id") == [
+        ("a", "tiny", "", 3, 1, 2),
+        ("a", "tiny", "lab/policy", 6, 2, 4),
+        ("b", "tiny", "lab/policy", 3, 1, 2),
+        ("a", "tiny", "sha256:3", 3, 1, 2),
+    ]
+
+
 RELEASED = "0011"
 """The last revision of release 0.1.0."""
 
