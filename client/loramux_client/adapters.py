@@ -21,6 +21,7 @@ from loramux_client.objects import (
     Revision,
     RevisionReport,
     Shadow,
+    TrainingAdapter,
 )
 
 T = TypeVar("T")
@@ -30,6 +31,11 @@ DEFAULT = "default"
 def list_adapters() -> Flow[list[Adapter]]:
     """Return your adapters at their current revisions, by name."""
     return read_list("/v1/adapters", Listing[Adapter])
+
+
+def list_training_adapters() -> Flow[list[TrainingAdapter]]:
+    """Return the live versions of your training adapters, the latest push first."""
+    return read_list("/v1/training_adapters", Listing[TrainingAdapter])
 
 
 def get(name: str) -> Call[Adapter]:
@@ -224,6 +230,7 @@ class Adapters(Resource[R]):
     """Calls of adapters: `client.adapters`."""
 
     list = method(list_adapters)
+    training = method(list_training_adapters)
     get = method(get)
     revisions = method(revisions)
     revision = method(revision)

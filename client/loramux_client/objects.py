@@ -313,6 +313,22 @@ class Adapter(ApiObject, frozen=True, kw_only=True):
     expires_at: int | None = None
 
 
+class TrainingAdapter(ApiObject, frozen=True, kw_only=True):
+    """A live version of a training adapter, which a trainer has pushed."""
+
+    id: str
+    """Version `tenant/policy@12`, a value of a request's `model`."""
+    series: str
+    digest: str
+    base_model: str
+    rank: int
+    size_bytes: int
+    created_at: int
+    parity: str | None = None
+    """Outcome of the comparison with PEFT: `passed`, `failed`, `not_run`; None if it was not compared."""
+    parity_detail: str | None = None
+
+
 class Pin(ApiObject, frozen=True, kw_only=True):
     """A revision that stays in the engine's memory."""
 

@@ -297,6 +297,22 @@ def test_adapter_commands_from_push_to_undelete(site: Site, folders: list[Path],
     loramux("adapter", "rm", "my-adapter", *at)
 
 
+def test_adapter_training_lists_the_versions_that_a_trainer_pushed(site: Site, folders: list[Path]) -> None:
+    lab = site.enrol(("push",))
+    at = ("--url", site.url, "--key", site.keys[lab])
+    assert "No version is live" in loramux("adapter", "training", *at).stdout
+    for folder in folders:
+        files = {
+            one: (one, (folder / one).read_bytes()) for one in ("adapter_config.json", "adapter_model.safetensors")
+        }
+        with site.http(lab) as http:
+            pushed = {"lora_name": "policy", "load_inplace": "true"}
+            http.post("/v1/load_lora_adapter", data=pushed, files=files).raise_for_status()
+    assert [one["id"] for one in read("adapter", "training", *at)] == [f"{lab}/policy@2", f"{lab}/policy@1"]
+    first = loramux("adapter", "training", *at).stdout.splitlines()[0]
+    assert first.startswith(f"{lab}/policy@2\ton tiny\trank 4\t")
+
+
 def test_adapter_canary_without_another_revision_is_refused(site: Site, folders: list[Path]) -> None:
     at = ("--url", site.url, "--key", site.keys["acme"])
     loramux("adapter", "push", str(folders[0]), "--name", "lone", *at)

@@ -384,3 +384,26 @@ def test_canary_that_its_guard_has_taken_back_is_in_the_history(visit: Visit, si
     expect(page.get_by_text("@1 × 90", exact=True)).to_be_visible()
     expect(page.get_by_text("canary", exact=True)).to_have_count(0)
     expect(visit.go("/activity", "Activity").get_by_text("canary.rolled_back").first).to_be_visible()
+
+
+def test_operator_makes_a_trainers_key_and_its_tenant_sees_the_pushed_versions(
+    visit: Visit, browser: Browser, site: Site, folders: list[Path]
+) -> None:
+    lab = site.enrol(("read",))
+    page = visit.load(f"/operator/tenants/{lab}", lab)
+    page.get_by_role("button", name="Make a key").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("Name").fill("trainer")
+    dialog.get_by_role("checkbox", name="push").check()
+    dialog.get_by_role("button", name="Make the key").click()
+    bearer = {"Authorization": f"Bearer {page.get_by_test_id('secret').inner_text()}"}
+    page.get_by_role("button", name="I have copied it").click()
+    for folder in folders:
+        files = {name: (name, data) for name, data in files_of(folder).items()}
+        pushed = {"lora_name": "policy", "load_inplace": "true"}
+        httpx.post(f"{site.url}/v1/load_lora_adapter", headers=bearer, data=pushed, files=files).raise_for_status()
+    with visiting(browser, site.url) as own:
+        own.sign_in(site.keys[lab])
+        table = own.load("/adapters", "Adapters").get_by_role("table", name="Training adapters")
+        expect(table.get_by_role("row").nth(1)).to_contain_text("policy@2")
+        expect(table.get_by_role("row").nth(2)).to_contain_text("policy@1")

@@ -39,8 +39,8 @@ def place(tmp_path: Path) -> Place:
 
 
 def with_settings(place: Place, *settings: str) -> None:
-    """Set what the test is about; a trainer with the default niceness would wait for the tests next to it."""
-    place.config.write_text("\n".join((place.config.read_text(), "[training]", "niceness = 0", *settings, "")))
+    """Set what the test is about; a trainer with the default share would wait for the tests next to it."""
+    place.config.write_text("\n".join((place.config.read_text(), "[training]", "share = 1", *settings, "")))
 
 
 def create(client: openai.OpenAI, suffix: str = "loud", model: str = "tiny", count: int = 40, **wishes: Any) -> str:

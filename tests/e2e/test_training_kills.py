@@ -55,7 +55,7 @@ class Site:
     def __init__(self, folder: Path, data: Path) -> None:
         self._postgres, self._data = start_postgres(data), data
         self.place = Place(folder, base_folder(), in_process=True, url=self._postgres.get_uri()).prepare()
-        settings = "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\njobs = 2\nniceness = 0\n"
+        settings = "[training]\nlocal_trainer = false\ncheckpoint_seconds = 1\njobs = 2\nshare = 1\n"
         self.place.config.write_text(self.place.config.read_text() + settings)
         self.place.loramux("migrate")
         self._options = (data / "postmaster.opts").read_text().split("\n")[0].split(None, 1)[1].replace('"', "'")

@@ -25,7 +25,7 @@ def test_real_model_learns_to_sort_tickets_better_than_its_base_and_equals_peft(
     place = Place(tmp_path, smollm2_dir)
     place.config.write_text(
         f'[model]\npath = "{smollm2_dir}"\nserved_model_name = "smollm2"\ndtype = "float32"\n'
-        "[engine]\npool_bytes = 1_073_741_824\n[training]\nniceness = 0\n"
+        "[engine]\npool_bytes = 1_073_741_824\n[training]\nshare = 1\n"
     )
     place.loramux("migrate")
     key, began = place.key_of("acme"), time.monotonic()

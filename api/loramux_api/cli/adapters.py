@@ -29,6 +29,7 @@ from loramux_client.objects import (
     Event,
     LoggedRequest,
     Target,
+    TrainingAdapter,
     Upload,
     ValidationReport,
 )
@@ -221,6 +222,20 @@ def list_adapters(remote: Remote) -> None:
     remote.put(
         found, "\n".join(map(_adapter_line, found)) or "No adapters yet; upload one: loramux adapter push DIRECTORY"
     )
+
+
+@adapter.command("training")
+@on_server
+def list_training_adapters(remote: Remote) -> None:
+    """List the live versions of your training adapters, which a trainer pushes; the latest push first.
+
+    \b
+    Example:
+      loramux adapter training
+    """
+    found = remote.client.adapters.training()
+    none = "No version is live; a trainer pushes them: docs/guides/reinforcement-learning.md"
+    remote.put(found, "\n".join(map(_training_line, found)) or none)
 
 
 @adapter.command("show")
@@ -417,6 +432,13 @@ def _adapter_line(found: Adapter) -> str:
     default = next((alias.targets for alias in found.aliases if alias.name == "default"), [])
     canary = f"\tdefault -> {_shares(default)}" if len(default) > 1 else ""
     return f"{found.name}@{found.revision}\trank {found.rank}\t{found.size_bytes} bytes\t{found.digest}{canary}"
+
+
+def _training_line(found: TrainingAdapter) -> str:
+    pushed = datetime.fromtimestamp(found.created_at, UTC).isoformat(" ", "seconds")
+    compared = "" if found.parity is None else f"\tcompared with PEFT: {found.parity}"
+    size = f"rank {found.rank}\t{found.size_bytes} bytes"
+    return f"{found.id}\ton {found.base_model}\t{size}\t{found.digest}\tpushed {pushed}{compared}"
 
 
 def _alias_line(alias: Alias) -> str:

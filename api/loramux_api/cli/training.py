@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +30,7 @@ ENDED = ("succeeded", "failed", "cancelled")
 POLL_SECONDS = 1.0
 IDLE_SECONDS = 30.0
 """Seconds without a job after which a trainer ends that a server has started."""
+STDIN = 0
 
 
 @click.group()
@@ -136,9 +136,14 @@ def cancel(remote: Remote, id: str) -> None:
 
 @click.command()
 @config_option(required=False)
+@click.option(
+    "--idle-seconds",
+    type=click.FloatRange(0),
+    help="End after this time without a job, and give the machine back; default: never.",
+)
 @click.option("--settings-on-stdin", is_flag=True, hidden=True)
 @json_option
-def trainer(config: Path | None, *, settings_on_stdin: bool, as_json: bool) -> None:
+def trainer(config: Path | None, *, idle_seconds: float | None, settings_on_stdin: bool, as_json: bool) -> None:
     """Run fine-tuning jobs of the servers with the same database and store. SIGTERM or Ctrl-C stops it.
 
     Its jobs then go on from their last checkpoints, here or elsewhere. It needs the extra `loramux[training]`.
@@ -146,10 +151,12 @@ def trainer(config: Path | None, *, settings_on_stdin: bool, as_json: bool) -> N
     \b
     Example:
       loramux trainer --config loramux.toml
+      ray job submit --entrypoint-num-gpus 1 -- loramux trainer --config loramux.toml --idle-seconds 600
     """
     os.umask(0o077)
     if settings_on_stdin:
-        settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=Settings)
+        with open(STDIN, "rb", buffering=0, closefd=False) as stdin:  # no byte is read ahead: notes follow
+            settings = msgspec.json.decode(stdin.readline(), type=Settings)
     elif config is not None:
         settings = load_settings(config)
     else:
@@ -159,11 +166,13 @@ def trainer(config: Path | None, *, settings_on_stdin: bool, as_json: bool) -> N
         put(
             as_json, {"config": str(config)}, f"loramux: taking fine-tuning jobs of {config}. Ctrl-C stops the trainer."
         )
-    asyncio.run(_run(settings, IDLE_SECONDS if settings_on_stdin else None))
+    asyncio.run(
+        _run(settings, IDLE_SECONDS if settings_on_stdin else idle_seconds, STDIN if settings_on_stdin else None)
+    )
 
 
-async def _run(settings: Settings, idle_seconds: float | None) -> None:
-    """Run jobs until a signal, or until no job has come for `idle_seconds`."""
+async def _run(settings: Settings, idle_seconds: float | None, notes: int | None) -> None:
+    """Run jobs until a signal, or until no job has come for `idle_seconds`. `notes`: the pipe with a server's notes."""
     from loramux.server.trainer import open_trainer
     from loramux_api.training_examples import example_format
 
@@ -171,7 +180,7 @@ async def _run(settings: Settings, idle_seconds: float | None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    async with open_trainer(settings, example_format) as trainer:
+    async with open_trainer(settings, example_format, notes) as trainer:
         await _tend(trainer, stopped, idle_seconds)
 
 

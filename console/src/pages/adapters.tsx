@@ -4,7 +4,7 @@ import { IconSearch, IconStack2, IconUpload } from "@tabler/icons-react";
 import { keepPreviousData, useQuery, useQueryClient } from "@tanstack/react-query";
 import { lazy, Suspense, useState } from "react";
 import { Link } from "wouter";
-import { adaptersOf, api, unwrap, type Adapter } from "../api/client";
+import { adaptersOf, api, unwrap, type Adapter, type TrainingAdapter } from "../api/client";
 import { complain, DataTable, Empty, Loaded, Page, report, Section, State, When } from "../components/ui";
 import * as format from "../format";
 import { useSession } from "../session";
@@ -88,8 +88,34 @@ export function Adapters() {
           }
         </Loaded>
       </Section>
+      <Pushed />
       <Deleted mayRestore={can("adapters")} />
     </Page>
+  );
+}
+
+/** Live versions of training adapters; nothing if there is none. */
+function Pushed() {
+  const { tenant } = useSession();
+  const pushed = useQuery({ queryKey: ["adapters", "training", tenant], queryFn: () => unwrap(api.GET("/v1/training_adapters")), refetchInterval: 5_000 });
+  const rows = (pushed.data?.data ?? []) as TrainingAdapter[];
+  if (rows.length === 0) return null;
+  return (
+    <Section title="In training" about="Versions that a trainer pushes while it trains. Later pushes replace them; each answer names its version.">
+      <DataTable
+        label="Training adapters"
+        rows={rows}
+        keyOf={(one) => one.id}
+        columns={[
+          { title: "Version", cell: (one) => format.localName(one.id) },
+          { title: "Base", cell: (one) => one.base_model },
+          { title: "Rank", width: 70, number: true, cell: (one) => format.count(one.rank) },
+          { title: "Size", width: 100, number: true, cell: (one) => format.bytes(one.size_bytes) },
+          { title: "As PEFT", width: 120, cell: (one) => one.parity && <State value={one.parity} /> },
+          { title: "Pushed", width: 140, number: true, cell: (one) => <When at={one.created_at} /> },
+        ]}
+      />
+    </Section>
   );
 }
 

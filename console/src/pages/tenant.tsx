@@ -11,7 +11,7 @@ import { complain, Confirm, DataTable, Dialog, Figure, Loaded, Page, report, Sec
 import { Look, Suspend } from "./tenants";
 
 /** Scopes of a tenant's key: an operator gives any of them. */
-const SCOPES = ["inference", "adapters", "usage", "keys", "projects", "members", "limits", "billing", "audit", "webhooks", "read"];
+const SCOPES = ["inference", "adapters", "usage", "keys", "projects", "members", "limits", "billing", "audit", "webhooks", "read", "push"];
 
 /** One tenant, as its operator manages it: tier, keys, price plan, limits and budgets. */
 export default function Tenant({ name }: { name: string }) {

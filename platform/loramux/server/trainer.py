@@ -15,6 +15,7 @@ from loramux.data.records.database import Database
 from loramux.server.platform import open_database, open_store
 from loramux.serving.lifecycle import KnownBase, known_bases
 from loramux.training.examples import ExampleFormat
+from loramux.training.share import ComputeShare
 from loramux.training.trainer import Trainer, TrainerParts
 
 CARDS = Path("/dev/nvidiactl")
@@ -23,16 +24,22 @@ CONTEXT = 1 << 20
 
 
 @asynccontextmanager
-async def open_trainer(settings: Settings, example_format: Callable[[int], ExampleFormat]) -> AsyncIterator[Trainer]:
-    """Run jobs while the block runs. Raises RecordsError, SettingsError."""
+async def open_trainer(
+    settings: Settings, example_format: Callable[[int], ExampleFormat], notes: int | None = None
+) -> AsyncIterator[Trainer]:
+    """Run jobs while the block runs. `notes`: the file descriptor of a server's notes (`ComputeShare`).
+
+    Raises RecordsError, SettingsError.
+    """
     _ensure_able(settings)
     async with AsyncExitStack() as stack:
         database = await stack.enter_async_context(open_database(settings))
         blobs = open_store(settings.records)
         stack.callback(blobs.close)
-        parts = TrainerParts(
-            database, blobs, partial(local_bases, settings, database), example_format(CONTEXT), settings.training
-        )
+        share = ComputeShare(settings.training.share)
+        await stack.enter_async_context(share.enforced(notes))
+        bases = partial(local_bases, settings, database)
+        parts = TrainerParts(database, blobs, bases, example_format(CONTEXT), settings.training, share)
         trainer = Trainer(parts)
         await stack.enter_async_context(trainer.alive())
         yield trainer

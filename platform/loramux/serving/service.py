@@ -230,11 +230,15 @@ class CompletionService:
         opening = any(tenant for tenant in self._opening)
         return opening or any(one.is_waiting and not one.is_background for one in self._running)
 
+    def others_running(self) -> bool:
+        """Return whether any request other than lines of batches and shadows runs."""
+        return any(not one.is_background for one in self._running)
+
     def quiet_seconds(self) -> float:
         """Return the seconds since the last request ended that was neither a line of a batch nor a shadow; 0 while such
         requests run.
         """
-        if any(not one.is_background for one in self._running):
+        if self.others_running():
             return 0.0
         return time.monotonic() - self._last_other_at
 

@@ -132,7 +132,8 @@ def main() -> NoReturn:
     """Do the work that comes on standard input."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     work = msgspec.json.decode(sys.stdin.buffer.readline(), type=Work)
-    os.nice(work.niceness)
+    if work.gives_way:
+        give_way()
     reports = os.fdopen(os.dup(1), "wb")
     log = os.open(f"{work.folder}/log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)  # libraries print to both
@@ -155,6 +156,13 @@ def main() -> NoReturn:
         traceback.print_exc()  # to the log in its folder
         os._exit(1)
     os._exit(0)  # skip the finalisation of libraries
+
+
+def give_way() -> None:
+    """Take the lowest priority, also for threads that begin later."""
+    os.nice(19)  # if the next one is not allowed
+    with suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _outcome(work: Work, channel: Channel) -> Report:

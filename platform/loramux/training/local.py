@@ -1,4 +1,8 @@
-"""The trainer on the server's own machine: a process that is started when a job waits, and that ends when none does."""
+"""The trainer on the server's own machine: a process that is started when a job waits, and that ends when none does.
+
+It stays in the server's session: Linux divides the processors between sessions first (autogroups), and the priority of
+a process counts only within its session.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,8 @@ import os
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
+
+from loramux.training.share import BUSY, QUIET
 
 STOP_SECONDS = 10.0
 """Seconds within which a trainer ends after SIGTERM."""
@@ -19,7 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class LocalTrainer:
-    """Runs `command`, which reads `settings` on its standard input and ends when it has had no job for a while."""
+    """Runs `command`, which ends when it has had no job for a while.
+
+    The command reads `settings` on its standard input, and then BUSY or QUIET whenever that changes.
+    """
 
     def __init__(self, command: Sequence[str], settings: bytes) -> None:
         self._command = command
@@ -27,6 +36,18 @@ class LocalTrainer:
         self.process: Process | None = None
         """The trainer that was started last."""
         self._started_at = float("-inf")
+        self._is_busy = False
+
+    def note_busy(self, is_busy: bool) -> None:
+        """Note if the server answers requests."""
+        if is_busy != self._is_busy:
+            self._is_busy = is_busy
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            assert self.process.stdin is not None
+            self.process.stdin.write(BUSY if self._is_busy else QUIET)
 
     async def ensure_runs(self) -> None:
         """Start the trainer unless it runs or was started a short time ago."""
@@ -36,10 +57,11 @@ class LocalTrainer:
             return
         self._started_at = time.monotonic()
         self.process = await asyncio.create_subprocess_exec(
-            *self._command, stdin=PIPE, stdout=DEVNULL, start_new_session=True, env=dict(os.environ)
+            *self._command, stdin=PIPE, stdout=DEVNULL, process_group=0, env=dict(os.environ)
         )
         assert self.process.stdin is not None
         self.process.stdin.write(self._settings + b"\n")
+        self._pass_on()
         logger.info("a trainer is started for the waiting jobs: process %d", self.process.pid)
 
     async def stop(self) -> None:

@@ -54,7 +54,8 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_seconds: float
     device: Literal["cpu", "cuda"]
     threads: int
-    niceness: int
+    gives_way: bool
+    """True: the child computes only on processors that no other process wants."""
     limits: JobLimits
 
 

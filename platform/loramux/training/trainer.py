@@ -67,6 +67,7 @@ from loramux.training.protocol import (
     Work,
     decode_report,
 )
+from loramux.training.share import ComputeShare
 
 LOOK_SECONDS = 0.5
 """Seconds between two looks at a job's row, and between two looks for jobs."""
@@ -102,6 +103,7 @@ class TrainerParts:
     """Returns the folders of the bases' weights that are on this machine now, by the bases' names."""
     format: ExampleFormat
     settings: TrainingSettings
+    share: ComputeShare
 
 
 class Trainer:
@@ -203,7 +205,8 @@ class TrainingRun:
                 return
             child = await self._start(folder)
             try:
-                await self._converse(child, work, folder)
+                with self._parts.share.limiting(child):
+                    await self._converse(child, work, folder)
             finally:
                 if child.returncode is None:
                     child.kill()
@@ -254,7 +257,7 @@ class TrainingRun:
             checkpoint_seconds=settings.checkpoint_seconds,
             device=settings.device,
             threads=settings.threads,
-            niceness=settings.niceness,
+            gives_way=settings.share < 1,
             limits=JobLimits(
                 memory_bytes=settings.memory_bytes,
                 cpu_seconds=settings.job_seconds * settings.threads,
@@ -303,7 +306,7 @@ class TrainingRun:
             stdout=PIPE,
             cwd="/",
             env=environment,
-            start_new_session=True,
+            process_group=0,
             limit=MAX_REPORT_BYTES,
         )
 
@@ -343,6 +346,7 @@ class TrainingRun:
             raise LeaseLost
         self._job = job
         if job.wanted is not None:
+            self._parts.share.release(ordered.child)
             ordered.stop()
         elif job.state == RUNNING and job.plan is not None:
             ordered.go()
@@ -450,6 +454,7 @@ class _Orders:
 
     def __init__(self, child: Process) -> None:
         assert child.stdin is not None
+        self.child = child
         self._stdin = child.stdin
         self._is_told = self._is_stopped = False
         self.is_prepared = False

@@ -17,6 +17,7 @@ from loramux.data.records.database import Database
 from loramux.data.records.training import TrainingJobs, TrainingRepository
 from loramux.server.trainer import open_trainer
 from loramux.training.local import LocalTrainer
+from loramux.training.share import ComputeShare
 from loramux.training.trainer import Trainer, TrainerParts
 from loramux.training.worker import TrainingServer, TrainingWorker
 
@@ -81,7 +82,7 @@ async def test_trainer_takes_the_jobs_of_bases_that_came_after_its_start_and_no_
     late = await add(database, acme, "late")
     await add(database, acme, "far")
     bases = Bases()
-    trainer = Trainer(TrainerParts(database, UNUSED, bases, UNUSED, TrainingSettings(jobs=2)))
+    trainer = Trainer(TrainerParts(database, UNUSED, bases, UNUSED, TrainingSettings(jobs=2), ComputeShare(1)))
     trainer.jobs.look = lambda: None  # type: ignore[method-assign]  # taken, and not run
     assert await trainer.tend() == 0
     bases.folders["late"] = tmp_path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -46,3 +47,25 @@ async def test_running_trainer_is_not_started_again_and_ends_with_the_server(
     await trainer.stop()
     assert first is not None
     assert first.returncode is not None
+
+
+async def test_trainer_is_in_the_servers_session_and_not_in_its_process_group(tmp_path: Path) -> None:
+    """Linux divides processors between sessions before it looks at priorities; Ctrl-C ends a process group."""
+    trainer = trainer_that_notes_its_start(tmp_path / "starts", "time.sleep(600)")
+    await trainer.ensure_runs()
+    assert trainer.process is not None
+    pid = trainer.process.pid
+    assert (os.getsid(pid), os.getpgid(pid)) == (os.getsid(0), pid)
+    await trainer.stop()
+
+
+async def test_trainer_is_told_if_requests_run_at_its_start_and_at_every_change(tmp_path: Path) -> None:
+    log = tmp_path / "starts"
+    trainer = trainer_that_notes_its_start(log, f"open({str(log)!r}, 'a').write(sys.stdin.read(4))")
+    trainer.note_busy(True)
+    await trainer.ensure_runs()
+    for is_busy in (True, False, False, True, False):
+        trainer.note_busy(is_busy)
+    assert trainer.process is not None
+    await trainer.process.wait()
+    assert log.read_text() == "x1010"

@@ -310,9 +310,10 @@ class TrainingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """The largest number of jobs that a trainer runs at a time."""
     threads: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Threads of each job."""
-    niceness: Annotated[int, Meta(ge=0, le=19)] = 19
-    """Niceness of each job's process. With 19, a job gets one seventieth of a core that serving wants, and all of one
-    that is idle."""
+    share: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    """Share of the time for which the jobs of the server's own trainer compute while requests run, if the pauses
+    between requests have been less. A job computes only on processors that nothing else wants. 1: a job never gives
+    way."""
     memory_bytes: Positive = 32 << 30
     """The largest private memory of a job's process."""
     job_seconds: Annotated[int, Meta(ge=60, le=30 * 86_400)] = 7 * 86_400
