@@ -462,8 +462,59 @@ def test_trainer_finds_its_routes_with_its_own_key(site: Site, trainer: str) -> 
         assert http.post("/reset_prefix_cache").json() == {"success": True}
 
 
+@pytest.mark.parametrize("path", ["/load_lora_adapter", "/skyrl/v1/load_lora_adapter"])
+def test_folder_is_pushed_in_place_as_prime_rl_and_skyrl_load_it(
+    site: Site, trainer: str, own: Path, adapter: Path, path: str
+) -> None:
+    """The bodies of prime-rl's `load_lora_adapter` and SkyRL 0.3's `RemoteInferenceClient`: one name, no flag."""
+    body = {"lora_name": "policy", "lora_path": (own / "run").as_posix()}
+    with site.http(trainer) as http:
+        for number in (1, 2):
+            (own / "run" / WEIGHTS).write_bytes(weights(adapter, 300 + number))
+            loaded = http.post(path, json=body)
+            assert loaded.json() == {"lora_name": "policy", "status": "ok"}
+            assert loaded.headers["x-loramux-version"] == f"{trainer}/policy@{number}"
+        refused = http.post(path, json=body | {"lora_path": str(own / "absent")})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (404, "NotFoundError")
+        assert http.post(path, json={"lora_name": "policy"}).json()["error"]["param"] == "lora_path"
+        assert http.post("/pause", params={"mode": "keep", "clear_cache": "false"}).status_code == 200
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "policy"}).status_code == 200
+    with site.http("all-scopes") as http:
+        assert http.post(path, json=body).status_code == 403, "an operator's adapters are permanent"
+
+
+def test_areal_pauses_loads_resumes_and_generates_with_token_ids(site: Site, trainer: str, own: Path) -> None:
+    """The requests of AReaL 1.0's `VLLMBackend` with a LoRA from the disk."""
+    name = "policy-v7"
+    asked = {
+        **{
+            "top_p": 1.0,
+            "top_k": -1,
+            "max_tokens": 4,
+            "temperature": 1.0,
+            "stop_token_ids": [256],
+            "ignore_eos": False,
+        },
+        **{"skip_special_tokens": True, "return_tokens_as_token_ids": True, "logprobs": 0, "use_beam_search": False},
+        **{"stream": False, "model": name, "prompt": [104, 105]},
+    }
+    with site.http(trainer) as http:
+        assert http.request("GET", "/health", json={}).status_code == 200
+        assert http.post("/areal_pause_generation", json={}).json()["success"] is True
+        http.post("/v1/load_lora_adapter", json={"lora_path": str(own / "run"), "lora_name": name}).raise_for_status()
+        assert http.post("/areal_continue_generation", json={}).json()["success"] is True
+        choice = http.post("/v1/completions", json=asked).raise_for_status().json()["choices"][0]
+    tokens = [int(one.split(":")[1]) for one in choice["logprobs"]["tokens"]]
+    assert len(tokens) == len(choice["logprobs"]["token_logprobs"]) > 0
+
+
 @pytest.mark.parametrize(
-    "path", ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+    "path",
+    [
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/init_broadcaster", "/areal_update_weights", "/areal_init_weights_update_group"),
+        *("/areal_update_weights_xccl", "/areal_update_weights_lora_xccl"),
+    ],
 )
 def test_weights_of_the_whole_model_are_refused_by_name(site: Site, trainer: str, path: str) -> None:
     with site.http(trainer) as http:

@@ -1,5 +1,6 @@
 """Routes of trainers: /v1/load_lora_adapter and /v1/unload_lora_adapter, and what trainers such as TRL's call around a
-load: /server_info, /get_world_size, /pause, /resume and /reset_prefix_cache.
+load: /server_info, /get_world_size, /pause, /resume and /reset_prefix_cache. prime-rl, SkyRL and AReaL add routes of
+their own to vLLM's servers; those that a LoRA needs are here too.
 
 A key with the scope `push` loads *training adapters* of its tenant: from a folder, from shared memory, or from the
 body. An operator loads permanent adapters of any tenant from folders below `adapters.local_root`, if it is set.
@@ -137,6 +138,20 @@ class PauseStatus(msgspec.Struct):
     status: Literal["paused", "resumed"]
 
 
+class ArealStatus(msgspec.Struct):
+    """AReaL's answer to its own routes around an update."""
+
+    message: str
+    success: Literal[True] = True
+
+
+class InPlaceLoad(msgspec.Struct):
+    """The answer to a load that replaces a name, as prime-rl's and SkyRL's servers give it."""
+
+    lora_name: str
+    status: Literal["ok"] = "ok"
+
+
 class CacheReset(msgspec.Struct):
     """vLLM's answer to `/reset_prefix_cache`."""
 
@@ -210,13 +225,28 @@ class TrainerController(ApiController):
         """Accept the end of a pause, which has had no effect."""
         return PauseStatus("resumed")
 
+    @post("/areal_pause_generation", status_code=200, summary="Pause before a load, for AReaL: no effect")
+    async def pause_areal(self) -> ArealStatus:
+        """Accept it. Running requests go on with the version that they name, and none is aborted."""
+        return ArealStatus("No request needs to pause: each keeps the version that it began with.")
+
+    @post("/areal_continue_generation", status_code=200, summary="Resume after a load, for AReaL: no effect")
+    async def resume_areal(self) -> ArealStatus:
+        """Accept the end of a pause, which has had no effect."""
+        return ArealStatus("Generation continued")
+
     @post("/reset_prefix_cache", status_code=200, summary="Reset the prefix cache, for trainers: no effect")
     async def reset_prefix_cache(self) -> CacheReset:
         """Accept it: cached KV belongs to the weights that computed it, so that new weights never find it."""
         return CacheReset()
 
     @post(
-        ["/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"],
+        [
+            *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+            *("/init_broadcaster", "/areal_init_weights_update_group", "/areal_update_weights"),
+            *("/areal_set_update_weight_meta", "/areal_update_weights_xccl"),
+            *("/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl"),
+        ],
         status_code=200,
         summary="Weights of the whole model, for trainers: refused",
     )
@@ -283,13 +313,12 @@ def refused(request: AnyRequest, error: LoramuxError) -> Response[Any]:
 class LoadController(Controller):
     """Loading and unloading of adapters at run time."""
 
-    path = "/v1"
     tags = ("Adapters",)
     guards = (requires("operator", "push"),)
     exception_handlers = {kind: refused for kind in REFUSALS_OF_LOADS}  # noqa: RUF012  Litestar's
 
     @post(
-        "/load_lora_adapter",
+        "/v1/load_lora_adapter",
         status_code=200,
         media_type=MediaType.TEXT,
         summary="Load an adapter, as vLLM does",
@@ -322,22 +351,32 @@ class LoadController(Controller):
                 asked = PushRequest(name=form.name, replace=form.load_inplace, base_model=form.base_model)
                 return _loaded(form.name, await pushes.push(principal, asked, folder))
         data = decode_body(await request.body(), LoadLoraBody)
-        if not data.lora_name or not data.lora_path:
-            raise InvalidRequest(
-                "Both 'lora_name' and 'lora_path' must be provided.",
-                field="lora_path" if data.lora_name else "lora_name",
-            )
+        _ensure_complete(data)
         if "operator" in principal.scopes and local_folders.is_open:
             owner = await _owner(tenants, principal, data.lora_name)
             await local_folders.load(owner, data.lora_name, data.lora_path, data.load_inplace)
             return _loaded(data.lora_name)
-        _ensure_push(principal)
-        asked = PushRequest(name=data.lora_name, replace=data.load_inplace, base_model=data.base_model_name)
-        config = None if data.adapter_config is None else msgspec.json.encode(data.adapter_config)
-        return _loaded(data.lora_name, await pushes.push_from(principal, asked, data.lora_path, config))
+        return _loaded(data.lora_name, await _push(pushes, principal, data, replace=data.load_inplace))
 
     @post(
-        "/unload_lora_adapter",
+        ["/load_lora_adapter", "/skyrl/v1/load_lora_adapter"],
+        status_code=200,
+        summary="Load a training adapter in place, as prime-rl and SkyRL do",
+        responses=LOAD_REFUSALS,
+    )
+    async def load_in_place(
+        self,
+        data: JSONBody[LoadLoraBody],
+        principal: NamedDependency[Principal],
+        pushes: NamedDependency[PushService],
+    ) -> Response[InPlaceLoad]:
+        """Make the folder `lora_path` the next version of the training adapter `lora_name`."""
+        _ensure_complete(data)
+        version = await _push(pushes, principal, data, replace=True)
+        return Response(InPlaceLoad(data.lora_name), headers={VERSION_HEADER: version.name})
+
+    @post(
+        "/v1/unload_lora_adapter",
         status_code=200,
         media_type=MediaType.TEXT,
         summary="Unload an adapter, as vLLM does",
@@ -363,6 +402,22 @@ class LoadController(Controller):
             owner = await _owner(tenants, principal, data.lora_name)
             await local_folders.unload(owner, data.lora_name)
         return f"Success: LoRA adapter '{data.lora_name}' removed successfully."
+
+
+def _ensure_complete(data: LoadLoraBody) -> None:
+    if not data.lora_name or not data.lora_path:
+        raise InvalidRequest(
+            "Both 'lora_name' and 'lora_path' must be provided.",
+            field="lora_path" if data.lora_name else "lora_name",
+        )
+
+
+async def _push(pushes: PushService, principal: Principal, data: LoadLoraBody, *, replace: bool) -> TrainingVersion:
+    """Push the adapter at a place of this machine."""
+    _ensure_push(principal)
+    asked = PushRequest(name=data.lora_name, replace=replace, base_model=data.base_model_name)
+    config = None if data.adapter_config is None else msgspec.json.encode(data.adapter_config)
+    return await pushes.push_from(principal, asked, data.lora_path, config)
 
 
 def _ensure_push(principal: Principal) -> None:
