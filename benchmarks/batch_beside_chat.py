@@ -13,7 +13,7 @@ With `--beside shadow` the questions go to an adapter, and a candidate revision 
 a shadow.
 
 With `--beside training` the server's own trainer works on a fine-tuning job of tenant `bulk`, with the default settings
-of `[training]` (niceness 19). The goal: p99 of the seconds between two tokens with the job at most 1.1 times p99 alone.
+of `[training]` (share 0.1). The goal: p99 of the seconds between two tokens with the job at most 1.1 times p99 alone.
 `done_beside` is the number of trained steps.
 """
 

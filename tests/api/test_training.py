@@ -224,6 +224,25 @@ def test_impossible_job_is_refused_by_name(client: openai.OpenAI, more: dict[str
     assert not client.fine_tuning.jobs.list().data
 
 
+def test_jobs_are_listed_by_their_metadata_only(client: openai.OpenAI) -> None:
+    file, jobs = sent(client, jsonl(shouted())), client.fine_tuning.jobs
+    tags = ({"team": "a", "note": '"team":"b"'}, {"team": "A"}, {})
+    made = [jobs.create(model="tiny", training_file=file, metadata=one).id for one in tags]
+    for wanted, found in (
+        ({"team": "a"}, made[:1]),
+        ({"team": "A"}, made[1:2]),
+        ({"team": "b"}, []),
+        ({"note": '"team":"b"'}, made[:1]),
+        ({"team": "a", "note": "x"}, []),
+        ({}, made[::-1]),
+    ):
+        assert [job.id for job in jobs.list(metadata=wanted, limit=1)] == found, wanted
+    with pytest.raises(openai.BadRequestError, match=r"metadata\[NAME\]=VALUE"):
+        jobs.list(extra_query={"metadata": "a"})
+    for id in made:
+        jobs.cancel(id)
+
+
 def test_job_of_preferences_has_the_hyperparameters_of_its_method(client: openai.OpenAI) -> None:
     file = sent(client, jsonl([PREFERENCE] * 10))
     method: Any = {"type": "dpo", "dpo": {"hyperparameters": {"beta": 0.2, "n_epochs": 1}}}

@@ -496,7 +496,7 @@ def test_areal_pauses_loads_resumes_and_generates_with_token_ids(site: Site, tra
             "ignore_eos": False,
         },
         **{"skip_special_tokens": True, "return_tokens_as_token_ids": True, "logprobs": 0, "use_beam_search": False},
-        **{"stream": False, "model": name, "prompt": [104, 105]},
+        **{"ignore_eos": False, "stream": False, "model": name, "prompt": [104, 105]},
     }
     with site.http(trainer) as http:
         assert http.request("GET", "/health", json={}).status_code == 200

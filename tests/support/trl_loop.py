@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 RATE = 3e-2
+MAX_STALENESS = 4
 
 
 def share_of_low_bytes(completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -58,7 +59,7 @@ def main(base: str, url: str, folder: str, steps: str) -> None:
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=12,
-        max_staleness=4,
+        max_staleness=MAX_STALENESS,
         learning_rate=RATE,
         logging_steps=1,
         save_strategy="no",

@@ -9,6 +9,7 @@ from litestar.params import JSONBody
 from loramux.common.identity import Principal
 from loramux.training.service import FineTuningJobs
 from loramux_api.auth import requires
+from loramux_api.bodies import AnyRequest
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import OptionalText, PathName, ShortPageLimit
 from loramux_api.schemas.batches import Cursored, page_of
@@ -23,6 +24,7 @@ from loramux_api.schemas.training import (
     event_number,
     event_object,
     job_object,
+    metadata_filter,
     training_options,
 )
 
@@ -58,13 +60,16 @@ class FineTuningController(ApiController):
     @get(summary="List fine-tuning jobs")
     async def list_jobs(
         self,
+        request: AnyRequest,
         principal: NamedDependency[Principal],
         training: NamedDependency[FineTuningJobs],
         after: OptionalText = None,
         limit: ShortPageLimit = 20,
     ) -> Cursored[FineTuningJobObject]:
-        """List your project's jobs, newest first. `after` is the id of the last job on the previous page."""
-        found = await training.before(principal, after, limit + 1)
+        """List your project's jobs, newest first. `after` is the id of the last job on the previous page;
+        `metadata[team]=a` lists the jobs with this metadata only.
+        """
+        found = await training.before(principal, after, limit + 1, metadata_filter(request.query_params))
         return page_of([job_object(job) for job in found], limit, [job.id for job in found])
 
     @get("/{job_id:str}", summary="Describe a fine-tuning job")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -31,6 +33,7 @@ Alpha = Annotated[int, Meta(ge=1, le=65536)]
 Rank = Annotated[int, Meta(ge=1, le=4096)]
 ModuleName = Annotated[str, Meta(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9_.]+$")]
 MAX_SEED = 2**31 - 1
+_METADATA = re.compile(r"metadata\[(.+)\]", re.DOTALL)
 
 
 class SupervisedHyperparameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -213,6 +216,17 @@ def training_options(body: FineTuningJobBody) -> TrainingOptions:
             use_dora=lora.use_dora,
         ),
     )
+
+
+def metadata_filter(query: Mapping[str, str]) -> dict[str, str]:
+    """Return the metadata that listed jobs must have: parameters such as `metadata[team]=a`. Raises InvalidJob."""
+    wanted = {}
+    for name, value in query.items():
+        if match := _METADATA.fullmatch(name):
+            wanted[match[1]] = value
+        elif name.startswith("metadata"):
+            raise InvalidJob(f"Write 'metadata[NAME]=VALUE'; got '{name[:80]}'.", "metadata")
+    return wanted
 
 
 def _method(body: FineTuningJobBody) -> tuple[Literal["supervised", "dpo"], SupervisedHyperparameters]:

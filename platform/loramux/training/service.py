@@ -123,10 +123,17 @@ class FineTuningJobs:
         async with self._database.read() as session:
             return _found(id, await TrainingRepository(session, principal.tenant).get(id, Viewpoint.of(principal)))
 
-    async def before(self, principal: Principal, id: str | None, limit: int) -> list[TrainingJob]:
-        """List at most `limit` jobs older than that one, newest first."""
+    async def before(
+        self, principal: Principal, id: str | None, limit: int, metadata: Mapping[str, str]
+    ) -> list[TrainingJob]:
+        """List at most `limit` jobs with this metadata that are older than that one, newest first.
+
+        Raises InvalidRequest.
+        """
+        tags = [canonical_tags({name: value})[1:-1] for name, value in metadata.items()]
         async with self._database.read() as session:
-            return await TrainingRepository(session, principal.tenant).before(Viewpoint.of(principal), id, limit)
+            jobs = TrainingRepository(session, principal.tenant)
+            return await jobs.before(Viewpoint.of(principal), id, limit, tags)
 
     async def events(self, principal: Principal, id: str, before: int | None, limit: int) -> list[TrainingEvent]:
         """List at most `limit` entries of a job's log, newest first. Raises JobNotFound."""

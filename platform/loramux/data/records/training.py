@@ -148,9 +148,15 @@ class TrainingRepository(TenantScoped):
         row = await self._session.scalar(statement.with_for_update() if lock else statement)
         return None if row is None else _job(row)
 
-    async def before(self, seen: Viewpoint, id: str | None, limit: int) -> list[TrainingJob]:
-        """List at most `limit` jobs older than that one, newest first."""
-        statement = select(TrainingJobRow).where(*seen.conditions(TrainingJobRow))
+    async def before(self, seen: Viewpoint, id: str | None, limit: int, tags: Sequence[str] = ()) -> list[TrainingJob]:
+        """List at most `limit` jobs older than that one, newest first.
+
+        `tags`: members of the JSON object of tags that a job must have, such as `"team":"a"`. A quote within a name or
+        a value is escaped, so such a text is found as a member only. LIKE would not distinguish cases on SQLite.
+        """
+        column = TrainingJobRow.tags
+        having = (func.replace(column, member, "") != column for member in tags)
+        statement = select(TrainingJobRow).where(*seen.conditions(TrainingJobRow), *having)
         newest = newest_first(statement, TrainingJobRow, self._tenant, id, limit)
         return [_job(row) for row in await self._session.scalars(newest)]
 
