@@ -41,7 +41,7 @@ def read(config: Path, *arguments: str) -> Any:
 
 def test_price_and_usage_commands_cover_a_month(config: Path, tmp_path: Path) -> None:
     loramux(config, "tenant", "create", "acme")
-    assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 5}
+    assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 6}
     assert read(config, "price", "apply", str(CONFIGS / "prices" / "standard.toml")) == {"added": 0}
     assert [plan["name"] for plan in read(config, "price", "ls")] == ["standard"]
     loramux(config, "price", "assign", "standard", "--tenant", "acme", "--from", MONTH)

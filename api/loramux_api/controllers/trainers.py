@@ -1,6 +1,6 @@
 """Routes of trainers: /v1/load_lora_adapter and /v1/unload_lora_adapter, and what trainers such as TRL's call around a
-load: /server_info, /get_world_size, /pause, /resume and /reset_prefix_cache. prime-rl, SkyRL and AReaL add routes of
-their own to vLLM's servers; those that a LoRA needs are here too.
+load: /server_info, /get_world_size, /pause, /resume and /reset_prefix_cache. prime-rl, SkyRL and AReaL add routes
+to vLLM's servers; those that a LoRA needs are here too.
 
 A key with the scope `push` loads *training adapters* of its tenant: from a folder, from shared memory, or from the
 body. An operator loads permanent adapters of any tenant from folders below `adapters.local_root`, if it is set.

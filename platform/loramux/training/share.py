@@ -7,8 +7,8 @@ So the trainer stops the process (SIGSTOP) while requests run, except for short 
     no request runs      the job computes
     requests run         the job computes for BURST_SECONDS, and then waits until these are `training.share` of the time
 
-Time between requests counts: after it, a job has had more than its share, and computes beside no request for a while.
-So a job slows the answers of a machine down only if requests hardly leave it a pause. A burst is shorter than a step of
+Time between requests counts: after it, a job has had more than its share, and is stopped for the whole of the next
+requests. So a job slows the answers of a machine down only if requests leave hardly a pause. A burst is shorter than a step of
 most models: the steps are then equally slower by the share, and none is much slower than the others.
 """
 
@@ -32,7 +32,7 @@ class ComputeShare:
     """Stops and continues processes. It does so while `enforced` is open."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`share`: from 0, never beside requests, to 1, always."""
+        """`share`: from 0, never while requests run, to 1, always."""
         self._share = share
         self._clock = clock
         self._processes: set[Process] = set()
@@ -41,7 +41,7 @@ class ComputeShare:
         self._is_computing = True
         self._since = clock()
         self._owed = 0.0
-        """Seconds for which the processes may compute beside requests; negative if they had more than their share."""
+        """Seconds for which the processes may compute while requests run; negative if they had more than their share."""
 
     def note_busy(self, is_busy: bool) -> None:
         """Note if the server answers requests."""
