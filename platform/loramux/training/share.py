@@ -8,8 +8,8 @@ So the trainer stops the process (SIGSTOP) while requests run, except for short 
     requests run         the job computes for BURST_SECONDS, and then waits until these are `training.share` of the time
 
 Time between requests counts: after it, a job has had more than its share, and is stopped for the whole of the next
-requests. So a job slows the answers of a machine down only if requests leave hardly a pause. A burst is shorter than a step of
-most models: the steps are then equally slower by the share, and none is much slower than the others.
+requests. So a job slows the answers of a machine down only if requests leave hardly a pause. A burst is shorter than a
+step of most models: the steps are then equally slower by the share, and none is much slower than the others.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ComputeShare:
         self._is_computing = True
         self._since = clock()
         self._owed = 0.0
-        """Seconds for which the processes may compute while requests run; negative if they had more than their share."""
+        """Seconds that the processes may compute while requests run; negative if they had more than their share."""
 
     def note_busy(self, is_busy: bool) -> None:
         """Note if the server answers requests."""
