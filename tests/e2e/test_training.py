@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import sqlalchemy as sa
 from peft_oracle import PeftOracle, stored_adapter
@@ -38,9 +39,9 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path, base_folder()).prepare()
 
 
-def with_settings(place: Place, *settings: str) -> None:
+def with_settings(place: Place, *settings: str, share: float = 1.0) -> None:
     """Set what the test is about; a trainer with the default share would wait for the tests next to it."""
-    place.config.write_text("\n".join((place.config.read_text(), "[training]", "share = 1", *settings, "")))
+    place.config.write_text("\n".join((place.config.read_text(), "[training]", f"share = {share}", *settings, "")))
 
 
 def create(client: openai.OpenAI, suffix: str = "loud", model: str = "tiny", count: int = 40, **wishes: Any) -> str:
@@ -341,6 +342,32 @@ def test_tools_in_the_examples_are_learned_as_calls(place: Place) -> None:
         assert choice.finish_reason == "tool_calls", choice
         arguments = [json.loads(one.function.arguments) for one in choice.message.tool_calls or []]
         assert arguments == [{"person": "Tenuva", "fact": "food"}]
+
+
+def test_job_gives_its_processor_and_stops_while_requests_run(place: Place) -> None:
+    with_settings(place, share=0.0)
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as server:
+        client = server.openai(key)
+        id = create(client, count=200, n_epochs=50)
+        until(client, id, "running")
+        (child,) = (one for one in psutil.Process(server.process.pid).children(recursive=True) if is_training(one))
+        assert os.sched_getscheduler(child.pid) == os.SCHED_IDLE
+        assert os.getsid(child.pid) == os.getsid(server.process.pid), "priorities count within a session"
+        asked: Any = {"prompt": "x", "max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+        states = [child.status() for _ in client.completions.create(model="tiny", **asked)]
+        assert states.count(psutil.STATUS_STOPPED) > len(states) * 0.9
+        deadline = time.monotonic() + 10
+        while child.status() == psutil.STATUS_STOPPED:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        client.fine_tuning.jobs.cancel(id)
+        until(client, id, "cancelled")
+
+
+def is_training(process: psutil.Process) -> bool:
+    return "loramux.training.child" in " ".join(process.cmdline())
 
 
 def test_command_line_creates_watches_and_lists_jobs(place: Place) -> None:

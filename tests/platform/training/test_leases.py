@@ -11,6 +11,7 @@ from training_jobs import job_of
 from loramux.common.identity import Principal, new_id
 from loramux.data.entities import Refusal, TrainingCheckpoint, TrainingJob, TrainingOptions, TrainingPlan
 from loramux.data.records.base import Viewpoint
+from loramux.data.records.contents import ContentRepository
 from loramux.data.records.database import Database, trainer_liveness
 from loramux.data.records.training import (
     FINISHING,
@@ -51,6 +52,16 @@ async def test_job_is_read_as_it_was_written(database: Database, acme: Principal
     job = await add(database, acme, plan=PLAN, error=Refusal("code", "message", "param"))
     async with database.read() as session:
         assert await TrainingRepository(session, acme.tenant).get(job.id, Viewpoint.of(acme)) == job
+
+
+async def test_adapter_that_an_unfinished_job_begins_with_is_kept_until_its_end(
+    database: Database, acme: Principal
+) -> None:
+    job, digests = await add(database, acme, state=PAUSED, adapter_digest="sha256:1"), ("sha256:1", "sha256:2")
+    async with database.begin() as session:
+        assert await ContentRepository(session).unused(digests) == {"sha256:2"}
+        await TrainingJobs(session).change(job.id, state=SUCCEEDED)
+        assert await ContentRepository(session).unused(digests) == set(digests)
 
 
 async def test_one_of_two_trainers_takes_a_job(database: Database, acme: Principal) -> None:

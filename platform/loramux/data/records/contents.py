@@ -40,6 +40,7 @@ from loramux.data.records.base import Repository, among
 from loramux.data.records.pins import PinRow
 from loramux.data.records.requests import RequestRow
 from loramux.data.records.tenants import TenantRow
+from loramux.data.records.training import digests_of_unfinished_jobs
 from loramux.data.records.training_versions import digests_of_versions
 
 FOREVER = 2**62
@@ -200,10 +201,11 @@ class ContentRepository(Repository):
         return frozenset(digests) & frozenset(await self._session.scalars(running))
 
     async def unkept(self, digests: Collection[str]) -> frozenset[str]:
-        """Return the digests that no revision and no training adapter keeps."""
+        """Return the digests that no revision, training adapter or unfinished fine-tuning job keeps."""
         kept = select(RevisionRow.digest).where(among(self._session, RevisionRow.digest, digests), KEPT)
         pushed = {digest for _, digest in await digests_of_versions(self._session, digests)}
-        return frozenset(digests) - frozenset(await self._session.scalars(kept)) - pushed
+        begun = await digests_of_unfinished_jobs(self._session)
+        return frozenset(digests) - frozenset(await self._session.scalars(kept)) - pushed - begun
 
     async def uncallable(self, tenant: TenantId, digests: Collection[str]) -> frozenset[str]:
         """Return the digests that no callable revision and no training adapter of the tenant has."""

@@ -347,3 +347,10 @@ def _job(row: TrainingJobRow) -> TrainingJob:
         name: None if text is None else msgspec.json.decode(text, type=_STRUCTS[name]) for name, text in columns.items()
     }
     return to_struct(TrainingJob, row, **structs)
+
+
+async def digests_of_unfinished_jobs(session: AsyncSession) -> frozenset[str]:
+    """Return the digests of the adapters that unfinished jobs begin with."""
+    digest = TrainingJobRow.adapter_digest
+    statement = select(digest).where(TrainingJobRow.state.in_(UNFINISHED), digest.is_not(None)).distinct()
+    return frozenset(one for one in await session.scalars(statement) if one is not None)
