@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +18,6 @@ from listening import until
 from loramux.training.share import BURST_SECONDS, BUSY, MAX_CREDIT_SECONDS, QUIET, ComputeShare
 
 pytestmark = pytest.mark.anyio
-STEP = 0.001
 
 
 class SignalledProcess:
@@ -31,24 +31,24 @@ class SignalledProcess:
 
 
 class Machine:
-    """A share and a process on a clock of the test's."""
+    """A share and a process on a clock of milliseconds."""
 
     def __init__(self, share: float) -> None:
-        self.now = 0.0
-        self.share = ComputeShare(share, lambda: self.now)
+        self.now = 0
+        self.share = ComputeShare(share, lambda: self.now / 1000)
         self.process = SignalledProcess()
 
     def run(self, seconds: float, *, busy: bool) -> float:
         """Let requests run, or none; return the part of the time for which the process computed."""
         self.share.note_busy(busy)
-        computed, turn, end = 0.0, self.now, self.now + seconds
-        while self.now < end:
-            if turn is not None and self.now >= turn - STEP / 2:
+        computed, turn, duration = 0, float(self.now), round(1000 * seconds)
+        for _ in range(duration):
+            if self.now >= turn:
                 wait = self.share.next_turn()
-                turn = None if wait is None else self.now + wait
-            computed += 0.0 if self.process.is_stopped else STEP
-            self.now += STEP
-        return computed / seconds
+                turn = math.inf if wait is None else self.now + 1000 * wait
+            computed += not self.process.is_stopped
+            self.now += 1
+        return computed / duration
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.5, 1.0])

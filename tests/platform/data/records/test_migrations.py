@@ -178,7 +178,8 @@ def test_counts_of_a_training_adapters_versions_are_summed_under_its_series(empt
     models = (("lab/policy", "sha256:1"), ("lab/policy", "sha256:2"), ("lab/kept@1", "sha256:3"))
     for number, (model, digest) in enumerate(models, 1):
         entry = facts | {"model": model, "adapter_digest": digest, "base_model": "tiny", "sequence": number}
-        insert(empty_url, "ledger_entries", **entry, event_id=f"e{number}", prev_hash="p", hash=f"h{number}")
+        ids = {"request_id": f"r{number}", "event_id": f"e{number}", "prev_hash": "p", "hash": f"h{number}"}
+        insert(empty_url, "ledger_entries", **entry, **ids)
     counts = {"base_model": "tiny", "prompt_tokens": 3, "cached_tokens": 1, "output_tokens": 2}
     for server, digest in (("a", "sha256:1"), ("a", "sha256:2"), ("b", "sha256:2"), ("a", "sha256:3"), ("a", "")):
         insert(empty_url, "engine_counts", **counts, server_id=server, adapter_digest=digest)
