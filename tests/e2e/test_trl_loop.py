@@ -16,9 +16,12 @@ from pathlib import Path
 
 import pytest
 import trl_loop
+from safetensors.torch import load_file, save_file
 from server_process import Child, Place, served
+from tiny_base import make_base
 
 STEPS = 50
+HEAD = 20.0
 LEARNED = 0.2
 """The least rise of the mean reward: the share of low bytes, a half for the untrained model."""
 INSTALL_SECONDS, RUN_SECONDS = 600, 450
@@ -65,6 +68,16 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     subprocess.run(command, check=True, timeout=INSTALL_SECONDS)
     paths = f"{standins}:{packages}"
     return os.environ | {"PYTHONPATH": paths, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+
+
+@pytest.fixture(scope="module")
+def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random base whose adapters can learn: no LoRA moves the small logits of a random head by enough."""
+    folder = make_base(tmp_path_factory.mktemp("base"))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] *= HEAD
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")

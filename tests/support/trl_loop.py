@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-RATE = 3e-2
+RATE = 1e-2
 MAX_STALENESS = 4
 
 
