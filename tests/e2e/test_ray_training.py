@@ -23,10 +23,11 @@ from loramux_demo.assets import base_folder
 pytest.importorskip("ray")
 
 PACKAGES = (
-    *("aiohttp", "aiohttp_cors", "colorful", "opencensus", "opentelemetry-exporter-prometheus", "opentelemetry-sdk"),
-    *("opentelemetry-proto", "prometheus_client", "smart_open", "virtualenv", "py-spy"),
+    *("aiohttp", "aiohttp_cors", "colorful", "grpcio", "opencensus", "opentelemetry-exporter-prometheus"),
+    *("opentelemetry-sdk", "opentelemetry-proto", "prometheus_client", "pydantic", "requests", "smart_open"),
+    *("virtualenv", "py-spy"),
 )
-"""The packages of `ray[default]`, with which Ray takes jobs, and which the tests' Python lacks."""
+"""The packages of `ray[default]`, with which Ray takes jobs, and which the tests' Python may lack."""
 CLUSTER = """
 import sys
 from ray.cluster_utils import Cluster
