@@ -97,7 +97,7 @@ def test_two_trainers_are_ray_jobs_with_a_gpu_each_and_end_when_no_job_waits(tmp
         made = [fine_tune(client, suffix) for suffix in ("one", "two")]
         for name in ("trainer-one", "trainer-two"):
             asked = ["--no-wait", "--submission-id", name, "--entrypoint-num-gpus", "1"]
-            jobs("submit", *asked, "--", "sh", "-c", shlex.quote(entrypoint))
+            jobs("submit", *asked, "--", "sh", "-c", entrypoint)
 
         def states() -> list[str]:
             return [client.fine_tuning.jobs.retrieve(id).status for id in made]
