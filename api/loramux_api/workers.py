@@ -4,10 +4,10 @@
           └───────── starts ──> the engines          which all workers share (`loramux.fleet.shared`)
 
 To each other the workers are servers of one database: limits, budgets, idempotency keys, leases and the ledger are in
-the records. The first process holds the addresses' sockets, which every worker inherits and accepts connections from.
-It starts worker 0, and the others when worker 0 serves, so a start that fails is reported once. A worker that dies is
-replaced after a pause; the others go on, and so do its engines. If the first process dies, the workers stop as for
-SIGTERM, and then the engines. Workers and engines ignore signals: the first process passes them on.
+the records. The first process reserves the addresses, and the kernel shares the connections out among the workers. The
+first process starts worker 0, and the others when worker 0 serves, so a start that fails is reported once. A worker
+that dies is replaced after a pause; the others go on, and so do the engines. If the first process dies, the workers
+stop as for SIGTERM, and then the engines. Workers and engines ignore signals: the first process passes them on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from loramux.common.errors import LoramuxError
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.engine.client import start_ignoring_signals
 from loramux.fleet.remote import Placement
-from loramux_api.listening import Address, connection_limit, reserved_addresses
+from loramux_api.listening import Address, connection_limit, joined, reserved_addresses, shareable
 from loramux_api.peers import (
     PEER_SECONDS,
     EngineOrder,
@@ -70,7 +70,7 @@ def supervise(settings: Settings, on_serving: Callable[[], None]) -> int:
         raise SettingsError("engine.in_process: with server.workers above 1 every engine is a separate process")
     os.umask(0o077)
     with reserved_addresses(settings.server) as addresses:
-        return asyncio.run(_supervise(settings, addresses, on_serving))
+        return asyncio.run(_supervise(settings, shareable(addresses), on_serving))
 
 
 async def _supervise(settings: Settings, addresses: list[Address], on_serving: Callable[[], None]) -> int:
@@ -90,8 +90,6 @@ async def _supervise(settings: Settings, addresses: list[Address], on_serving: C
         on_serving()
         lost = asyncio.create_task(server.has_lost_engines.wait())
         await asyncio.wait({stopping, lost}, return_when=asyncio.FIRST_COMPLETED)
-        for address in addresses:
-            address.socket.close()  # the workers have their own descriptors, which they close after the drain
         await server.stop(signals)
         ignore_signals()
         return 1 if server.has_lost_engines.is_set() or server.has_failed else 0
@@ -298,7 +296,8 @@ async def _serve(
 
     try:
         launch = fleet.shared_launcher(settings, place_of, keys)
-        code = await run_server(app, settings, addresses, connection_limit(), signals, note_serving, launch)
+        own = [joined(address) for address in addresses]
+        code = await run_server(app, settings, own, connection_limit(), signals, note_serving, launch)
         failed = Failed("no base has an engine left", has_lost_engines=True) if code else None
     except BaseException as error:
         if (refusal := refusal_of(error)) is None:
