@@ -1,4 +1,4 @@
-"""What the processes of a server with several workers say to each other, without their processes."""
+"""Messages between the processes of a server with several workers, and their metrics, without the processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from loramux_api.metrics import CollectedFamilies, of_workers
 from loramux_api.peers import Link, LinkClosed, Peers
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 async def refuse(_: Any) -> Any:
@@ -62,7 +69,7 @@ def families(answered: float, steps: float) -> list[Metric]:
     return [own, engine]
 
 
-def test_metrics_of_workers_name_them_and_count_engines_once() -> None:
+async def test_metrics_of_workers_name_them_and_count_engines_once() -> None:
     joined = generate_latest(CollectedFamilies(of_workers(1, families(3, 7), {0: families(4, 6)}))).decode()
     samples = [line for line in joined.splitlines() if not line.startswith("#")]
     assert samples == [
