@@ -18,8 +18,8 @@ A row is one kind of answer with one number of requests that run at a time. Its 
   (text, events), `python` is the HTTP server's own, which writes the sockets.
 - *carries*: tokens per second that arrive while the stand-in does not pause. Workers, client and stand-in share this
   machine's cores, so with several workers it says nothing about a machine with more.
-- *by_processor_time* (with several workers): tokens per second of processor time of the worker that used the most:
-  what the workers would carry, each with as many cores as it uses. `shares` are the workers' parts of the work.
+- *by_processor_time*: tokens per second of processor time of the worker that used the most, requests included: what the
+  workers carry if each has a core. `shares` are the workers' parts of the work.
 - *latency_ms* (with `--latency`): first token and the gap between two reads of a stream, p50 and p99, at 50, 80 and 95
   percent of what it carries. All requests come at once, so the first token is that of a burst.
 
@@ -323,11 +323,11 @@ def thread_times(pid: int) -> Counter[str]:
 
 
 def workers_of(pid: int) -> list[int]:
-    """Return the processes that answer requests: a server's workers, or the server."""
+    """Return the processes of a server's workers: its children, except the one that listens for workers."""
     files = Path(f"/proc/{pid}/task").glob("*/children")
     children = [int(child) for file in files for child in file.read_text().split()]
     spawned = [one for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
-    return [one for one in spawned if not {"fronts", "commands"} & set(thread_times(one))] or [pid]
+    return [one for one in spawned if "fronts" not in thread_times(one)]
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def site(model: Path, folder: Path, workers: int) -> Iterator[Site]:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", "serve", "--config", str(config)]
     health = f"http://127.0.0.1:{port}/health/ready"
     with running(ServerCommand(command, health, folder / "server.log", {RATE_FILE: str(rate)})) as (pid, _):
-        yield Site(port, workers_of(pid), key, rate)
+        yield Site(port, workers_of(pid) if workers > 1 else [pid], key, rate)
 
 
 def parts(model: Path) -> dict[str, float]:
@@ -467,8 +467,7 @@ def measure(
             "tokens_per_s": round(rate * streams),
             "carries": round(carries),
         }
-        if len(at.pids) > 1:
-            row |= {"workers": len(at.pids), "by_processor_time": round(statistics.median(busiest)), "shares": shares}
+        row |= {"workers": len(at.pids), "by_processor_time": round(statistics.median(busiest)), "shares": shares[-1]}
         if latency and kind.stream:
             row["latency_ms"] = {
                 str(share): _latency(send(kind.body(tokens), True, share * carries / streams)) for share in SHARES

@@ -2,7 +2,7 @@
 
 worker ── Locate ────────> first process      where an engine listens, as a `Placement`
 worker ── Others(one) ───> first process ── one ──> every other worker; the answers come back by its number
-worker ── Serving, ... ──> first process      what has become of this worker
+worker ── Ready, ... ────> first process      the state of this worker
 first process ── Stop ───> worker
 """
 
@@ -39,6 +39,11 @@ class Others:
     """A question to every other worker."""
 
     question: Question
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The worker can answer requests. The answer comes when it may listen: no worker gets the connections of all."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -77,12 +77,17 @@ async def run_server(
     signals: Signals,
     on_serving: Callable[[Platform], None],
     launch: LaunchEngine | None = None,
+    may_listen: Callable[[], Awaitable[object]] | None = None,
 ) -> int:
-    """Serve `app` at `addresses` as `serve` does. `launch` makes each engine; if it is None, the settings decide."""
+    """Serve `app` at `addresses` as `serve` does. `launch` makes each engine; if it is None, the settings decide.
+    `may_listen` is awaited when the platform is open.
+    """
     async with _cancellable_start(settings, signals, launch) as platform, attached(app, platform):
         freeze_garbage()
         sys.setswitchinterval(SWITCH_SECONDS)
         listeners = [Listener(app, address, max_connections) for address in addresses]
+        if may_listen is not None:
+            await may_listen()
         return await _answer(app, settings.server, listeners, signals, on_serving)
 
 

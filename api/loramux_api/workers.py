@@ -5,9 +5,10 @@
 
 To each other the workers are servers of one database: limits, budgets, idempotency keys, leases and the ledger are in
 the records. The first process reserves the addresses, and the kernel shares the connections out among the workers. The
-first process starts worker 0, and the others when worker 0 serves, so a start that fails is reported once. A worker
-that dies is replaced after a pause; the others go on, and so do the engines. If the first process dies, the workers
-stop as for SIGTERM, and then the engines. Workers and engines ignore signals: the first process passes them on.
+first process starts worker 0, and the others when worker 0 is ready, so a start that fails is reported once. All listen
+together, so that no worker gets the connections of all. A worker that dies is replaced after a pause; the others go on,
+and so do the engines. If the first process dies, the workers stop as for SIGTERM, and then the engines. Workers and
+engines ignore signals: the first process passes them on.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from loramux_api.peers import (
     Others,
     Peers,
     Question,
+    Ready,
     Serving,
     Stop,
 )
@@ -112,13 +114,16 @@ class Supervisor:
         self._standing: dict[str, Question] = {}
         """Orders that hold until the server is stopped, by their object: a worker that is started later gets them."""
         self._keepers: list[asyncio.Task[None]] = []
-        self._stopping = asyncio.Event()
+        self._may_listen, self._stopping = asyncio.Event(), asyncio.Event()
         self._waits = ThreadPoolExecutor(settings.server.workers, thread_name_prefix="worker-end")
 
     async def start(self) -> None:
         """Start the workers, and return when all of them serve. Raises WorkerFailed."""
-        await self._begin(0)
-        await asyncio.gather(*(self._begin(number) for number in range(1, self._settings.server.workers)))
+        first = await self._begin(0)
+        others = await asyncio.gather(*(self._begin(number) for number in range(1, self._settings.server.workers)))
+        self._may_listen.set()
+        await asyncio.gather(*(worker.reaches(worker.serving) for worker in (first, *others)))
+        self._keepers += [asyncio.create_task(self._keep(worker)) for worker in (first, *others)]
 
     async def stop(self, signals: Signals) -> None:
         """Stop the workers, which drain, and then the engines; a second signal ends the workers' lame-duck time."""
@@ -144,16 +149,10 @@ class Supervisor:
     async def _stop_workers(self) -> None:
         await asyncio.gather(*(worker.stop() for worker in self._workers.values()))
 
-    async def _begin(self, number: int) -> None:
+    async def _begin(self, number: int) -> _Worker:
         worker = self._start(number)
-        serving = asyncio.create_task(worker.serving.wait())
-        outcomes: set[asyncio.Future[Any]] = {serving, worker.ended}
-        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
-        serving.cancel()
-        if not worker.serving.is_set():
-            failed = worker.failed and worker.failed.reason
-            raise WorkerFailed(failed or f"worker {number} ended with exit code {await worker.ended}")
-        self._keepers.append(asyncio.create_task(self._keep(worker), name=f"worker {number}"))
+        await worker.reaches(worker.ready)
+        return worker
 
     def _start(self, number: int) -> _Worker:
         answer = partial(self._answer, number)
@@ -194,6 +193,9 @@ class Supervisor:
                     for one, answer in zip(others, answers, strict=True)
                     if not isinstance(answer, BaseException)
                 }
+            case Ready():
+                worker.ready.set()
+                await self._may_listen.wait()
             case Serving():
                 worker.serving.set()
                 logger.info("worker %d serves: process %d", number, worker.pid)
@@ -229,7 +231,7 @@ class _Worker:
         waits: ThreadPoolExecutor,
     ) -> None:
         self.number = number
-        self.serving = asyncio.Event()
+        self.ready, self.serving = asyncio.Event(), asyncio.Event()
         self.failed: Failed | None = None
         ours, theirs = socket.socketpair()
         self._link = Link(ours, answer)
@@ -244,6 +246,16 @@ class _Worker:
     @property
     def pid(self) -> int | None:
         return self._process.pid
+
+    async def reaches(self, state: asyncio.Event) -> None:
+        """Wait until the worker is `ready` or `serving`. Raises WorkerFailed if it ends before."""
+        reached = asyncio.create_task(state.wait())
+        outcomes: set[asyncio.Future[Any]] = {reached, self.ended}
+        await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
+        reached.cancel()
+        if not state.is_set():
+            reason = self.failed and self.failed.reason
+            raise WorkerFailed(reason or f"worker {self.number} ended with exit code {await self.ended}")
 
     async def ask(self, question: Question | Stop) -> Any:
         """Return the worker's answer. Raises LinkClosed or TimeoutError."""
@@ -297,7 +309,8 @@ async def _serve(
     try:
         launch = fleet.shared_launcher(settings, place_of, keys)
         own = [joined(address) for address in addresses]
-        code = await run_server(app, settings, own, connection_limit(), signals, note_serving, launch)
+        limit, may_listen = connection_limit(), partial(link.ask, Ready())
+        code = await run_server(app, settings, own, limit, signals, note_serving, launch, may_listen)
         failed = Failed("no base has an engine left", has_lost_engines=True) if code else None
     except BaseException as error:
         if (refusal := refusal_of(error)) is None:
