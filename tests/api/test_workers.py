@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from running_server import free_port
 
+from loramux.common.settings.file import SettingsError
+from loramux.common.settings.server import ServerSettings
+from loramux_api.listening import joined, reserved_addresses, shareable
 from loramux_api.metrics import CollectedFamilies, of_workers
 from loramux_api.peers import Link, LinkClosed, Peers
 
@@ -59,6 +65,26 @@ async def test_link_to_a_process_that_fails_or_has_ended_does_not_wait() -> None
         with pytest.raises(LinkClosed, match="has ended"):
             await link.ask("b")
         assert await Peers(1, link).ask("c") == {}
+
+
+async def test_address_is_shared_with_workers_and_refused_to_a_second_server() -> None:
+    settings = ServerSettings(port=free_port())
+    with reserved_addresses(settings) as addresses:
+        shared = shareable(addresses)
+        own = [joined(replace(shared[0], socket=shared[0].socket.dup())) for _ in range(2)]
+        for address in own:
+            address.socket.listen()
+        with pytest.raises(SettingsError, match="Address already in use"), reserved_addresses(settings):
+            pass
+        accepted = {address.socket.fileno(): 0 for address in own}
+        for _ in range(64):
+            with socket.create_connection((settings.host, settings.port)):
+                for listener in select.select(list(accepted), [], [], 5)[0]:
+                    accepted[listener] += 1
+                    next(one.socket for one in own if one.socket.fileno() == listener).accept()[0].close()
+        assert all(accepted.values()), accepted
+        for address in own:
+            address.socket.close()
 
 
 def families(answered: float, steps: float) -> list[Metric]:

@@ -25,7 +25,7 @@ def configure(form: Format, level: Level, worker: int | None = None) -> None:
     """
 
     def name_worker(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        return event if worker is None else event | {"worker": worker}
+        return event if worker is None else {**event, "worker": worker}
 
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
