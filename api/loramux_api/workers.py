@@ -296,7 +296,8 @@ async def _serve(
     signals, app = Signals(), create_app(settings)
     link = Link(end, partial(_answer_first, app, signals))
     reading = asyncio.create_task(link.serve(), name="link")
-    reading.add_done_callback(lambda _: signals.receive())  # the first process has ended
+    # The first process has ended, unless this worker is ending.
+    reading.add_done_callback(lambda done: None if done.cancelled() else signals.receive())
     app.state.peers = Peers(number, link)
 
     def note_serving(_: object) -> None:
