@@ -2,6 +2,7 @@
 
     python benchmarks/front.py
     python benchmarks/front.py --kinds completions chat --streams 64 256 1024 --repetitions 9 --latency
+    python benchmarks/front.py --kinds completions --streams 256 --workers 1 2 4
 
 The server is the real one, over its real pipe to an engine's process. In that process a stand-in answers: it repeats
 the prompt's tokens, one for each running request a step. It makes as many steps per second as it is told, or as many
@@ -15,7 +16,10 @@ A row is one kind of answer with one number of requests that run at a time. Its 
   slower than its engine joins events, and costs less per token.
 - *threads*: the same by thread: `engine-reports` reads and decodes the engine's messages, `loop` is the event loop
   (text, events), `python` is the HTTP server's own, which writes the sockets.
-- *carries*: tokens per second that arrive while the stand-in does not pause.
+- *carries*: tokens per second that arrive while the stand-in does not pause. Workers, client and stand-in share this
+  machine's cores, so with several workers it says nothing about a machine with more.
+- *by_processor_time*: tokens per second of processor time of the worker that used the most, requests included: what the
+  workers carry if each has a core. `shares` are the workers' parts of the work.
 - *latency_ms* (with `--latency`): first token and the gap between two reads of a stream, p50 and p99, at 50, 80 and 95
   percent of what it carries. All requests come at once, so the first token is that of a burst.
 
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
@@ -91,7 +96,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def stand_in(settings: Any, connection: Connection) -> None:
-    """Answer every request with its own prompt's tokens."""
+    """Take the place of `loramux.engine.worker.serve_process`."""
     inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
     encoder, decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Command)
 
@@ -106,6 +111,13 @@ def stand_in(settings: Any, connection: Connection) -> None:
         connection.send_bytes(encoder.encode(report))
 
     threading.Thread(target=receive, daemon=True).start()
+    stand_in_of_workers(settings, inbox, send)
+
+
+def stand_in_of_workers(
+    settings: Any, inbox: queue.SimpleQueue[Command | None], send: Callable[[Report], None], _: object = None
+) -> None:
+    """Take the place of `loramux.engine.worker.serve`: answer every request with its own prompt's tokens."""
     send(Ready(facts_of(Path(settings.model.path))))
     answer(inbox, send, Path(os.environ[RATE_FILE]))
     send(Stopped())
@@ -180,9 +192,16 @@ def _count(request: Request, made: int) -> EngineCount:
 
 
 def serve(arguments: list[str]) -> None:
-    """Run the command line with the stand-in for the engine, and with the threads' names where `/proc` shows them."""
-    from loramux.engine import client
+    """Run the command line."""
     from loramux_api.cli.main import main as command_line
+
+    prepare()
+    sys.argv = ["loramux", *arguments]
+    command_line()
+
+
+def prepare() -> None:
+    """Replace the engine in a process of the server, and show the threads' names in `/proc`."""
 
     class NamedThread(threading.Thread):
         def run(self) -> None:
@@ -190,9 +209,12 @@ def serve(arguments: list[str]) -> None:
             super().run()
 
     threading.Thread = NamedThread  # type: ignore[misc]
-    client._run_child = stand_in  # the part that is not measured is replaced
-    sys.argv = ["loramux", *arguments]
-    command_line()
+    engine = SimpleNamespace(serve_process=stand_in, serve=stand_in_of_workers)
+    sys.modules["loramux.engine.worker"] = cast(Any, engine)
+
+
+if __name__ == "__mp_main__" and RATE_FILE in os.environ:  # an engine or a worker, which the server has started
+    prepare()
 
 
 # ---- the client: a process that counts events
@@ -300,12 +322,21 @@ def thread_times(pid: int) -> Counter[str]:
     return found
 
 
+def workers_of(pid: int) -> list[int]:
+    """Return the processes of a server's workers: its children, except the one that listens for workers."""
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(child) for file in files for child in file.read_text().split()]
+    spawned = [one for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+    return [one for one in spawned if "fronts" not in thread_times(one)]
+
+
 @dataclass(frozen=True)
 class Site:
     """A running server with its stand-in."""
 
     port: int
-    pid: int
+    pids: list[int]
+    """Processes that answer requests."""
     key: str
     rate: Path
 
@@ -336,12 +367,14 @@ class Site:
 
 
 @contextmanager
-def site(model: Path, folder: Path) -> Iterator[Site]:
+def site(model: Path, folder: Path, workers: int) -> Iterator[Site]:
     """Start the server, with limits that no client of ours reaches."""
+    folder.mkdir()
     config, rate, port = folder / "settings.toml", folder / "rate", free_port()
     rate.write_text("0")
     config.write_text(
-        f'[model]\npath = "{model}"\nserved_model_name = "base"\n[server]\nport = {port}\n[logging]\nlevel = "error"\n'
+        f'[model]\npath = "{model}"\nserved_model_name = "base"\n[server]\nport = {port}\nworkers = {workers}\n'
+        '[logging]\nlevel = "error"\n'
         f'[engine]\ndevice = "cpu"\nnum_threads = 1\npool_bytes = {64 << 20}\n'
     )
     cli = [sys.executable, "-m", "loramux_api"]
@@ -356,7 +389,7 @@ def site(model: Path, folder: Path) -> Iterator[Site]:
     command = [sys.executable, str(Path(__file__).resolve()), "--serve", "serve", "--config", str(config)]
     health = f"http://127.0.0.1:{port}/health/ready"
     with running(ServerCommand(command, health, folder / "server.log", {RATE_FILE: str(rate)})) as (pid, _):
-        yield Site(port, pid, key, rate)
+        yield Site(port, workers_of(pid) if workers > 1 else [pid], key, rate)
 
 
 def parts(model: Path) -> dict[str, float]:
@@ -402,7 +435,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return a row."""
     kind = KINDS[name]
-    totals, requests = [], []
+    totals, requests, busiest, shares = [], [], [], []
     threads: dict[str, list[float]] = {}
     with at.client(kind.path, streams) as send:
         send(kind.body(tokens), kind.stream, 0.0)
@@ -412,9 +445,13 @@ def measure(
         for _ in range(repetitions):
             used = []
             for length in (1, tokens):
-                before = thread_times(at.pid)
+                before = [thread_times(pid) for pid in at.pids]
                 send(kind.body(length), kind.stream, rate)
-                used.append(thread_times(at.pid) - before)
+                each = [thread_times(pid) - one for pid, one in zip(at.pids, before, strict=True)]
+                used.append(sum(each, Counter()))
+            spent = sorted(sum(one.values()) for one in each)
+            busiest.append(1e6 * streams * tokens / spent[-1])
+            shares.append([round(one / sum(spent), 2) for one in spent])
             rest = {part: (used[1][part] - used[0][part]) / (streams * (tokens - 1)) for part in used[1]}
             totals.append(sum(rest.values()))
             requests.append(sum(used[0].values()) / streams)
@@ -430,6 +467,7 @@ def measure(
             "tokens_per_s": round(rate * streams),
             "carries": round(carries),
         }
+        row |= {"workers": len(at.pids), "by_processor_time": round(statistics.median(busiest)), "shares": shares[-1]}
         if latency and kind.stream:
             row["latency_ms"] = {
                 str(share): _latency(send(kind.body(tokens), True, share * carries / streams)) for share in SHARES
@@ -457,18 +495,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--steps-per-s", type=float, default=40.0, help="at most; half of what is carried, if less")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1], help="of the server (server.workers)")
     parser.add_argument("--latency", action="store_true", help="measure first tokens and gaps at set rates too")
     parser.add_argument("--model", type=Path, default=MODEL_PATH, help="folder whose tokenizer and template are used")
     given = parser.parse_args()
     print(json.dumps({"parts_us": parts(given.model)}), flush=True)
-    with tempfile.TemporaryDirectory() as folder, site(given.model, Path(folder)) as at:
-        for name in given.kinds:
-            for streams in given.streams:
-                say(f"{name}, {streams} streams")
-                row = measure(
-                    at, name, streams, given.tokens, given.repetitions, given.steps_per_s, latency=given.latency
-                )
-                print(json.dumps(row), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for workers in given.workers:
+            with site(given.model, Path(folder) / str(workers), workers) as at:
+                for name, streams in itertools.product(given.kinds, given.streams):
+                    say(f"{name}, {streams} streams, {workers} workers")
+                    row = measure(
+                        at, name, streams, given.tokens, given.repetitions, given.steps_per_s, latency=given.latency
+                    )
+                    print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

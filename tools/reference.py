@@ -58,6 +58,9 @@ def metrics_page() -> str:
         "",
         "Alert rules with runbooks: [alerts](operations/alerts.md).",
         "",
+        "With several workers (`server.workers`) one scrape has the metrics of all of them. Metrics without the label",
+        "`engine` then have the label `worker`: aggregate them with `sum without (worker)`.",
+        "",
         "| metric | type | labels | meaning |",
         "|---|---|---|---|",
     ]

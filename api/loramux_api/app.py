@@ -45,6 +45,7 @@ from loramux_api.headers import READABLE, send_console_policy, send_ignored, sen
 from loramux_api.http_layer import serve
 from loramux_api.metrics import Metrics
 from loramux_api.openapi import openapi_config
+from loramux_api.peers import Peers
 from loramux_api.problems import EXCEPTION_HANDLERS
 from loramux_api.request_log import Tracer, logged, note_begun, note_ended, note_response
 from loramux_api.routes import routes_of
@@ -99,6 +100,13 @@ def database_is_reachable(request: AnyRequest) -> Callable[[], Awaitable[bool]]:
     return platform_of(request).database.is_reachable
 
 
+def peers(request: AnyRequest) -> Peers:
+    """Return the other workers of this server."""
+    found = request.app.state.peers
+    assert isinstance(found, Peers)
+    return found
+
+
 def _programs_of(request: AnyRequest) -> Programs:
     programs = request.app.state.programs
     assert isinstance(programs, Programs)
@@ -121,7 +129,7 @@ PROVIDERS: dict[str, Callable[..., Any]] = {
     "database_is_reachable": database_is_reachable,
     **{
         provider.__name__: provider
-        for provider in (principal, inference, account, limits, endpoints, operators, catalog)
+        for provider in (principal, inference, account, limits, endpoints, operators, catalog, peers)
     },
     **{name: _part(platform_of, name) for name in PARTS},
     **{name: _part(_programs_of, name) for name in PROGRAMS},
@@ -190,7 +198,15 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> Applic
         openapi_config=openapi_config(),
         logging_config=None,
         debug=False,
-        state=State({"metrics": metrics, "stopping": False, "what_if": WhatIf(), "console_files": ConsoleFiles()}),
+        state=State(
+            {
+                "metrics": metrics,
+                "stopping": False,
+                "what_if": WhatIf(),
+                "console_files": ConsoleFiles(),
+                "peers": Peers(),
+            }
+        ),
     )
     if settings.tracing.endpoint is not None:
         app.tracer = Tracer(settings.tracing)
@@ -217,7 +233,7 @@ async def attached(app: Application, platform: Platform) -> AsyncIterator[None]:
     provisions = Provisions(
         endpoints=batch_endpoints(platform.completions),
         examples=example_format(platform.completions.context),
-        trainer_command=TRAINER_COMMAND,
+        trainer_command=TRAINER_COMMAND if app.state.peers.is_first else None,
     )
     async with open_programs(platform, provisions) as programs:
         app.state.platform, app.state.programs = platform, programs

@@ -6,7 +6,7 @@ and the serving layer are read at each scrape of Prometheus; no value is counted
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -18,6 +18,7 @@ from litestar.types import Message, Scope
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
+from typing_extensions import override
 
 from loramux.data.storage.errors import Cause
 from loramux.engine.messages import EngineStats
@@ -25,6 +26,7 @@ from loramux.engine.metrics import Distribution
 from loramux.fleet.view import EngineState
 from loramux.server.platform import Platform
 from loramux.serving.generation import Generation
+from loramux_api.peers import MetricsQuery, Peers
 from loramux_api.vllm_metrics import VllmCollector
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -310,9 +312,16 @@ class Metrics:
         self._registry.register(VllmCollector(platform, (collector, self._first_token, self._total, self._choices)))
         platform.completions.on_ended(self._observe)
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
-        return generate_latest(self._registry)
+    def families(self) -> list[Metric]:
+        """Return all families with their present values."""
+        return list(self._registry.collect())
+
+    async def text(self, peers: Peers) -> bytes:
+        """Return all metrics in Prometheus' text format, of all workers of this server."""
+        if not peers.has_others:
+            return generate_latest(self._registry)
+        others: dict[int, list[Metric]] = await peers.ask(MetricsQuery())
+        return generate_latest(CollectedFamilies(of_workers(peers.number, self.families(), others)))
 
     async def count(self, message: Message, scope: Scope) -> None:
         """Count a response: a Litestar `before_send` hook. The label of a route is its template, never text from a
@@ -334,6 +343,36 @@ class Metrics:
 
     def _observed(self, family: Family) -> Histogram:
         return Histogram(family.name, family.help, family.labels, buckets=SECONDS, registry=self._registry)
+
+
+class CollectedFamilies(CollectorRegistry):
+    """Families that were collected already."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def of_workers(number: int, own: Sequence[Metric], others: Mapping[int, Sequence[Metric]]) -> list[Metric]:
+    """Return the families of all workers, of which `own` are those of worker `number`.
+
+    Samples of engines are the same in every worker, so they come from this worker. All other samples get the label
+    `worker`: a sum over workers would fall when a worker is replaced, and Prometheus would count it twice.
+    """
+    joined: dict[str, Metric] = {}
+    for worker, families in ((number, own), *others.items()):
+        for family in families:
+            metric = joined.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                if "engine" not in sample.labels:
+                    metric.samples.append(sample._replace(labels={**sample.labels, "worker": str(worker)}))
+                elif worker == number:
+                    metric.samples.append(sample)
+    return list(joined.values())
 
 
 def _certificate_expiry(path: str | None) -> float:

@@ -20,20 +20,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, NoReturn
+from typing import Any
 
 from litestar import Litestar
 
 from loramux.common.garbage import freeze_garbage
 from loramux.common.settings.file import Settings
 from loramux.common.settings.server import ServerSettings
+from loramux.fleet.member import LaunchEngine
 from loramux.server.platform import Platform, open_platform
-from loramux_api.app import attached, create_app
+from loramux_api.app import Application, attached, create_app
 from loramux_api.listening import Address, Listener, connection_limit, reserved_addresses
+from loramux_api.process import Signals, exit_now, ignore_signals
 
 logger = logging.getLogger(__name__)
 
@@ -58,36 +59,44 @@ def serve(settings: Settings, on_serving: Callable[[Platform], None]) -> int:
         return asyncio.run(_serve(settings, addresses, max_connections, on_serving))
 
 
-def exit_now(code: int) -> NoReturn:
-    """End the process after everything is closed.
-
-    A normal end of the interpreter would take seconds: it waits for a thread that still imports torch, and frees
-    torch's objects.
-    """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 async def _serve(
     settings: Settings, addresses: list[Address], max_connections: int, on_serving: Callable[[Platform], None]
 ) -> int:
-    app = create_app(settings)
-    signals = _Signals()
-    async with _cancellable_start(settings, signals) as platform, attached(app, platform):
-        freeze_garbage()
-        sys.setswitchinterval(SWITCH_SECONDS)
-        listeners = [Listener(app, address, max_connections) for address in addresses]
-        code = await _answer(app, settings.server, listeners, signals, on_serving)
-    signals.ignore()
+    signals = Signals()
+    signals.listen()
+    code = await run_server(create_app(settings), settings, addresses, max_connections, signals, on_serving)
+    ignore_signals()
     return code
 
 
+async def run_server(
+    app: Application,
+    settings: Settings,
+    addresses: list[Address],
+    max_connections: int,
+    signals: Signals,
+    on_serving: Callable[[Platform], None],
+    launch: LaunchEngine | None = None,
+    may_listen: Callable[[], Awaitable[object]] | None = None,
+) -> int:
+    """Serve `app` at `addresses` as `serve` does. `launch` makes each engine; if it is None, the settings decide.
+    `may_listen` is awaited when the platform is open.
+    """
+    async with _cancellable_start(settings, signals, launch) as platform, attached(app, platform):
+        freeze_garbage()
+        sys.setswitchinterval(SWITCH_SECONDS)
+        listeners = [Listener(app, address, max_connections) for address in addresses]
+        if may_listen is not None:
+            await may_listen()
+        return await _answer(app, settings.server, listeners, signals, on_serving)
+
+
 @asynccontextmanager
-async def _cancellable_start(settings: Settings, signals: _Signals) -> AsyncIterator[Platform]:
+async def _cancellable_start(
+    settings: Settings, signals: Signals, launch: LaunchEngine | None
+) -> AsyncIterator[Platform]:
     """Open the platform. A signal during this time ends the process."""
-    manager = open_platform(settings)
+    manager = open_platform(settings, launch)
     try:
         async with asyncio.timeout(None) as startup:
             signals.on_first(lambda: startup.reschedule(0.0))
@@ -104,38 +113,11 @@ async def _cancellable_start(settings: Settings, signals: _Signals) -> AsyncIter
         await manager.__aexit__(None, None, None)
 
 
-class _Signals:
-    """Counts SIGTERM and SIGINT."""
-
-    def __init__(self) -> None:
-        self.first, self.second = asyncio.Event(), asyncio.Event()
-        self.number: int | None = None
-        """Number of the first signal."""
-        self._act: Callable[[], None] | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
-
-    def on_first(self, act: Callable[[], None] | None) -> None:
-        self._act = act
-
-    def ignore(self) -> None:
-        """Ignore both signals from now on, because the process ends by itself."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().remove_signal_handler(number)
-            signal.signal(number, signal.SIG_IGN)
-
-    def _receive(self, number: int) -> None:
-        self.number = self.number or number
-        (self.second if self.first.is_set() else self.first).set()
-        if self._act is not None:
-            self._act()
-
-
 async def _answer(
     app: Litestar,
     address: ServerSettings,
     listeners: list[Listener],
-    signals: _Signals,
+    signals: Signals,
     on_serving: Callable[[Platform], None],
 ) -> int:
     """Answer requests until a signal or the engine's death; then stop in order."""
@@ -165,7 +147,7 @@ async def _answer(
     return 0 if stop_requested.done() and not died.done() else 1
 
 
-async def _lame_duck(address: ServerSettings, signals: _Signals, died: asyncio.Task[None]) -> None:
+async def _lame_duck(address: ServerSettings, signals: Signals, died: asyncio.Task[None]) -> None:
     """Keep serving while load balancers learn that the server is not ready. A second signal or an engine's death ends
     this phase.
     """

@@ -31,6 +31,7 @@ class Place:
     base: Path
     in_process: bool = False
     ranks: int = 1
+    workers: int = 1
     lame_duck_seconds: float = 0
     max_wait_s: float | None = None
     """Seconds that a request waits for an engine; None: the product's default."""
@@ -61,6 +62,7 @@ class Place:
             f"in_process = {str(self.in_process).lower()}\ntensor_parallel_size = {self.ranks}\n"
             "[validation]\nparity = false\n"
             f"[server]\ndrain_seconds = 60\nlame_duck_seconds = {self.lame_duck_seconds}\n"
+            + (f"workers = {self.workers}\n" if self.workers > 1 else "")
             + (f'[records]\nurl = "{self.url}"\n' if self.url else "")
         )
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -26,6 +27,7 @@ from loramux_api.cli.default_server import (
     write_default_config,
 )
 from loramux_api.cli.hub import find_model
+from loramux_api.process import exit_now
 
 logger = logging.getLogger(__name__)
 
@@ -129,8 +131,11 @@ def serve(model: str | None, config: Path | None, host: str | None, port: int | 
     file = _config_of(model, config, host, port, as_json)
     settings = _with_address(load_settings(file), host, port)
     ensure_checkpoints(settings, str(file))
-    from loramux_api.server import exit_now
-    from loramux_api.server import serve as run  # imports torch, which takes seconds
+    run: Callable[[Settings, Callable[..., None]], int]
+    if settings.server.workers > 1:
+        from loramux_api.workers import supervise as run
+    else:
+        from loramux_api.server import serve as run  # imports torch, which takes seconds
 
     logs.configure(settings.logging.format, settings.logging.level)
     url = f"http{'s' if settings.server.tls_certificate else ''}://{settings.server.host}:{settings.server.port}"
@@ -144,7 +149,7 @@ def serve(model: str | None, config: Path | None, host: str | None, port: int | 
         text += "\nCtrl-C drains and stops."
     else:
         text += " Ctrl-C drains and stops."
-    code = run(settings, lambda _: put(as_json, serving, text))
+    code = run(settings, lambda *_: put(as_json, serving, text))
     exit_now(code)
 
 

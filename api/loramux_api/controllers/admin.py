@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
+import msgspec
 from litestar import delete, get, patch, post, put
 from litestar.di import NamedDependency
 from litestar.params import JSONBody
@@ -25,6 +27,7 @@ from loramux.serving.service import CompletionService, ServedBases
 from loramux_api.bodies import DocumentRequest
 from loramux_api.openapi import OperatorController
 from loramux_api.parameters import MAX_PAGE, BeforeSequence, OptionalText, PageLimit, PathName
+from loramux_api.peers import EngineOrder, EngineQuery, LevelOrder, Peers
 from loramux_api.schemas.admin import (
     EngineObject,
     EngineOrderBody,
@@ -119,23 +122,44 @@ class AdminEngineController(OperatorController):
     path = "/admin/engines"
 
     @get(summary="List engines")
-    async def list_engines(self, bases: NamedDependency[ServedBases]) -> Listing[EngineObject]:
-        """List the engines of every base with their state."""
-        return Listing(data=[engine_object(status) for status in bases.engines()])
+    async def list_engines(
+        self, bases: NamedDependency[ServedBases], peers: NamedDependency[Peers]
+    ) -> Listing[EngineObject]:
+        """List the engines of every base with their state. `requests` are those of all workers of this server."""
+        requests = Counter({status.engine: status.requests for status in bases.engines()})
+        for statuses in (await peers.ask(EngineQuery())).values():
+            requests.update({status.engine: status.requests for status in statuses})
+        return Listing(
+            data=[
+                engine_object(msgspec.structs.replace(status, requests=requests[status.engine]))
+                for status in bases.engines()
+            ]
+        )
 
     @post("/drain", status_code=202, summary="Drain an engine")
-    async def drain(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
+    async def drain(
+        self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases], peers: NamedDependency[Peers]
+    ) -> EngineObject:
         """Send an engine no more requests, and stop it when its last request has ended. The engine stays stopped until
         it is restarted.
         """
-        return engine_object(bases.order_engine(data.engine, restart=False, seconds=data.seconds))
+        return await _order(EngineOrder(data.engine, restart=False, seconds=data.seconds), bases, peers)
 
     @post("/restart", status_code=202, summary="Restart an engine")
-    async def restart(self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases]) -> EngineObject:
+    async def restart(
+        self, data: JSONBody[EngineOrderBody], bases: NamedDependency[ServedBases], peers: NamedDependency[Peers]
+    ) -> EngineObject:
         """Drain an engine and start it again. When the engine serves, the list shows it as `ready`, with one more
         start.
         """
-        return engine_object(bases.order_engine(data.engine, restart=True, seconds=data.seconds))
+        return await _order(EngineOrder(data.engine, restart=True, seconds=data.seconds), bases, peers)
+
+
+async def _order(order: EngineOrder, bases: ServedBases, peers: Peers) -> EngineObject:
+    """Begin to carry out the order in every worker of this server. Raises UnknownEngine or EngineBusy."""
+    status = bases.order_engine(order.engine, restart=order.restart, seconds=order.seconds)
+    await peers.ask(order)
+    return engine_object(status)
 
 
 class AdminTierController(OperatorController):
@@ -198,9 +222,10 @@ class AdminController(OperatorController):
         return key_object(await operators.revoke_key(key_id))
 
     @put("/log-level", summary="Set the log level")
-    async def set_log_level(self, data: JSONBody[LogLevelBody]) -> LogLevelBody:
+    async def set_log_level(self, data: JSONBody[LogLevelBody], peers: NamedDependency[Peers]) -> LogLevelBody:
         """Set the lowest level that this server logs, until it restarts. The engine's process keeps its own level."""
         set_level(data.level)
+        await peers.ask(LevelOrder(data.level))
         logger.warning("the log level is %s from now on", data.level)
         return data
 

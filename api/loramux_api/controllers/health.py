@@ -14,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from loramux.serving.lifecycle import BaseHealth, BaseLifecycle
 from loramux.serving.service import CompletionService
 from loramux_api.metrics import Metrics
+from loramux_api.peers import Peers
 
 Status = Literal["live", "ready", "draining", "engine_down", "database_unreachable"]
 
@@ -69,9 +70,12 @@ class HealthController(Controller):
         return Response(Health(status, lifecycle.health()), status_code=200 if status == "ready" else 503)
 
     @get("/metrics", summary="Prometheus metrics", media_type=MediaType.TEXT)
-    async def metrics(self, metrics: NamedDependency[Metrics]) -> Response[bytes]:
-        """Return counters, gauges and histograms. No label contains text from a tenant."""
-        return Response(metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def metrics(self, metrics: NamedDependency[Metrics], peers: NamedDependency[Peers]) -> Response[bytes]:
+        """Return counters, gauges and histograms. No label contains text from a tenant.
+
+        With several workers, the answer has the metrics of all of them; the label `worker` names them.
+        """
+        return Response(await metrics.text(peers), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def _readiness(

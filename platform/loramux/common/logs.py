@@ -19,13 +19,20 @@ Format = Literal["auto", "json", "text"]
 Level = Literal["debug", "info", "warning", "error"]
 
 
-def configure(form: Format, level: Level) -> None:
-    """Send this process's logs to stderr. `auto`: text on a terminal, otherwise JSON."""
+def configure(form: Format, level: Level, worker: int | None = None) -> None:
+    """Send this process's logs to stderr. `auto`: text on a terminal, otherwise JSON. Lines name the server's `worker`,
+    unless it is the only one.
+    """
+
+    def name_worker(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        return event if worker is None else {**event, "worker": worker}
+
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
+        name_worker,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     is_text = form == "text" or (form == "auto" and sys.stderr.isatty())

@@ -143,14 +143,7 @@ class ProcessChannel:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_run_child, args=(self._settings, theirs), name="loramux-engine")
-        # The child inherits the mask: a Ctrl-C or a stopping service group must not end it while it imports torch.
-        # The tracker is started first, because its start unblocks both signals.
-        resource_tracker.ensure_running()
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        start_ignoring_signals(self._process)
         theirs.close()
         threading.Thread(target=self._read, args=(on_report,), daemon=True, name="engine-reports").start()
         threading.Thread(target=self._write, daemon=True, name="engine-commands").start()
@@ -201,6 +194,19 @@ class ProcessChannel:
         with self._reaping:
             self._process.join(5)
         return f"exit code {self._process.exitcode}"
+
+
+def start_ignoring_signals(process: multiprocessing.process.BaseProcess) -> None:
+    """Start a process in which SIGINT and SIGTERM are blocked: a Ctrl-C or a stopping service group must not end it
+    while it imports torch.
+    """
+    # The child inherits the mask. The tracker is started first, because its start unblocks both signals.
+    resource_tracker.ensure_running()
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _run_child(settings: Settings, connection: Connection) -> None:

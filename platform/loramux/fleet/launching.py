@@ -43,15 +43,17 @@ WARN_S = 60.0
 """Seconds between two warnings that Ray has no room for an engine."""
 
 
-def launcher_of(settings: Settings) -> LaunchEngine:
-    """Return the function that makes the engines of these settings. Raises SettingsError."""
+def launcher_of(settings: Settings, launch_local: LaunchEngine | None = None) -> LaunchEngine:
+    """Return the function that makes the engines of these settings. `launch_local` makes the engines of this machine;
+    None: as child processes. Raises SettingsError.
+    """
     addresses = {
         f"{base.name}-{number}": address
         for base in settings.served_bases
         for number, address in enumerate(base.engines.addresses)
     }
     attach = attaching(settings, addresses) if addresses else None
-    start = launching_on_ray(settings) if settings.fleet.launcher == "ray" else launch_here
+    start = launching_on_ray(settings) if settings.fleet.launcher == "ray" else launch_local or launch_here
 
     def launch(name: str, own: Settings) -> EngineClient:
         return attach(name, own) if attach is not None and name in addresses else start(name, own)
@@ -72,12 +74,13 @@ def attaching(settings: Settings, addresses: Mapping[str, str]) -> LaunchEngine:
 
     def launch(name: str, own: Settings) -> EngineClient:
         place = EnginePlace(addresses[name], engine_key)
-        return _remote_client(lambda: place, own, pair)
+        return remote_client(lambda: place, own, pair)
 
     return launch
 
 
-def _remote_client(locate: Locate, own: Settings, pair: KeyPair) -> EngineClient:
+def remote_client(locate: Locate, own: Settings, pair: KeyPair) -> EngineClient:
+    """Make the client of an engine that listens."""
     channel = RemoteChannel(locate, own.model.served_model_name, pair, own.fleet.lease_s)
     return EngineClient(channel, own.engine.step_timeout_s)
 
@@ -161,7 +164,7 @@ def launching_on_ray(settings: Settings) -> LaunchEngine:
     driver.start()
 
     def launch(name: str, own: Settings) -> EngineClient:
-        return _remote_client(_locating(driver, name, next(lives), _settings_of_actor(own), pair.public), own, pair)
+        return remote_client(_locating(driver, name, next(lives), settings_of_process(own), pair.public), own, pair)
 
     return launch
 
@@ -188,8 +191,9 @@ def _locating(driver: RayDriver, engine: str, life: int, settings: Settings, fro
     return locate
 
 
-def _settings_of_actor(own: Settings) -> Settings:
-    """Return the settings that an engine needs; the database's address, with its password, stays on this server."""
+def settings_of_process(own: Settings) -> Settings:
+    """Return the settings that a separate engine needs; the database's address, with its password,
+    stays on this server."""
     records = own.records
     kept = RecordsSettings(
         blobs=records.blobs, blob_options=records.blob_options, cache=records.cache, cache_bytes=records.cache_bytes
@@ -198,6 +202,7 @@ def _settings_of_actor(own: Settings) -> Settings:
         model=own.model,
         engine=own.engine,
         scheduler=own.scheduler,
+        adapters=own.adapters,
         fleet=own.fleet,
         logging=own.logging,
         records=kept,

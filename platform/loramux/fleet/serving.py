@@ -107,6 +107,11 @@ class ListeningEngine:
         self._has_ended.set()
         return self._reason
 
+    @property
+    def num_servers(self) -> int:
+        """Servers that are attached now."""
+        return self._sessions.count
+
     def stop(self) -> None:
         """Give every request back to its server, and end. While the model is being loaded, end immediately. Any thread
         may call this method.

@@ -48,8 +48,10 @@ class Provisions:
     """The endpoints that a line of a batch may use: the body and the answer's writer of each."""
     examples: ExampleFormat
     """The format of a line of a training file."""
-    trainer_command: tuple[str, ...]
-    """The command of a trainer that reads its settings on standard input."""
+    trainer_command: tuple[str, ...] | None
+    """The command of a trainer that reads its settings on standard input. None: another worker of this server starts
+    the trainer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIte
     """Look after this server's fine-tuning jobs while the block runs."""
     settings = platform.settings
     local = None
-    if settings.training.enabled and settings.training.local_trainer:
+    if settings.training.enabled and settings.training.local_trainer and provisions.trainer_command is not None:
         local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings))
         _note_requests(platform.completions, local)
     server = TrainingServer(

@@ -35,6 +35,10 @@ class ServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     port: Port = 8000
     """The port."""
+    workers: Annotated[int, Meta(ge=1, le=64)] = 1
+    """Processes that answer at the port, over one set of engines. One process carries the tokens of one core: see
+    "Several workers" in the guide to deployment.
+    """
     tls_certificate: str | None = None
     """A PEM file with the certificate and its chain; TLS 1.2 at least. If the files change, new connections use them
     within seconds."""

@@ -12,8 +12,8 @@ import asyncio
 import fcntl
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ class Database:
     RecordsUnavailable for a database that does not answer.
 
     SQLite allows one writer at a time, so writers of this process share one connection and queue for it in order. They
-    wait up to BUSY_SECONDS for a writer in another process.
+    wait up to BUSY_SECONDS for a writer in another process, such as another worker of the server.
 
     The requests of one tenant hold a share of the connections at a time (SHARES), so that its slow statements leave
     connections to others. A request waits up to BUSY_SECONDS for its turn.
@@ -371,33 +371,55 @@ async def advisory_lock(session: AsyncSession, lock: int) -> None:
 @asynccontextmanager
 async def server_liveness(database: Database, server_id: str) -> AsyncIterator[None]:
     """Mark this server as alive while the block runs: `dead_servers` names it only after its process has ended."""
-    if sqlite_file(database.url) is not None:
-        yield
-        return
     async with _process_lock(database, SERVERS, server_id):
         yield
 
 
 async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
-    """Return the other servers that have ended. On SQLite these are all others: an embedded database has one server."""
-    if not is_postgresql(session):
-        return list(server_ids)
+    """Return those of the servers that have ended."""
     return await _without_lock(session, SERVERS, server_ids)
 
 
 @asynccontextmanager
 async def trainer_liveness(database: Database, trainer_id: str) -> AsyncIterator[None]:
-    """While the block runs, `dead_trainers` does not name this trainer. After the process has ended, it does.
+    """While the block runs, `dead_trainers` does not name this trainer. After the process has ended, it does."""
+    async with _process_lock(database, TRAINERS, trainer_id):
+        yield
 
-    A trainer is a process next to the server, so an embedded database has several processes. A locked file next to the
-    database then shows that a trainer lives, because the kernel releases the lock of a process that has ended.
+
+async def dead_trainers(session: AsyncSession, trainer_ids: Sequence[str]) -> list[str]:
+    """Return those of the trainers that have ended."""
+    return await _without_lock(session, TRAINERS, trainer_ids)
+
+
+@asynccontextmanager
+async def _process_lock(database: Database, kind: int, id: str) -> AsyncIterator[None]:
+    """Hold a lock that ends with the process: on SQLite of a file next to the database, or else an advisory lock of
+    PostgreSQL on a separate connection.
+
+    The end of the connection, as when the database is started again, releases the advisory lock. It is then taken
+    again.
     """
-    file = sqlite_file(database.url)
-    if file is None:
-        async with _process_lock(database, TRAINERS, trainer_id):
+    if (file := sqlite_file(database.url)) is not None:
+        with _locked_file(_lock_file(file, id)):
             yield
         return
-    lock = _trainer_lock(file, trainer_id)
+    ended = asyncio.Event()
+    held = asyncio.get_running_loop().create_future()
+    keeper = asyncio.create_task(_keep_locked(database, (kind, func.hashtext(id)), held, ended))
+    try:
+        await asyncio.wait({keeper, held}, return_when=asyncio.FIRST_COMPLETED)
+        if keeper.done():
+            keeper.result()  # the first connection has failed
+        yield
+    finally:
+        ended.set()
+        await keeper
+
+
+@contextmanager
+def _locked_file(lock: Path) -> Iterator[None]:
+    """Hold a lock of the file, which the kernel releases when the process has ended."""
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -407,17 +429,8 @@ async def trainer_liveness(database: Database, trainer_id: str) -> AsyncIterator
         os.close(descriptor)
 
 
-async def dead_trainers(session: AsyncSession, trainer_ids: Sequence[str]) -> list[str]:
-    """Return those of the trainers that have ended."""
-    if is_postgresql(session):
-        return await _without_lock(session, TRAINERS, trainer_ids)
-    file = session.get_bind().engine.url.database
-    assert file is not None, "an embedded database is a file"
-    return [id for id in trainer_ids if _is_unlocked(_trainer_lock(Path(file), id))]
-
-
-def _trainer_lock(database: Path, trainer_id: str) -> Path:
-    return database.with_name(f"{database.name}-{trainer_id}.lock")
+def _lock_file(database: Path, id: str) -> Path:
+    return database.with_name(f"{database.name}-{id}.lock")
 
 
 def _is_unlocked(lock: Path) -> bool:
@@ -434,25 +447,6 @@ def _is_unlocked(lock: Path) -> bool:
     finally:
         os.close(descriptor)
     return True
-
-
-@asynccontextmanager
-async def _process_lock(database: Database, kind: int, id: str) -> AsyncIterator[None]:
-    """Hold an advisory lock of PostgreSQL on a separate connection, which ends with the process.
-
-    The end of the connection, as when the database is started again, releases the lock. It is then taken again.
-    """
-    ended = asyncio.Event()
-    held = asyncio.get_running_loop().create_future()
-    keeper = asyncio.create_task(_keep_locked(database, (kind, func.hashtext(id)), held, ended))
-    try:
-        await asyncio.wait({keeper, held}, return_when=asyncio.FIRST_COMPLETED)
-        if keeper.done():
-            keeper.result()  # the first connection has failed
-        yield
-    finally:
-        ended.set()
-        await keeper
 
 
 async def _keep_locked(
@@ -485,8 +479,13 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 async def _without_lock(session: AsyncSession, kind: int, ids: Sequence[str]) -> list[str]:
-    free = func.pg_try_advisory_xact_lock
-    return [id for id in ids if await session.scalar(select(free(kind, func.hashtext(id))))]
+    """Return the ids whose process does not hold its lock."""
+    if is_postgresql(session):
+        free = func.pg_try_advisory_xact_lock
+        return [id for id in ids if await session.scalar(select(free(kind, func.hashtext(id))))]
+    file = session.get_bind().engine.url.database
+    assert file is not None, "an embedded database is a file"
+    return [id for id in ids if _is_unlocked(_lock_file(Path(file), id))]
 
 
 class LeasedRow:

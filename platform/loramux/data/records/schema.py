@@ -113,6 +113,8 @@ def migrate(url: str) -> str:
         except OSError as error:
             raise RecordsUnavailable(f"the database {parsed!r} cannot be used: {error.strerror}") from None
         _make_private(file)
+    if current_revision(url) == (head := head_revision()):
+        return head  # the only writer is not locked: other workers of the server write
     with _connect(parsed) as connection, connection.begin():
         if connection.dialect.name == "postgresql":
             connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": MIGRATIONS})
@@ -129,7 +131,7 @@ def migrate(url: str) -> str:
         if file is not None:
             broken = connection.execute(text("PRAGMA foreign_key_check")).all()
             assert not broken, f"the migration broke foreign keys: {broken}"
-    return head_revision()
+    return head
 
 
 def _make_private(file: Path) -> None:
