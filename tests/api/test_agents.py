@@ -345,6 +345,35 @@ def test_continue_takes_every_step(served: Served, folder: Path) -> None:
     record("Continue", agent.version, {"chat": take(steps)}, recorder.sent)
 
 
+def test_cline_takes_every_step(served: Served, folder: Path) -> None:
+    site, recorder = served
+    agent = from_npm(folder, "cline", "cline", CLINE_TELEMETRY_DISABLED="1", CLINE_NO_AUTO_UPDATE="1")
+    recorder.sent.clear()
+
+    def use(key: str) -> None:
+        code, out, err = agent.run("auth", "-p", "openai-compatible", "-k", key, "-b", f"{site.url}/v1", "-m", "tiny")
+        assert code == 0, out + err
+
+    def says(text: str, words: str, *arguments: str) -> list[dict[str, Any]]:
+        found = agent.lines("--json", *arguments, "-P", "openai-compatible", "-m", "tiny", text)
+        assert words in json.dumps(found), json.dumps(found)[-1500:]
+        return found
+
+    read = tool_call("read_files", {"files": [{"path": str(agent.folder / "note.txt")}]})
+
+    def wrong_key() -> None:
+        use("sk-wrong")
+        says(HELLO, "Incorrect API key", "--retries", "1")
+
+    use(site.keys["acme"])
+    steps = {
+        "turn": lambda: says(HELLO, "Hello there.") and None,
+        "tools": lambda: says(f"Use it: {read}", SECRET) and None,
+        "wrong key": wrong_key,
+    }
+    record("Cline", agent.version, {"chat": take(steps)}, recorder.sent)
+
+
 def test_qwen_code_takes_every_step(served: Served, folder: Path) -> None:
     """Over the three APIs that it knows."""
     site, recorder = served
