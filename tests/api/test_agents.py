@@ -346,32 +346,42 @@ def test_continue_takes_every_step(served: Served, folder: Path) -> None:
 
 
 def test_cline_takes_every_step(served: Served, folder: Path) -> None:
+    """Over the two APIs for which it takes a URL."""
     site, recorder = served
-    agent = from_npm(folder, "cline", "cline", CLINE_TELEMETRY_DISABLED="1", CLINE_NO_AUTO_UPDATE="1")
+    agent = from_npm(folder, "cline", "cline", CLINE_TELEMETRY_DISABLED="1")
     recorder.sent.clear()
 
-    def use(key: str) -> None:
-        code, out, err = agent.run("auth", "-p", "openai-compatible", "-k", key, "-b", f"{site.url}/v1", "-m", "tiny")
-        assert code == 0, out + err
+    def of(provider: str) -> dict[str, str]:
+        def use(key: str) -> None:
+            code, out, err = agent.run("auth", "-p", provider, "-k", key, "-b", f"{site.url}/v1", "-m", "tiny")
+            assert code == 0, out + err
 
-    def says(text: str, words: str, *arguments: str) -> list[dict[str, Any]]:
-        found = agent.lines("--json", *arguments, "-P", "openai-compatible", "-m", "tiny", text)
-        assert words in json.dumps(found), json.dumps(found)[-1500:]
-        return found
+        def says(text: str, words: str, *arguments: str) -> None:
+            found = agent.lines("--json", "-P", provider, "-m", "tiny", "--retries", "1", *arguments, text)[-1]
+            assert words in found.get("text", found.get("message")), found
 
-    read = tool_call("read_files", {"files": [{"path": str(agent.folder / "note.txt")}]})
+        def second_turn() -> None:
+            _, out, _ = agent.run("history", "--json", "--limit", "1")
+            says(AGAIN, "It goes on.", "--id", json.loads(out)[0]["sessionId"])
 
-    def wrong_key() -> None:
-        use("sk-wrong")
-        says(HELLO, "Incorrect API key", "--retries", "1")
+        def wrong_key() -> None:
+            use("sk-wrong")
+            says(HELLO, "Incorrect API key")
 
-    use(site.keys["acme"])
-    steps = {
-        "turn": lambda: says(HELLO, "Hello there.") and None,
-        "tools": lambda: says(f"Use it: {read}", SECRET) and None,
-        "wrong key": wrong_key,
-    }
-    record("Cline", agent.version, {"chat": take(steps)}, recorder.sent)
+        use(site.keys["acme"])
+        read = tool_call("read_files", {"files": [{"path": str(agent.folder / "note.txt")}]})
+        steps = {
+            "turn": lambda: says(HELLO, "Hello there."),
+            "tools": lambda: says(f"Use it: {read}", SECRET),
+            "second turn": second_turn,
+            "cut stream": lambda: says(CUT, "the engine has failed"),
+            "busy": lambda: says(BUSY, "Here again."),
+            "wrong key": wrong_key,
+        }
+        return take(steps)
+
+    results = {"chat": of("openai-compatible"), "responses": of("openai-native")}
+    record("Cline", agent.version, results, recorder.sent)
 
 
 def test_qwen_code_takes_every_step(served: Served, folder: Path) -> None:

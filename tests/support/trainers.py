@@ -7,6 +7,7 @@ fills a LoRA on the base in BASE, and saves it to FOLDER as the trainer does.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +125,12 @@ def axolotl(base: Path, folder: Path) -> None:
 
 def llama_factory(base: Path, folder: Path) -> None:
     """LLaMA-Factory's supervised fine-tuning: two steps."""
+    from importlib.machinery import ModuleSpec
+    from importlib.util import module_from_spec
+
+    # It is imported for audio only, and no torchaudio is built for the newest torch.
+    sys.modules["torchaudio"] = module_from_spec(ModuleSpec("torchaudio", None))
+    os.environ["DISABLE_VERSION_CHECK"] = "1"  # its bounds are older than the installed packages
     from llamafactory.train.tuner import run_exp
 
     data = folder.parent / f"{folder.name}-data"

@@ -275,7 +275,7 @@ class ResponseBody(InferenceBody, kw_only=True):
         "conversation": Unsupported(f"conversations are not objects here; {_WHOLE}, or 'previous_response_id'."),
         "moderation": Unsupported("answers are not moderated."),
         "prompt": Unsupported("prompts are not stored here; send 'instructions' and 'input'."),
-        "truncation": Unsupported("prompts are never cut; send a shorter 'input'.", (None, "disabled")),
+        "truncation": Unsupported("prompts are never cut; send a shorter 'input'.", (None, "auto", "disabled")),
     }
     nested: ClassVar[Mapping[str, type[Body]]] = {"text": TextConfig, "reasoning": ReasoningConfig}
 

@@ -386,9 +386,9 @@ class ValueWriter:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0 or schema.get("items") is False:
             return '"[" B? "]"'
-        item = self.rule(self.value(schema.get("items", True), (*path, "items")))
-        count = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f'{item} (B? "," B? {item}){count}'
+        items = item = self.rule(self.value(schema.get("items", True), (*path, "items")))
+        if most != 1:  # Lark has no {0,0}
+            items += f' (B? "," B? {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
         return f'"[" B? {items if least else f"({items})?"} B? "]"'
 
     def _alternatives(self, expressions: list[str]) -> str:
