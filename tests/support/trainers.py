@@ -107,18 +107,20 @@ def mlx(base: Path, folder: Path) -> None:
 
 
 def axolotl(base: Path, folder: Path) -> None:
-    """axolotl: its loader's model, and what it writes before and after training."""
+    """axolotl: what it writes before training, and its saving after it."""
     from types import SimpleNamespace
 
-    from axolotl.loaders import ModelLoader, load_tokenizer
+    import peft
+    import torch
+    import transformers
     from axolotl.train import save_initial_configs, save_trained_model
     from axolotl.utils.dict import DictDefault
 
-    lora = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": TARGETS}
-    cfg = DictDefault(lora | {"base_model": str(base), "output_dir": str(folder), "local_rank": 0})
-    tokenizer = load_tokenizer(cfg)
-    model, config = ModelLoader(cfg, tokenizer).load()
-    save_initial_configs(cfg, tokenizer, model, config, None)
+    cfg = DictDefault({"adapter": "lora", "output_dir": str(folder), "local_rank": 0})
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.get_peft_model(model, config)
+    save_initial_configs(cfg, transformers.AutoTokenizer.from_pretrained(base), model, config, None)
     _fill(model)
     save_trained_model(cfg, SimpleNamespace(is_fsdp_enabled=False), model)
 
@@ -143,6 +145,7 @@ def llama_factory(base: Path, folder: Path) -> None:
             **{"dataset": "words", "dataset_dir": str(data), "cutoff_len": 64, "max_steps": 2, "learning_rate": 1e-2},
             **{"finetuning_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_target": ",".join(TARGETS)},
             **{"output_dir": str(folder), "report_to": "none", "use_cpu": True},
+            "disable_gradient_checkpointing": True,
         }
     )
 
@@ -195,8 +198,8 @@ TRAINERS: dict[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
     "unsloth": (unsloth, ("unsloth", "unsloth_zoo", "trl", "torchao", *_DATA)),
     "swift": (swift, ("ms-swift", "modelscope", "modelscope_hub", "einops", "json_repair", "addict", *_DATA)),
     "tinker": (tinker, ("tinker-cookbook", "tinker", "pyrage", "distro", "orjson", "termcolor", "chz")),
-    "axolotl": (axolotl, ("axolotl", "trl", "addict", *_DATA)),
-    "llama_factory": (llama_factory, ("llamafactory", "trl", "omegaconf", *_DATA)),
+    "axolotl": (axolotl, ("axolotl", "trl", "torchao", "bitsandbytes", "fastcore", "numba", "llvmlite", *_MORE, *_DATA)),
+    "llama_factory": (llama_factory, ("llamafactory", "trl==0.24.0", "omegaconf", *_DATA)),
     "torchtune": (torchtune, ("torchtune", "torchao", "omegaconf", "torchdata", *_DATA)),
     "mlx": (mlx, ("mlx", "mlx-cpu", "mlx-lm", "sentencepiece")),
 }
