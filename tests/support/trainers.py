@@ -113,6 +113,8 @@ def axolotl(base: Path, folder: Path) -> None:
     import peft
     import torch
     import transformers
+
+    os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
     from axolotl.train import save_initial_configs, save_trained_model
     from axolotl.utils.dict import DictDefault
 
@@ -198,9 +200,25 @@ TRAINERS: dict[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
     "unsloth": (unsloth, ("unsloth", "unsloth_zoo", "trl", "torchao", *_DATA)),
     "swift": (swift, ("ms-swift", "modelscope", "modelscope_hub", "einops", "json_repair", "addict", *_DATA)),
     "tinker": (tinker, ("tinker-cookbook", "tinker", "pyrage", "distro", "orjson", "termcolor", "chz")),
-    "axolotl": (axolotl, ("axolotl", "trl", "torchao", "bitsandbytes", "fastcore", "numba", "llvmlite", *_MORE, *_DATA)),
-    "llama_factory": (llama_factory, ("llamafactory", "trl==0.24.0", "omegaconf", *_DATA)),
-    "torchtune": (torchtune, ("torchtune", "torchao", "omegaconf", "torchdata", *_DATA)),
+    "axolotl": (
+        axolotl,
+        (
+            *("axolotl", "axolotl-contribs-lgpl", "axolotl-contribs-mit", "addict", "bitsandbytes"),
+            *("colorama", "distro", "fastcore", "llvmlite", "numba", "posthog", "backoff", "scipy"),
+            *("termcolor", "torchao", "trl", *_DATA),
+        ),
+    ),
+    "llama_factory": (
+        llama_factory,
+        ("llamafactory", "trl==0.24.0", "omegaconf", "av", "pillow", "torchdata", "sentencepiece", *_DATA),
+    ),
+    "torchtune": (
+        torchtune,
+        (
+            *("torchtune", "torchao==0.10.0", "omegaconf", "torchdata", "tiktoken"),
+            *("sentencepiece", "blobfile", "kagglehub", *_DATA),
+        ),
+    ),
     "mlx": (mlx, ("mlx", "mlx-cpu", "mlx-lm", "sentencepiece")),
 }
 """Each trainer's maker, and the packages that it needs in addition to those of the tests."""
