@@ -356,13 +356,9 @@ def test_cline_takes_every_step(served: Served, folder: Path) -> None:
             code, out, err = agent.run("auth", "-p", provider, "-k", key, "-b", f"{site.url}/v1", "-m", "tiny")
             assert code == 0, out + err
 
-        def says(text: str, words: str, *arguments: str) -> None:
-            found = agent.lines("--json", "-P", provider, "-m", "tiny", "--retries", "1", *arguments, text)[-1]
+        def says(text: str, words: str) -> None:
+            found = agent.lines("--json", "-P", provider, "-m", "tiny", "--retries", "1", text)[-1]
             assert words in found.get("text", found.get("message")), found
-
-        def second_turn() -> None:
-            _, out, _ = agent.run("history", "--json", "--limit", "1")
-            says(AGAIN, "It goes on.", "--id", json.loads(out)[0]["sessionId"])
 
         def wrong_key() -> None:
             use("sk-wrong")
@@ -373,7 +369,6 @@ def test_cline_takes_every_step(served: Served, folder: Path) -> None:
         steps = {
             "turn": lambda: says(HELLO, "Hello there."),
             "tools": lambda: says(f"Use it: {read}", SECRET),
-            "second turn": second_turn,
             "cut stream": lambda: says(CUT, "the engine has failed"),
             "busy": lambda: says(BUSY, "Here again."),
             "wrong key": wrong_key,
@@ -381,6 +376,7 @@ def test_cline_takes_every_step(served: Served, folder: Path) -> None:
         return take(steps)
 
     results = {"chat": of("openai-compatible"), "responses": of("openai-native")}
+    agent.run("hub", "stop")  # a daemon that the first session started
     record("Cline", agent.version, results, recorder.sent)
 
 

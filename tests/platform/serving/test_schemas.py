@@ -93,6 +93,7 @@ NEXT_TO_OTHERS: dict[str, tuple[Any, Any]] = {
     "/items/anyOf/1/enum": ({"type": "array", "maxItems": 999, "items": {"anyOf": [{}, {"enum": [BEYOND]}]}}, [BEYOND]),
     "/allOf/0/const": ({"allOf": [{"const": BEYOND}, {"minimum": 0}]}, BEYOND),
     "/properties/n/const": ({"minProperties": 1, "properties": {"n": {"const": BEYOND}}}, {"n": BEYOND}),
+    "/properties/enum/const": ({"minProperties": 1, "properties": {"enum": {"const": BEYOND}}}, {"enum": BEYOND}),
     "/properties/properties/enum": (
         {"minProperties": 1, "properties": {"properties": {"enum": [BEYOND]}}},
         {"properties": BEYOND},
