@@ -13,6 +13,7 @@ decides which unknown fields are ignored.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import re
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -381,7 +382,7 @@ def decode_body(data: bytes, body: type[T], note: Callable[[str], object] = lamb
 
 def _decoded(data: bytes, body: type[T], *, ignores_unknown: bool = False) -> T:
     try:
-        return _decoder(body, ignores_unknown).decode(data)
+        return _decoder(body, ignores_unknown).decode(data.removeprefix(codecs.BOM_UTF8))
     except msgspec.ValidationError as error:
         _refuse(str(error), body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -412,7 +413,9 @@ def _closed(body: type[T], ignores_unknown: bool) -> type[T]:
 def _unknown_names(data: bytes | msgspec.Raw, body: type[Body], path: str = "") -> Iterator[str]:
     """Yield a body's unknown fields. Raises InvalidRequest for a field that must not be ignored."""
     known = known_fields(body)
-    for name, value in msgspec.json.decode(data, type=dict[str, msgspec.Raw]).items():
+    for name, value in msgspec.json.decode(
+        bytes(data).removeprefix(codecs.BOM_UTF8), type=dict[str, msgspec.Raw]
+    ).items():
         if name not in known:
             raw = bytes(value)
             ensure_ignorable(path, name, msgspec.json.decode(raw) if len(raw) <= _LONGEST_HARMLESS else raw, known)

@@ -345,6 +345,41 @@ def test_continue_takes_every_step(served: Served, folder: Path) -> None:
     record("Continue", agent.version, {"chat": take(steps)}, recorder.sent)
 
 
+def test_cline_takes_every_step(served: Served, folder: Path) -> None:
+    """Over the two APIs for which it takes a URL."""
+    site, recorder = served
+    agent = from_npm(folder, "cline", "cline", CLINE_TELEMETRY_DISABLED="1")
+    recorder.sent.clear()
+
+    def of(provider: str) -> dict[str, str]:
+        def use(key: str) -> None:
+            code, out, err = agent.run("auth", "-p", provider, "-k", key, "-b", f"{site.url}/v1", "-m", "tiny")
+            assert code == 0, out + err
+
+        def says(text: str, words: str) -> None:
+            found = agent.lines("--json", "-P", provider, "-m", "tiny", "--retries", "1", text)[-1]
+            assert words in found.get("text", found.get("message")), found
+
+        def wrong_key() -> None:
+            use("sk-wrong")
+            says(HELLO, "Incorrect API key")
+
+        use(site.keys["acme"])
+        read = tool_call("read_files", {"files": [{"path": str(agent.folder / "note.txt")}]})
+        steps = {
+            "turn": lambda: says(HELLO, "Hello there."),
+            "tools": lambda: says(f"Use it: {read}", SECRET),
+            "cut stream": lambda: says(CUT, "the engine has failed"),
+            "busy": lambda: says(BUSY, "Here again."),
+            "wrong key": wrong_key,
+        }
+        return take(steps)
+
+    results = {"chat": of("openai-compatible"), "responses": of("openai-native")}
+    agent.run("hub", "stop")  # a daemon that the first session started
+    record("Cline", agent.version, results, recorder.sent)
+
+
 def test_qwen_code_takes_every_step(served: Served, folder: Path) -> None:
     """Over the three APIs that it knows."""
     site, recorder = served

@@ -125,6 +125,13 @@ def test_body_over_the_limit_of_the_context_is_413_on_every_inference_route(site
     assert not site.engine.requests
 
 
+def test_byte_order_mark_before_a_body_is_ignored(site: Site) -> None:
+    body = b'\xef\xbb\xbf{"model": "tiny", "prompt": "x", "frobnicate": 1}'
+    with site.http() as client:
+        answer = client.post(TEXT, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.headers["x-loramux-ignored-fields"]) == (200, "frobnicate")
+
+
 def test_chunked_body_over_the_limit_is_413(site: Site) -> None:
     def chunks() -> Iterator[bytes]:
         for _ in range(MIN_BODY_BYTES // 65536 + 1):

@@ -175,6 +175,16 @@ def test_calls_and_results_without_ids_are_read_as_trainers_write_them(strict: S
     assert prompts(strict)[0].endswith("user: hello|assistant: [now z=1]|tool: noon|assistant:")
 
 
+def test_calls_and_results_with_empty_ids_are_read_in_their_order(strict: Site) -> None:
+    call = {"id": "", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    turns = [
+        HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "", "content": "noon"},
+    ]
+    assert after(strict, "/v1/chat/completions", messages=turns) == "user: hello|assistant: [now]|tool: noon|"
+
+
 def test_more_calls_than_tools_can_be_offered_are_taken_back(strict: Site) -> None:
     calls = [CALLED | {"id": f"a{i}"} for i in range(300)]
     prompt = after(strict, "/v1/chat/completions", messages=[HELLO, {"role": "assistant", "tool_calls": calls}, NEXT])
@@ -216,6 +226,45 @@ def test_assistants_blocks_are_taken_back(strict: Site, content: list[dict[str, 
     history = [HELLO, {"role": "assistant", "content": content}, NEXT]
     joined = "user: hello\n\nand?|" if not shown else f"user: hello|{shown}user: and?|"
     assert after(strict, "/v1/messages", messages=history) == joined
+
+
+HOSTED_ITEMS: list[dict[str, Any]] = [
+    {"type": "web_search_call", "id": "w", "status": "completed", "action": {"type": "search", "query": "q"}},
+    {"type": "mcp_list_tools", "id": "l", "server_label": "s", "tools": [{"name": "t", "input_schema": {}}]},
+    {"type": "code_interpreter_call", "id": "c", "code": "1", "container_id": "k", "outputs": None},
+]
+HOSTED_BLOCKS: list[dict[str, Any]] = [
+    {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "q"}},
+    {"type": "web_search_tool_result", "tool_use_id": "s", "content": {"type": "web_search_tool_result_error"}},
+    {"type": "code_execution_tool_result", "tool_use_id": "s", "content": {"stdout": ""}},
+    {"type": "mcp_tool_result", "tool_use_id": "s", "content": [{"type": "text", "text": "r"}]},
+]
+
+
+def test_calls_that_another_vendors_servers_have_run_are_left_out_and_named(strict: Site) -> None:
+    answer = {"role": "assistant", "content": "x"}
+    history = [HELLO, *HOSTED_ITEMS, answer, NEXT]
+    assert after(strict, "/v1/responses", input=history) == "user: hello|assistant: x|user: and?|"
+    with strict.http() as http:
+        named = http.post("/v1/responses", json={"model": "tiny", "input": history}).headers["x-loramux-ignored-fields"]
+    assert named == "input[1] (web_search_call), input[2] (mcp_list_tools), input[3] (code_interpreter_call)"
+    for text, shown in ([[WRITTEN], "assistant: x|"], [[], ""]):
+        turns = [HELLO, {"role": "assistant", "content": [*HOSTED_BLOCKS, *text]}, NEXT]
+        joined = f"user: hello|{shown}user: and?|" if shown else "user: hello\n\nand?|"
+        assert after(strict, "/v1/messages", messages=turns) == joined
+    with strict.http() as http:
+        asked = {"model": "tiny", "max_tokens": 3, "messages": turns}
+        named = http.post("/v1/messages", json=asked).headers["x-loramux-ignored-fields"]
+    assert named.startswith("messages[1].content[0] (server_tool_use), messages[1].content[1] (web_search_tool_result)")
+
+
+def test_object_as_the_result_of_the_callers_own_tool_is_refused_by_its_place(strict: Site) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
+    results = [{"type": "tool_result", "tool_use_id": "a", "content": {"stdout": ""}}]
+    turns = [HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": results}]
+    with strict.http() as http:
+        refused = http.post("/v1/messages", json={"model": "tiny", "max_tokens": 3, "messages": turns})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[2].content[0].content")
 
 
 def test_tool_reference_in_a_result_names_the_tool(strict: Site) -> None:

@@ -7,6 +7,7 @@ fills a LoRA on the base in BASE, and saves it to FOLDER as the trainer does.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,84 @@ def mlx(base: Path, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(document))
 
 
+def axolotl(base: Path, folder: Path) -> None:
+    """axolotl: what it writes before training, and its saving after it."""
+    from types import SimpleNamespace
+
+    import peft
+    import torch
+    import transformers
+
+    os.environ["AXOLOTL_DO_NOT_TRACK"] = "1"
+    from axolotl.train import save_initial_configs, save_trained_model
+    from axolotl.utils.dict import DictDefault
+
+    cfg = DictDefault({"adapter": "lora", "output_dir": str(folder), "local_rank": 0})
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = peft.get_peft_model(model, config)
+    save_initial_configs(cfg, transformers.AutoTokenizer.from_pretrained(base), model, config, None)
+    _fill(model)
+    save_trained_model(cfg, SimpleNamespace(is_fsdp_enabled=False), model)
+
+
+def llama_factory(base: Path, folder: Path) -> None:
+    """LLaMA-Factory's supervised fine-tuning: two steps."""
+    from importlib.machinery import ModuleSpec
+    from importlib.util import module_from_spec
+
+    # It is imported for audio only, and no torchaudio is built for the newest torch.
+    sys.modules["torchaudio"] = module_from_spec(ModuleSpec("torchaudio", None))
+    os.environ["DISABLE_VERSION_CHECK"] = "1"  # its bounds are older than the installed packages
+    from llamafactory.train.tuner import run_exp
+
+    data = folder.parent / f"{folder.name}-data"
+    data.mkdir()
+    (data / "dataset_info.json").write_text(json.dumps({"words": {"file_name": "words.json"}}))
+    (data / "words.json").write_text(json.dumps([{"instruction": "the quick", "input": "", "output": "fox"}] * 4))
+    run_exp(
+        {
+            **{"stage": "sft", "do_train": True, "model_name_or_path": str(base), "template": "empty"},
+            **{"dataset": "words", "dataset_dir": str(data), "cutoff_len": 64, "max_steps": 2, "learning_rate": 1e-2},
+            **{"finetuning_type": "lora", "lora_rank": 4, "lora_alpha": 8, "lora_target": ",".join(TARGETS)},
+            **{"output_dir": str(folder), "report_to": "none", "use_cpu": True},
+            "disable_gradient_checkpointing": True,
+        }
+    )
+
+
+def torchtune(base: Path, folder: Path) -> None:
+    """torchtune's checkpointer, with its own model of the base."""
+    import torch
+    from torchtune import training
+    from torchtune.models.llama3_1 import lora_llama3_1
+    from torchtune.modules.peft import get_adapter_state_dict, get_lora_module_names
+
+    config = json.loads((base / "config.json").read_text())
+    model = lora_llama3_1(
+        **{"lora_attn_modules": ["q_proj", "k_proj", "v_proj"], "apply_lora_to_mlp": True, "lora_rank": 4},
+        **{"lora_alpha": 8, "vocab_size": config["vocab_size"], "num_layers": config["num_hidden_layers"]},
+        **{"num_heads": config["num_attention_heads"], "num_kv_heads": config["num_key_value_heads"]},
+        **{"embed_dim": config["hidden_size"], "intermediate_dim": config["intermediate_size"], "max_seq_len": 128},
+    )
+    torch.manual_seed(2)
+    adapter = {
+        name: torch.randn_like(tensor) * 0.2 for name, tensor in get_adapter_state_dict(model.state_dict()).items()
+    }
+    names = get_lora_module_names(["q_proj", "k_proj", "v_proj"], apply_lora_to_mlp=True, apply_lora_to_output=False)
+    checkpointer = training.FullModelHFCheckpointer(
+        str(base), ["model.safetensors"], "LLAMA3", str(folder.parent / f"{folder.name}-output")
+    )
+    saved = {"r": 4, "lora_alpha": 8, "target_modules": names, "peft_type": "LORA"}
+    checkpointer.save_checkpoint(
+        {training.ADAPTER_KEY: adapter, training.ADAPTER_CONFIG: saved},
+        epoch=0,
+        intermediate_checkpoint=False,
+        adapter_only=True,
+    )
+    (folder.parent / f"{folder.name}-output" / "epoch_0").rename(folder)
+
+
 def _fill(model: Any) -> None:
     """Give every trained parameter values that matter."""
     import torch
@@ -121,6 +200,25 @@ TRAINERS: dict[str, tuple[Callable[[Path, Path], None], tuple[str, ...]]] = {
     "unsloth": (unsloth, ("unsloth", "unsloth_zoo", "trl", "torchao", *_DATA)),
     "swift": (swift, ("ms-swift", "modelscope", "modelscope_hub", "einops", "json_repair", "addict", *_DATA)),
     "tinker": (tinker, ("tinker-cookbook", "tinker", "pyrage", "distro", "orjson", "termcolor", "chz")),
+    "axolotl": (
+        axolotl,
+        (
+            *("axolotl", "axolotl-contribs-lgpl", "axolotl-contribs-mit", "addict", "bitsandbytes"),
+            *("colorama", "distro", "fastcore", "llvmlite", "numba", "posthog", "backoff", "scipy"),
+            *("termcolor", "torchao", "trl", *_DATA),
+        ),
+    ),
+    "llama_factory": (
+        llama_factory,
+        ("llamafactory", "trl==0.24.0", "omegaconf", "av", "pillow", "torchdata", "sentencepiece", *_DATA),
+    ),
+    "torchtune": (
+        torchtune,
+        (
+            *("torchtune", "torchao==0.10.0", "omegaconf", "torchdata", "tiktoken"),
+            *("sentencepiece", "blobfile", "kagglehub", *_DATA),
+        ),
+    ),
     "mlx": (mlx, ("mlx", "mlx-cpu", "mlx-lm", "sentencepiece")),
 }
 """Each trainer's maker, and the packages that it needs in addition to those of the tests."""

@@ -293,7 +293,8 @@ def _add(turns: ConversationBuilder, message: ChatMessage, where: str) -> None:
         raise InvalidRequest(f"'{where}.tool_calls' belongs to an assistant's message.", field=f"{where}.tool_calls")
     text = _content(message, f"{where}.content")
     if message.role == "tool":
-        if not message.tool_call_id and not message.name:  # trainers name the function, as chat templates do
+        # Trainers name the function, as chat templates do, and some servers give all calls an empty id.
+        if message.tool_call_id is None and not message.name:
             field = f"{where}.tool_call_id"
             message_ = f"Missing required parameter: '{field}'; it is the id of the call that this message answers."
             raise InvalidRequest(message_, field=field, code="missing_required_parameter")

@@ -65,8 +65,8 @@ class ContentBlock(Part, kw_only=True):
     input: Any = None
     """A call's arguments: an object."""
     tool_use_id: Text | None = None
-    content: Text | Blocks | None = None
-    """A call's result, or the text of a search result."""
+    content: Text | Blocks | Fields | None = None
+    """A call's result, or the text of a search result; an object only in results of another vendor's servers."""
     source: Text | DocumentSource | None = None
     """A document's text, or a search result's address."""
     title: Text | None = None
@@ -211,9 +211,15 @@ class PromptBody(InferenceBody, kw_only=True):
     }
 
     def without_effect(self) -> Iterator[str]:
-        """Yield the tools that are left out."""
+        """Yield the tools and blocks that are left out."""
         types = ((f"tools[{i}]", tool.type or "custom") for i, tool in enumerate(self.tools or []))
-        return left_out_tools(types, (tool.where for tool in _offered(self.tools or [])))
+        yield from left_out_tools(types, (tool.where for tool in _offered(self.tools or [])))
+        blocks = (
+            (f"messages[{i}].content[{j}]", block.type)
+            for i, message in enumerate(self.messages)
+            for j, block in enumerate(message.content if isinstance(message.content, list) else ())
+        )
+        yield from left_out_tools((one for one in blocks if _is_hosted(one[1])), ())
 
 
 @taking_numbers(without=("presence_penalty", "frequency_penalty"))
@@ -426,11 +432,13 @@ def _add_assistant(turns: ConversationBuilder, content: str | list[ContentBlock]
     if isinstance(content, str):
         turns.add_text(content, begins_turn=True)
         return
-    if not content:
+    if all(_is_hosted(block.type) for block in content):
         turns.begin_answer()
     for i, block in enumerate(content):
         at = f"{where}[{i}]"
         match block.type:
+            case hosted if _is_hosted(hosted):
+                pass
             case "thinking" | "redacted_thinking":
                 if thought := read_thought(block.thinking):
                     turns.add_thought(thought)
@@ -440,9 +448,18 @@ def _add_assistant(turns: ConversationBuilder, content: str | list[ContentBlock]
                 turns.add_text(_text(block, at))
 
 
-def _texts(content: str | list[ContentBlock] | None, where: str) -> str:
+def _is_hosted(type: str) -> bool:
+    """Return whether a block is about a tool that another vendor's servers have run."""
+    return type in ("server_tool_use", "mcp_tool_use") or type.endswith("_tool_result")
+
+
+def _texts(content: str | list[ContentBlock] | dict[str, Any] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    if isinstance(content, dict):
+        raise InvalidRequest(
+            f"Invalid value for '{where}': send a text, or a list of blocks.", field=where, code="invalid_value"
+        )
     return "\n".join(_text(block, f"{where}[{i}]") for i, block in enumerate(content))
 
 

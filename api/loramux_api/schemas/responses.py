@@ -90,6 +90,11 @@ _OF_VLLM = (
 LOGPROBS = "message.output_text.logprobs"
 _WHOLE = "send the whole conversation as 'input'"
 _CALLED = ("function", "custom")
+_HOSTED = frozenset(
+    {"web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"}
+    | {"mcp_call", "mcp_list_tools", "mcp_approval_request", "mcp_approval_response"}
+)
+"""Types of items about tools that another vendor's servers have run."""
 
 
 class InputItem(msgspec.Struct, omit_defaults=True):
@@ -123,8 +128,10 @@ class InputItem(msgspec.Struct, omit_defaults=True):
 class ResponseTool(msgspec.Struct, omit_defaults=True):
     """A tool that the answer may call."""
 
-    type: Name
-    """`function`, `custom`, `namespace` with some of both, or `tool_search`. Tools of other types are left out."""
+    type: Name | None = None
+    """`function`, `custom`, `namespace` with some of both, or `tool_search`. Tools of other types are left out. Only
+    the tools that another server has listed have no type.
+    """
     name: Name | None = None
     description: Text | None = None
     parameters: Fields | None = None
@@ -275,14 +282,16 @@ class ResponseBody(InferenceBody, kw_only=True):
         "conversation": Unsupported(f"conversations are not objects here; {_WHOLE}, or 'previous_response_id'."),
         "moderation": Unsupported("answers are not moderated."),
         "prompt": Unsupported("prompts are not stored here; send 'instructions' and 'input'."),
-        "truncation": Unsupported("prompts are never cut; send a shorter 'input'.", (None, "disabled")),
+        "truncation": Unsupported("prompts are never cut; send a shorter 'input'.", (None, "auto", "disabled")),
     }
     nested: ClassVar[Mapping[str, type[Body]]] = {"text": TextConfig, "reasoning": ReasoningConfig}
 
     def without_effect(self) -> Iterator[str]:
-        """Yield the tools that are left out."""
+        """Yield the tools and items that are left out."""
         tools = self.tools or []
-        return left_out_tools(_types(tools, "tools"), (tool.where for tool in _offered(tools, "tools")))
+        yield from left_out_tools(_types(tools, "tools"), (tool.where for tool in _offered(tools, "tools")))
+        items = enumerate(() if isinstance(self.input, str) else self.input)
+        yield from left_out_tools(((f"input[{i}]", item.type) for i, item in items if item.type in _HOSTED), ())
 
 
 def stateless_request(body: ResponseBody) -> GenerationRequest:
@@ -380,11 +389,12 @@ def toolbox(body: ResponseBody, history: Sequence[InputItem] = ()) -> Toolbox:
 
 
 def _items(body: ResponseBody, history: Sequence[InputItem]) -> Iterator[tuple[str, InputItem]]:
-    """Yield the items of the conversation with their paths."""
+    """Yield the items of the conversation with their paths, without those about hosted tools."""
     for i, item in enumerate(history):
         yield f"previous_response_id[{i}]", item
     for i, item in enumerate(() if isinstance(body.input, str) else body.input):
-        yield f"input[{i}]", item
+        if item.type not in _HOSTED:
+            yield f"input[{i}]", item
 
 
 def _asked(choice: Literal["none", "auto", "required"] | ResponseToolChoice | None) -> Asked:
@@ -409,7 +419,7 @@ def _offered(tools: Iterable[ResponseTool], where: str, namespace: str | None = 
     """Yield the tools that can be offered, including those of namespaces. Raises InvalidRequest."""
     for i, tool in enumerate(tools):
         at = f"{where}[{i}]"
-        match tool.type:
+        match required(tool, "type", at):
             case "function":
                 function = FunctionDefinition(_name(tool, at), tool.description, tool.parameters, tool.strict)
                 yield offered_function(function, at, namespace)
@@ -429,7 +439,7 @@ def _types(tools: Iterable[ResponseTool], where: str) -> Iterator[tuple[str, str
         if tool.type == "namespace":
             yield from _types(tool.tools or [], f"{where}[{i}].tools")
         else:
-            yield f"{where}[{i}]", tool.type
+            yield f"{where}[{i}]", tool.type or ""
 
 
 def _name(tool: ResponseTool, where: str) -> str:

@@ -283,14 +283,14 @@ def ensure_hosted(type: str, where: str, known: Sequence[str] = ("function", "cu
 
 
 def left_out_tools(types: Iterable[tuple[str, str]], offered: Iterable[str]) -> Iterator[str]:
-    """Yield reports of the tools that are not offered. `types` has the path and type of every tool, `offered` the paths
-    of the offered ones.
+    """Yield reports of the tools, or of the records of their calls, that are left out. `types` has the path and type of
+    each, `offered` the paths of those that are offered.
     """
     known = set(offered)
     out = [f"{where} ({type[:40]})" for where, type in types if where not in known]
     yield from out[:MAX_LEFT_OUT]
     if len(out) > MAX_LEFT_OUT:
-        yield f"{len(out) - MAX_LEFT_OUT} more tools"
+        yield f"{len(out) - MAX_LEFT_OUT} more"
 
 
 def chat_choice(choice: ToolChoice | None) -> Asked:

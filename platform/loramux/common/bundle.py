@@ -65,6 +65,7 @@ _IGNORED = re.compile(
     | (optimizer|scheduler|scaler)\.(pt|bin) | rng_state(_\d+)?\.pth | latest | events\.out\.tfevents\..*
     | (global_step\d+|checkpoint-\d+|runs|logs|wandb)(/.*)?
     | special_tokens_map\.json | vocab\.json | merges\.txt | tokenizer\.model
+    | adapter_model\.pt                                     # torchtune's second copy, in its own form
     | additional_config\.json | args\.json | configuration\.json | Modelfile | checkpoint_complete
     | (video_)?(pre)?processor_config\.json
     """,

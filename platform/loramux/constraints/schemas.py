@@ -228,7 +228,9 @@ class Sieve:
         self._num_parts = 0
         self._names: dict[int, str] = {}
         """Names of the parts that are referred to, by the `id` of each part."""
-        self._pending: list[tuple[str, Path, Any]] = []
+        self.places: dict[str, Path] = {}
+        """The first reference to each definition."""
+        self._pending: list[tuple[str, Any]] = []
         self._exclusive: list[tuple[Path, list[Schema]]] = []
         """Alternatives of which a value may match only one."""
 
@@ -237,8 +239,8 @@ class Sieve:
         schema = self._part(root, ())
         definitions: dict[str, Schema] = {}
         while self._pending:
-            name, path, part = self._pending.pop()
-            definitions[name] = self._part(part, path)
+            name, part = self._pending.pop()
+            definitions[name] = self._part(part, self.places[name])
         for path, branches in self._exclusive if self._strict else ():
             if (reason := json_fault({"oneOf": branches, "$defs": definitions})) is not None:
                 raise SchemaFault(path, reason)
@@ -341,7 +343,8 @@ class Sieve:
 
     def _new(self, key: int, target: Any, path: Path) -> str:
         name = self._names[key] = str(len(self._names))
-        self._pending.append((name, path, target))
+        self.places[name] = path
+        self._pending.append((name, target))
         return name
 
     def _tried(self, schema: dict[str, Any], path: Path) -> dict[str, Any]:

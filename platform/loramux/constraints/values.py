@@ -153,23 +153,22 @@ class ValueWriter:
         self.spelling = spelling
         self.strict = strict
         self._prefix = prefix
-        self.root, self._definitions = Sieve(schema, strict=strict).sift(schema)
+        sieve = Sieve(schema, strict=strict)
+        self.root, self._definitions = sieve.sift(schema)
+        self._places = sieve.places
         self._references = References({"$defs": self._definitions})
         self._rules: dict[str, str] = {}
         """Names of rules by their expression. A name has the suffix `[lazy]` if its rule ends as early as it can."""
         self._recursive: list[str] = []
         """Rules that may refer to themselves."""
-        self._used: dict[str, Path] = {}
+        self._used: list[str] = []
         """Definitions that rules refer to, in the order of their first use."""
 
     def finish(self) -> list[str]:
         """Return the rules; called when all expressions are made. Raises SchemaFault."""
-        number = 0
-        while number < len(self._used):
-            name = list(self._used)[number]
-            expression = self.value(self._definitions[name], ("$defs", name))
+        for name in self._used:  # grows while a definition is written
+            expression = self.value(self._definitions[name], self._places[name])
             self._recursive.append(f"{self._prefix}_d{name}: {expression}")
-            number += 1
         return [*self._recursive, *(f"{rule}: {expression}" for expression, rule in self._rules.items())]
 
     def definition(self, reference: str) -> Schema:
@@ -347,7 +346,8 @@ class ValueWriter:
         here = (*path, keyword)
         if keyword == "$ref":
             name = value.rpartition("/")[2]
-            self._used.setdefault(name, here)
+            if name not in self._used:
+                self._used.append(name)
             return f"{self._prefix}_d{name}"
         if keyword == "anyOf":
             return self._alternatives([self.value(one, (*here, str(i))) for i, one in enumerate(value)])
@@ -386,9 +386,9 @@ class ValueWriter:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0 or schema.get("items") is False:
             return '"[" B? "]"'
-        item = self.rule(self.value(schema.get("items", True), (*path, "items")))
-        count = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        items = f'{item} (B? "," B? {item}){count}'
+        items = item = self.rule(self.value(schema.get("items", True), (*path, "items")))
+        if most != 1:  # Lark has no {0,0}
+            items += f' (B? "," B? {item}){{{max(least - 1, 0)},{"" if most is None else most - 1}}}'
         return f'"[" B? {items if least else f"({items})?"} B? "]"'
 
     def _alternatives(self, expressions: list[str]) -> str:
@@ -450,11 +450,7 @@ class JsonWriter(ValueWriter):
 
     def beyond(self, schema: dict[str, Any], others: frozenset[str], path: Path) -> str | None:  # noqa: ARG002
         """Return the schema in llguidance's form, without parts that llguidance cannot enforce. Raises SchemaFault."""
-        kept: dict[str, Any] = {}
-        for keyword, value in sorted(schema.items(), key=lambda item: item[0] != "type"):
-            exact = self._held(value, (*path, keyword), is_value=keyword in ("const", "enum"))
-            if exact is not None:
-                kept[keyword] = exact
+        kept = self._held(dict(sorted(schema.items(), key=lambda item: item[0] != "type")), path)
         definitions = self._reached(kept)
         if (reason := json_fault({**kept, "$defs": definitions})) is not None:
             self.leave_out(path, reason)
@@ -470,30 +466,28 @@ class JsonWriter(ValueWriter):
         pending = [*references_in(schema)]
         while pending:
             if (name := pending.pop()) not in found and name in self._definitions:
-                found[name] = self._held(self._definitions[name], ("$defs", name))
+                found[name] = self._held(self._definitions[name], self._places[name])
                 pending += references_in(found[name])
         return found
 
-    def _held(self, part: Any, path: Path, *, is_value: bool = False) -> Any:
-        """Return a part of a schema without the values that llguidance would change; None if the part itself is such a
-        value.
-        """
-        if is_value:
-            if self._is_changed(part):
-                self.leave_out(path, "holds a number beyond 2^53, or the text of a token, next to other keywords")
-                return None
-            return part
-        if isinstance(part, dict):
-            inner = {
-                name: self._held(
-                    one, (*path, name), is_value=name in ("const", "enum") and path[-1:] != ("properties",)
-                )
-                for name, one in part.items()
-            }
-            return {name: one for name, one in inner.items() if one is not None}
-        if isinstance(part, list):
-            return [self._held(one, (*path, str(place))) for place, one in enumerate(part)]
-        return part
+    def _held(self, schema: Any, path: Path) -> Any:
+        """Return a schema without the values that llguidance would change."""
+        if not isinstance(schema, dict):
+            return schema
+        held: dict[str, Any] = {}
+        for keyword, part in schema.items():
+            here = (*path, keyword)
+            if keyword in ("const", "enum") and self._is_changed(part):
+                self.leave_out(here, "holds a number beyond 2^53, or the text of a token, next to other keywords")
+            elif keyword in ("const", "enum"):
+                held[keyword] = part
+            elif keyword in ("properties", "patternProperties"):
+                held[keyword] = {name: self._held(one, (*here, name)) for name, one in part.items()}
+            elif isinstance(part, list):
+                held[keyword] = [self._held(one, (*here, str(place))) for place, one in enumerate(part)]
+            else:
+                held[keyword] = self._held(part, here)
+        return held
 
     def _is_changed(self, value: Any) -> bool:
         if isinstance(value, dict):

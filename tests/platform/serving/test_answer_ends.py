@@ -134,6 +134,13 @@ def test_stop_string_before_a_call_ends_the_answer_without_the_call() -> None:
         assert (answer.text, answer.calls, answer.stop_string) == ("so ", "", "END"), pieces
 
 
+def test_text_that_may_begin_a_stop_string_is_given_out_before_a_call() -> None:
+    for pieces in cuts(f"t</think>y;{CALL}"):
+        answer = Answer(pieces, stop=(";z",))
+        [first, *_] = [number for number, delta in enumerate(answer.deltas) if delta.calls]
+        assert "".join(delta.text for delta in answer.deltas[: first + 1]) == "y;", pieces
+
+
 def test_answer_that_stops_within_a_thought_that_the_prompt_opened_is_the_text() -> None:
     for pieces in cuts("\n42 </thi"):
         answer = Answer(pieces)

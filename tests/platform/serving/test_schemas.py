@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from typing import Any
 
@@ -81,6 +82,51 @@ def test_bounds_that_a_double_cannot_hold_are_left_out_or_refused(keyword: str) 
 def test_bounds_next_to_one_that_is_left_out_are_kept() -> None:
     grammar = of(member({"type": "integer", "minimum": -(2**63), "maximum": 9}))
     assert (allows(grammar, '{"e":9}'), allows(grammar, '{"e":10}')) == (True, False)
+
+
+BEYOND = 2**53 + 1
+NEXT_TO_OTHERS: dict[str, tuple[Any, Any]] = {
+    "/enum": ({"type": "integer", "enum": [BEYOND], "minimum": 0}, BEYOND),
+    "/const": ({"const": BEYOND, "minimum": 0}, BEYOND),
+    "/enum of an object": ({"enum": [{"k": [BEYOND]}], "minProperties": 1}, {"k": [BEYOND]}),
+    "/prefixItems/0/const": ({"type": "array", "prefixItems": [{"const": BEYOND}]}, [BEYOND]),
+    "/items/anyOf/1/enum": ({"type": "array", "maxItems": 999, "items": {"anyOf": [{}, {"enum": [BEYOND]}]}}, [BEYOND]),
+    "/allOf/0/const": ({"allOf": [{"const": BEYOND}, {"minimum": 0}]}, BEYOND),
+    "/properties/n/const": ({"minProperties": 1, "properties": {"n": {"const": BEYOND}}}, {"n": BEYOND}),
+    "/properties/enum/const": ({"minProperties": 1, "properties": {"enum": {"const": BEYOND}}}, {"enum": BEYOND}),
+    "/properties/properties/enum": (
+        {"minProperties": 1, "properties": {"properties": {"enum": [BEYOND]}}},
+        {"properties": BEYOND},
+    ),
+    "/patternProperties/^n/const": ({"patternProperties": {"^n": {"const": BEYOND}}}, {"n": BEYOND}),
+    "/additionalProperties/const": ({"minProperties": 1, "additionalProperties": {"const": BEYOND}}, {"n": BEYOND}),
+}
+"""Schemas that llguidance writes whole, because of a keyword that has no rule here, and values of them."""
+
+
+@pytest.mark.parametrize("path", NEXT_TO_OTHERS)
+def test_integers_beyond_2_53_next_to_other_keywords_are_left_out_or_refused(path: str) -> None:
+    schema, value = NEXT_TO_OTHERS[path]
+    assert allows(of(member(schema)), json.dumps({"e": value}))
+    place = re.escape(f"/properties/e{path.partition(' ')[0]}")
+    with pytest.raises(ValueError, match=f"^{place}: holds a number beyond 2"):
+        of(member(schema), strict=True)
+
+
+def test_integers_beyond_2_53_of_a_definition_next_to_other_keywords_are_left_out_or_refused() -> None:
+    one = {"minProperties": 1, "properties": {"n": {"$ref": "#/$defs/N"}}}
+    schema = {**member(one), "$defs": {"N": {"const": BEYOND}}}
+    assert allows(of(schema), json.dumps({"e": {"n": BEYOND}}))
+    with pytest.raises(ValueError, match=r"^/properties/e/properties/n/[$]ref/const: holds a number beyond 2"):
+        of(schema, strict=True)
+
+
+def test_members_named_like_keywords_are_enforced_next_to_other_keywords() -> None:
+    members = {"enum": {"type": "integer", "maximum": 5}, "const": {"enum": [1, 2**53]}}
+    grammar = of(member({"minProperties": 1, "properties": members, "required": [*members]}), strict=True)
+    assert allows(grammar, '{"e":{"enum":5,"const":1}}')
+    assert not allows(grammar, '{"e":{"enum":6,"const":1}}')
+    assert not allows(grammar, '{"e":{"enum":5,"const":2}}')
 
 
 @pytest.mark.parametrize("text", ["\\ud83d\\ude00", "caf\\u00e9", "\\/", "\\u0041", "\x7f", "\\u0000", "é😀"])
@@ -239,6 +285,9 @@ def test_schema_that_is_too_deep_is_refused() -> None:
         ({"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}, 4, 6),
         ({"type": "array", "prefixItems": [{"const": 1}], "items": {"type": "string"}}, [1, "a"], [2]),
         ({"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}, [1, 2], [1]),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 1}, [1], [1, 2]),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 1}, [1], []),
+        ({"type": "array", "items": {"type": "integer"}, "maxItems": 0}, [], [1]),
         ({"type": "object", "minProperties": 1, "additionalProperties": {"type": "null"}}, {"a": None}, {}),
         (
             {"type": "object", "patternProperties": {"^n": {"const": 1}}, "additionalProperties": False},

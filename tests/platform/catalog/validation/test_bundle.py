@@ -269,6 +269,7 @@ def test_bundle_added_tokens_with_a_gap_are_refused(base: BaseText, tmp_path: Pa
         *("README.md", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "scheduler.pt", "trainer_state.json"),
         *("special_tokens_map.json", "runs/x/events.out.tfevents.1", "checkpoint-50/optimizer.pt", "training_loss.png"),
         *("additional_config.json", "args.json", "Modelfile", "checkpoint_complete", "processor_config.json"),
+        "adapter_model.pt",
     ],
 )
 def test_bundle_files_of_the_trainer_s_own_are_ignored(name: str) -> None:
