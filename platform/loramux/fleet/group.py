@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from secrets import token_bytes
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import BaseSettings
 from loramux.common.units import TokenCounts
 from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied, OnEvent
+from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.messages import (
     AdapterRef,
     EngineCount,
@@ -48,9 +51,11 @@ from loramux.engine.messages import (
 )
 from loramux.fleet.autoscaling import Autoscaler, ScalingPolicy
 from loramux.fleet.member import EngineBusy, EngineStatus, FleetEngine, LaunchEngine, UnknownEngine, conflict_of
-from loramux.fleet.router import Router, RoutingRequest, place_pins, prefix_hashes
+from loramux.fleet.placement import place_pins
+from loramux.fleet.router import Router
 from loramux.fleet.shares import ShareExchange
-from loramux.fleet.view import EngineState
+from loramux.fleet.traffic import RoutingRequest
+from loramux.fleet.view import EngineState, EngineView
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +78,9 @@ DRAIN_SECONDS = 60.0
 """Seconds for the requests of an engine that is no longer needed to end."""
 EXCHANGE_SECONDS = 0.25
 """Seconds between two exchanges of service between the engines."""
+VIEW_SECONDS = 0.02
+"""Seconds for which the router uses the same views, because collecting them takes time: statistics come once a second.
+"""
 
 
 class Run:
@@ -86,20 +94,25 @@ class Run:
         "has_begun",
         "is_cancelled",
         "is_moving",
+        "left",
         "num_before",
         "num_deaths",
         "num_lost",
         "on_event",
         "request",
+        "routed",
         "timeout",
         "token_ids",
     )
 
-    def __init__(self, request: Request, on_event: OnEvent, now: float) -> None:
+    def __init__(self, request: Request, on_event: OnEvent, now: float, routed: RoutingRequest) -> None:
         self.request = request
+        self.routed = routed
         self.on_event = on_event
         self.engine: FleetEngine | None = None
         """Engine that has the request; None while the request waits for an engine."""
+        self.left: FleetEngine | None = None
+        """Engine that had the request last, and gave it back or died. The request goes elsewhere if it can."""
         self.token_ids: list[int] = []
         """Tokens of the answer so far."""
         self.num_deaths = 0
@@ -171,6 +184,7 @@ class Run:
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
         self.count = self._with(count or EngineCount())
         self.num_before = len(self.token_ids)
+        self.left = self.engine
         self.engine, self.is_moving, self.has_begun = None, False, False
 
     @property
@@ -187,8 +201,12 @@ class Run:
 class EngineGroup:
     """The engines of one base, with the methods of an `EngineClient`; `stats` returns the statistics of each engine."""
 
-    def __init__(self, base: BaseSettings, settings: Settings, launch: LaunchEngine) -> None:
-        """`settings` are those of an engine of `base`."""
+    def __init__(
+        self, base: BaseSettings, settings: Settings, launch: LaunchEngine, prefix_key: bytes | None = None
+    ) -> None:
+        """`settings` are those of an engine of `base`. Servers with the same `prefix_key` find the prompts' beginnings
+        that engines have cached for each other; None: a random key.
+        """
         num_at_start = max(1, base.engines.min)
         self._members = {
             name: FleetEngine(name, base.name, own, self._heard(launch), is_wanted=number < num_at_start)
@@ -208,6 +226,11 @@ class EngineGroup:
         """Requests by their group: the choices of one API request share a prompt and a deadline."""
         self._pins: dict[tuple[str, str], tuple[AdapterRef, FleetEngine]] = {}
         self._router = Router()
+        self._views: tuple[EngineView, ...] = ()
+        self._viewed_at = -math.inf
+        self._prefix_key = prefix_key or token_bytes(32)
+        self._block_size = 1
+        """Tokens of a page; known after the start."""
         self._exchange = ShareExchange()
         self._next_exchange: asyncio.TimerHandle | None = None
         self._orders: dict[str, asyncio.Task[EngineStatus]] = {}
@@ -242,6 +265,7 @@ class EngineGroup:
                 self._ended.set()
                 raise outcome
         common = common_facts(facts)
+        self._block_size = common.block_size
         for member, outcome in zip(wanted, outcomes, strict=True):
             if isinstance(outcome, ModelFacts) and (conflict := conflict_of(outcome, common)) is not None:
                 logger.error("the engine %s is not used: %s", member.name, conflict)
@@ -307,6 +331,7 @@ class EngineGroup:
     async def _serve_with(self, member: FleetEngine) -> None:
         """Give an engine that serves again the waiting requests, and the pins that it should hold."""
         self._router.forget(member.name)
+        self._collect_views(self._now())
         if self._scaler is not None:
             self._scaler.changed(self._now())
         for run in sorted(self._waiting.values(), key=lambda run: not run.token_ids):
@@ -340,7 +365,10 @@ class EngineGroup:
             raise EngineDied("no engine serves, and none could be started for longer than a request waits")
         if self._scaler is not None:
             self._scaler.requested(self._now())
-        run = Run(request, on_event, self._now())
+        if len(self._members) > 1:
+            digests = prefix_digests(self._prefix_key, request.tenant, request.prompt_token_ids, self._block_size)
+            request = msgspec.structs.replace(request, prefix_digests=digests)
+        run = Run(request, on_event, self._now(), RoutingRequest.of(request, self._block_size))
         self._place(run)
         self._runs[request.id] = run
         if run.engine is None:
@@ -401,7 +429,7 @@ class EngineGroup:
         """Give the remaining part of the request to an engine; return False if no engine serves."""
         if run.is_suspect and self._trial not in (None, run):
             return False
-        engine = self._choose(run.request)
+        engine = self._choose(run)
         if engine is None:
             return False
         if run.is_suspect:
@@ -413,24 +441,31 @@ class EngineGroup:
         run.engine = engine
         engine.requests.add(run.request.id)
         if len(self._members) > 1:
-            self._router.sent(self._routed(run.request), engine.name, self._now())
+            self._router.sent(run.routed, engine.name, self._now())
         return True
 
-    def _routed(self, request: Request) -> RoutingRequest:
-        return RoutingRequest.of(request, prefix_hashes(request.kv_identity, request.prompt_token_ids))
-
-    def _choose(self, request: Request) -> FleetEngine | None:
+    def _choose(self, run: Run) -> FleetEngine | None:
         """Return the engine for a request: the engine of its group's other choices, or the router's choice."""
-        for choice in self._groups.get(request.group_id, {}).values():
+        for choice in self._groups.get(run.request.group_id, {}).values():
             if choice.engine is not None and choice.engine.is_ready:
                 return choice.engine
-        ready = self._ready
-        if len(ready) < 2:
-            return ready[0] if ready else None
-        routed = self._routed(request)
-        chosen = self._router.choose(routed, [member.view for member in ready], self._now())
-        assert chosen is not None, "an engine is ready"
-        return self._members[chosen]
+        now = self._now()
+        if now - self._viewed_at >= VIEW_SECONDS:
+            self._collect_views(now)
+        chosen = self._router.choose(run.routed, self._views_for(run), now)
+        if chosen is None or not self._members[chosen].is_ready:
+            self._collect_views(now)
+            chosen = self._router.choose(run.routed, self._views_for(run), now)
+        return None if chosen is None else self._members[chosen]
+
+    def _views_for(self, run: Run) -> tuple[EngineView, ...]:
+        """Return the views of the engines that the request may go to."""
+        if run.left is None:
+            return self._views
+        return tuple(view for view in self._views if view.engine != run.left.name) or self._views
+
+    def _collect_views(self, now: float) -> None:
+        self._views, self._viewed_at = tuple(member.view for member in self._ready), now
 
     def _on_event(self, run: Run, engine: FleetEngine, event: TokenEvent) -> None:
         if event.token_id is not None:
@@ -530,7 +565,8 @@ class EngineGroup:
         if not self._ready:
             raise EngineDied("no engine serves")
         digests = {ref.digest, *(digest for digest, _ in self._pins)}
-        placed = place_pins(digests, [member.name for member in self._ready])
+        pages = {digest: pages for member in self._ready for digest, pages in member.view.resident.items()}
+        placed = place_pins(digests, [member.name for member in self._ready], pages)
         engine = next(engine for engine, held in placed.items() if ref.digest in held)
         return await self._pin_on(self._members[engine], ref, owner)
 

@@ -7,11 +7,12 @@ clocks of two machines are not compared.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Mapping
 
 import msgspec
 
-from loramux.engine.messages import EngineStats, KvIdentity
+from loramux.engine.messages import EngineStats
 
 
 class EngineState(enum.StrEnum):
@@ -37,12 +38,14 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     state: EngineState = EngineState.READY
     at: float = 0.0
     """Time by the server's clock when the statistics arrived."""
-    resident: frozenset[str] = frozenset()
-    """Digests of the revisions that are in the pool or are being loaded."""
+    resident: Mapping[str, int] = {}
+    """Pages of the revisions that are in the pool or are being loaded, by digest."""
+    activated: frozenset[str] = frozenset()
+    """Digests of the resident activated LoRAs."""
     pinned: frozenset[str] = frozenset()
     """Digests of the revisions that pins keep in the pool."""
-    prefixes: Mapping[KvIdentity, int] = {}
-    """Tokens in the largest prefix trees, by identity."""
+    prefixes: frozenset[int] = frozenset()
+    """Digests of cached beginnings of prompts (`engine.memory.prefix_digests`)."""
     queue_tokens: int = 0
     """Prompt tokens still to compute."""
     waiting: int = 0
@@ -56,6 +59,14 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until every request that waits has begun, by the engine's own estimates."""
     load_s: float = 0.0
     """Mean seconds of a load of an adapter; 0: no adapter was loaded yet."""
+    step_s: float = 0.0
+    """Mean seconds of a step; 0: not measured yet."""
+    weights_s: float = 0.0
+    """Seconds of a step in which the weights of the base are read."""
+    page_s: float = 0.0
+    """Seconds that reading one more page adds to a step; 0: not measured yet."""
+    row_pages: float = 0.0
+    """Mean pages of KV of a running request."""
     pages: int = 0
     free_pages: int = 0
     """Number of pages that are free or can be evicted immediately."""
@@ -79,9 +90,10 @@ def view_of(engine: str, base: str, state: EngineState, stats: EngineStats, at: 
         base=base,
         state=state,
         at=at,
-        resident=frozenset(facts.resident),
+        resident=facts.resident,
+        activated=frozenset(facts.activated),
         pinned=frozenset(facts.pinned),
-        prefixes={prefix.identity: prefix.tokens for prefix in facts.prefixes},
+        prefixes=frozenset(array("Q", facts.prefixes)),
         queue_tokens=facts.queue_tokens,
         waiting=stats.waiting,
         waiting_tenants=facts.waiting_tenants,
@@ -90,6 +102,10 @@ def view_of(engine: str, base: str, state: EngineState, stats: EngineStats, at: 
         prefill_tokens_per_s=facts.prefill_tokens_per_s,
         wait_s=facts.wait_s,
         load_s=stats.adapter_load_seconds / stats.adapter_loads if stats.adapter_loads else 0.0,
+        step_s=facts.step_s,
+        page_s=facts.page_s,
+        weights_s=facts.weights_s,
+        row_pages=stats.pages_kv / max(1, stats.running),
         pages=stats.pages_total,
         free_pages=stats.pages_free + stats.pages_kv_cached + stats.pages_adapters_idle,
     )
