@@ -32,6 +32,8 @@ from loramux.simulator.traffic import Arrivals, draw_arrivals
 
 FULL = 0.9
 """Share of a resource in use above which it counts as the one that binds."""
+FULL_POOL = 0.75
+"""The same for the pool while requests wait: a part of it is kept for answers that grow."""
 FRONT_TOKEN_S, FRONT_REQUEST_S = 30e-6, 3e-3
 """Processor seconds of the server's own process for a streamed token and for a request, as `benchmarks/front.py` has
 measured them.
@@ -267,7 +269,7 @@ class Simulation:
         requests, tokens = served
         if seconds and (requests * FRONT_REQUEST_S + tokens * FRONT_TOKEN_S) / seconds > FULL:
             return "front"
-        if waited and pool.mean > FULL:
+        if waited and pool.mean > FULL_POOL:
             return "memory"
         reading = sum(engine.busy["bandwidth"] for engine in self.engines)
         computing = sum(engine.busy["arithmetic"] for engine in self.engines)

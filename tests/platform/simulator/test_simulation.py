@@ -193,7 +193,7 @@ def report_of(prompt: int, output: int, rate: float, **fields: object) -> Simula
 def test_report_names_the_resource_that_binds() -> None:
     assert report_of(4000, 2, 12.0).bound_by == "arithmetic"
     assert report_of(8, 200, 20.0).bound_by == "bandwidth"
-    assert report_of(100, 100, 60.0, pool_tokens=2000).bound_by == "memory"
+    assert report_of(100, 100, 60.0, pool_tokens=4000).bound_by == "memory"
     assert report_of(8, 2, 2000.0).bound_by == "front", "2,000 requests per second are too many for one process"
 
 
