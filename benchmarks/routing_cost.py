@@ -26,8 +26,7 @@ from loramux.engine.memory.prefix_digests import identity_mask, prefix_digests
 from loramux.engine.messages import AdapterRef, EngineStats, Request, RoutingFacts, SamplingParams
 from loramux.engine.statistics import REPORTED_PREFIXES
 from loramux.fleet.router import Router
-from loramux.fleet.traffic import RoutingRequest
-from loramux.fleet.view import EngineState, view_of
+from loramux.fleet.view import EngineState, RoutingRequest, view_of
 from loramux.simulator.scenario import choose
 
 BLOCK, REQUESTS_PER_S, RESIDENT, IN_FLIGHT = 16, 2000, 500, 40

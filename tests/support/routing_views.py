@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from loramux.engine.messages import KvIdentity
 from loramux.fleet.router import Router
-from loramux.fleet.traffic import RoutingRequest
-from loramux.fleet.view import EngineView
+from loramux.fleet.view import EngineView, RoutingRequest
 
 
 def engines(count: int, **fields: Any) -> list[EngineView]:
@@ -32,7 +32,7 @@ def ask(number: int, digest: str | None = "a", prompt: int = 500, tenant: str = 
     return RoutingRequest(id=f"r{number}", identity=KvIdentity(tenant, digest, scope), prompt_tokens=prompt, **rest)
 
 
-def route(router: Router, request: RoutingRequest, views: list[EngineView], now: float = 0.0) -> str:
+def route(router: Router, request: RoutingRequest, views: Sequence[EngineView], now: float = 0.0) -> str:
     engine = router.choose(request, views, now)
     assert engine is not None
     router.sent(request, engine, now)

@@ -54,8 +54,7 @@ from loramux.fleet.member import EngineBusy, EngineStatus, FleetEngine, LaunchEn
 from loramux.fleet.placement import place_pins
 from loramux.fleet.router import Router
 from loramux.fleet.shares import ShareExchange
-from loramux.fleet.traffic import RoutingRequest
-from loramux.fleet.view import EngineState, EngineView
+from loramux.fleet.view import EngineState, EngineView, RoutingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,6 @@ class Run:
         "has_begun",
         "is_cancelled",
         "is_moving",
-        "left",
         "num_before",
         "num_deaths",
         "num_lost",
@@ -105,14 +103,13 @@ class Run:
         "token_ids",
     )
 
-    def __init__(self, request: Request, on_event: OnEvent, now: float, routed: RoutingRequest) -> None:
+    def __init__(self, request: Request, on_event: OnEvent, now: float, routed: RoutingRequest | None = None) -> None:
         self.request = request
         self.routed = routed
+        """The request's properties for the router; None if the group has one engine."""
         self.on_event = on_event
         self.engine: FleetEngine | None = None
         """Engine that has the request; None while the request waits for an engine."""
-        self.left: FleetEngine | None = None
-        """Engine that had the request last, and gave it back or died. The request goes elsewhere if it can."""
         self.token_ids: list[int] = []
         """Tokens of the answer so far."""
         self.num_deaths = 0
@@ -184,7 +181,6 @@ class Run:
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
         self.count = self._with(count or EngineCount())
         self.num_before = len(self.token_ids)
-        self.left = self.engine
         self.engine, self.is_moving, self.has_begun = None, False, False
 
     @property
@@ -365,10 +361,12 @@ class EngineGroup:
             raise EngineDied("no engine serves, and none could be started for longer than a request waits")
         if self._scaler is not None:
             self._scaler.requested(self._now())
+        routed = None
         if len(self._members) > 1:
             digests = prefix_digests(self._prefix_key, request.tenant, request.prompt_token_ids, self._block_size)
             request = msgspec.structs.replace(request, prefix_digests=digests)
-        run = Run(request, on_event, self._now(), RoutingRequest.of(request, self._block_size))
+            routed = RoutingRequest.of(request, self._block_size)
+        run = Run(request, on_event, self._now(), routed)
         self._place(run)
         self._runs[request.id] = run
         if run.engine is None:
@@ -440,7 +438,7 @@ class EngineGroup:
         engine.client.submit(rest, partial(self._on_event, run, engine))
         run.engine = engine
         engine.requests.add(run.request.id)
-        if len(self._members) > 1:
+        if run.routed is not None:
             self._router.sent(run.routed, engine.name, self._now())
         return True
 
@@ -449,20 +447,17 @@ class EngineGroup:
         for choice in self._groups.get(run.request.group_id, {}).values():
             if choice.engine is not None and choice.engine.is_ready:
                 return choice.engine
+        if run.routed is None:
+            return next(iter(self._ready), None)
         now = self._now()
         if now - self._viewed_at >= VIEW_SECONDS:
             self._collect_views(now)
-        chosen = self._router.choose(run.routed, self._views_for(run), now)
-        if chosen is None or not self._members[chosen].is_ready:
+        chosen = self._router.choose(run.routed, self._views, now)
+        if chosen is None or not self._members[chosen].is_ready:  # an engine has come or gone since
             self._collect_views(now)
-            chosen = self._router.choose(run.routed, self._views_for(run), now)
+            chosen = self._router.choose(run.routed, self._views, now)
+        assert chosen is None or self._members[chosen].is_ready, f"the router has chosen {chosen}, which does not serve"
         return None if chosen is None else self._members[chosen]
-
-    def _views_for(self, run: Run) -> tuple[EngineView, ...]:
-        """Return the views of the engines that the request may go to."""
-        if run.left is None:
-            return self._views
-        return tuple(view for view in self._views if view.engine != run.left.name) or self._views
 
     def _collect_views(self, now: float) -> None:
         self._views, self._viewed_at = tuple(member.view for member in self._ready), now
@@ -476,7 +471,8 @@ class EngineGroup:
         # Every token of every request comes through here. The rest is needed only for an engine's first token and last
         # event.
         if len(run.token_ids) == run.num_before + 1:
-            self._router.started(run.request.id, self._now())
+            if run.routed is not None:
+                self._router.started(run.request.id, self._now())
             run.cached_tokens = max(run.cached_tokens, event.cached_tokens)
             self._end_trial(run)
         if event.finish_reason is not None:
@@ -526,7 +522,8 @@ class EngineGroup:
 
     def _leave(self, run: Run, engine: FleetEngine) -> None:
         engine.requests.discard(run.request.id)
-        self._router.ended(run.request.id, self._now())
+        if run.routed is not None:
+            self._router.ended(run.request.id, self._now())
         if not engine.requests:
             engine.idle.set()
 

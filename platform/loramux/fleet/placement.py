@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
@@ -31,7 +31,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from loramux.fleet.traffic import EngineLoad, SentRequest
+from loramux.fleet.view import EngineLoad, SentRequest
 
 MAX_KEYS = 16_384
 """Maximum number of keys whose homes and load are remembered."""
@@ -139,24 +139,27 @@ class Placement:
         level += max(0.0, level - 1.0) * others
         return max(1, min(most, math.ceil(level / home_load)))
 
-    def homes(
-        self, key: str, engines: Mapping[str, EngineLoad], copies: int, holds: Callable[[EngineLoad], bool], now: float
-    ) -> list[str]:
-        """Return the `copies` engines that should get requests of `key`, the first home first. `holds` returns whether
-        an engine has the adapter or the beginning of the prompt now.
-        """
+    def known_homes(self, key: str, engines: Mapping[str, EngineLoad], now: float) -> list[str]:
+        """Return the homes of `key` so far that are among `engines`; none if it had no request for long."""
         demand = self._demand.get(key)
-        known = [] if demand is None or self._is_stale(demand, now) else [e for e in demand.homes if e in engines]
-        if len(known) >= copies:
-            return known[:copies]
+        if demand is None or self._is_stale(demand, now):
+            return []
+        return [engine for engine in demand.homes if engine in engines]
+
+    def homes(
+        self, key: str, known: list[str], copies: int, engines: Mapping[str, EngineLoad], holders: list[str], now: float
+    ) -> list[str]:
+        """Return `copies` engines that should get requests of `key`: those that are `known`, and further ones.
+
+        `holders` are the engines that have the adapter or the beginning of the prompt now.
+        """
         order = [engine for engine in engine_order(key, tuple(engines)) if engine not in known]
-        holding = dict.fromkeys(engine for engine in order if holds(engines[engine]))
         if copies == 1:
-            order = [*holding, *[engine for engine in order[:CHOICES] if engine not in holding]]
-        demand = demand or Demand()
+            order = [engine for place, engine in enumerate(order) if place < CHOICES or engine in holders]
+        demand = self._demand.get(key) or Demand()
 
         def score(engine: str) -> tuple[bool, float]:
-            return self._score(demand, engines[engine], engine in holding, now)
+            return self._score(demand, engines[engine], engine in holders, now)
 
         return [*known, *sorted(order, key=score)[: copies - len(known)]]
 
@@ -192,26 +195,26 @@ class Placement:
         """Count a request of a key, and keep `homes`, which `homes` has returned. Class batch raises no load, so it
         gets no copies.
         """
-        key = sent.key
+        key, request = sent.key, sent.request
         demand = self._demand.get(key)
         if demand is None:
-            kv_pages = sent.prompt_tokens // sent.block_size if sent.identity.digest is None else 0
+            kv_pages = 0 if request.identity.digest else request.prompt_tokens // request.block_size
             demand = self._demand[key] = Demand(changed_at=now, kv_pages=kv_pages)
             if len(self._demand) > MAX_KEYS:
                 self._forget_one()
         self._demand.move_to_end(key)
-        demand.prompt_tokens = sent.prompt_tokens
+        demand.prompt_tokens = request.prompt_tokens
         pages = engines[sent.engine].view.resident.get(key, 0) if sent.engine in engines else 0
         if pages and pages != demand.pages:
             for home in demand.homes:
                 self._pages_of[home] += pages - demand.pages
             demand.pages = self._known_pages = pages
         self._settle(key, demand, homes, engines, now)
-        demand.change(0 if sent.is_background else 1, now, self._policy.half_life_s, sent.tokens)
+        demand.change(0 if request.is_background else 1, now, self._policy.half_life_s, sent.tokens)
 
     def note_ended(self, sent: SentRequest, now: float) -> None:
         """Count the end of a request."""
-        if (demand := self._demand.get(sent.key)) and not sent.is_background:
+        if (demand := self._demand.get(sent.key)) and not sent.request.is_background:
             demand.change(-1, now, self._policy.half_life_s)
 
     def forget(self, engine: str) -> None:

@@ -19,13 +19,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 
-from loramux.engine.memory.prefix_digests import DEPTHS, identity_mask
 from loramux.fleet.placement import Placement, RoutingPolicy, draw, engine_order
-from loramux.fleet.traffic import EngineLoad, RoutingRequest, SentRequest
-from loramux.fleet.view import EngineState, EngineView
+from loramux.fleet.view import EngineLoad, EngineState, EngineView, RoutingRequest, SentRequest
 
 KEY_DEPTH = 3
 """Place in `DEPTHS` of the beginning by which prompts of the base belong together."""
@@ -44,7 +41,8 @@ class Router:
         """Every engine that was ever in a view."""
         self._homes_of: tuple[RoutingRequest | None, list[str]] = None, []
         """The request of the last choice, and its homes."""
-        self._seen: Sequence[EngineView] = ()
+        self._seen: Sequence[EngineView] | None = None
+        """Views from which `_fleet` was made; None: it must be made anew. Empty views are views too."""
         self._fleet = FleetEstimate({}, (), {}, 0, 0, 0.0, 0.0)
 
     @property
@@ -85,16 +83,7 @@ class Router:
         loads = self._fleet.loads
         load = self._engines.get(engine)
         cached = self._cached(request, load) if load is not None else 0
-        key, tokens = key_of(request), request.prompt_tokens - cached
-        sent = SentRequest(
-            engine,
-            key,
-            request.identity,
-            tokens,
-            request.is_background,
-            prompt_tokens=request.prompt_tokens,
-            block_size=request.block_size,
-        )
+        sent = SentRequest(engine, key_of(request), request, request.prompt_tokens - cached)
         self._open[request.id] = sent
         known, homes = self._homes_of
         if known is not request:
@@ -103,8 +92,6 @@ class Router:
         if load is not None:
             load.send(sent, now)
             self._fleet.requests += engine in loads
-            for mask in request.masks(load.view):
-                load.beginnings.update(dict.fromkeys([digest ^ mask for digest in request.prefix], now))
         self.placement.rebalance(loads, now)
 
     def started(self, request_id: str, now: float) -> None:
@@ -132,7 +119,7 @@ class Router:
                 del self._open[request_id]
                 self.placement.note_ended(sent, -math.inf)
         self.placement.forget(engine)
-        self._seen = ()
+        self._seen = None
 
     # estimates
 
@@ -169,8 +156,12 @@ class Router:
 
     def _homes(self, request: RoutingRequest, fleet: FleetEstimate, now: float) -> list[str]:
         """Return the engines that should have the request's adapter, or its prompt's beginning."""
-        copies = self._copies(key_of(request), fleet, now)
-        return self.placement.homes(key_of(request), fleet.loads, copies, partial(_holds, request), now)
+        key = key_of(request)
+        homes = self.placement.known_homes(key, fleet.loads, now)
+        copies = self._copies(key, fleet, now)
+        if len(homes) >= copies:
+            return homes[:copies]
+        return self.placement.homes(key, homes, copies, fleet.loads, _holders(request, fleet), now)
 
     def _copies(self, key: str, fleet: FleetEstimate, now: float) -> int:
         policy, count = self.policy, len(fleet.loads)
@@ -227,28 +218,22 @@ class Router:
         """Return the tokens of the longest beginning of the prompt that the engine has cached, or will have when it
         has begun the requests that were sent since its last report.
         """
-        reported, sent = load.view.prefixes, load.beginnings
-        for mask in request.masks(load.view):
-            for place in range(len(request.prefix) - 1, -1, -1):
-                digest = request.prefix[place] ^ mask
-                if digest in reported or digest in sent:
-                    return self._tokens_at(place, request)
-        return 0
-
-    @staticmethod
-    def _tokens_at(place: int, request: RoutingRequest) -> int:
-        """Return the tokens of a beginning. An engine always computes at least one token of a prompt."""
-        return min(DEPTHS[place] * request.block_size, request.prompt_tokens - 1)
+        return max(
+            load.cached_tokens(request, request.prefix), load.cached_tokens(request, request.base_prefix(load.view))
+        )
 
 
-def _holds(request: RoutingRequest, load: EngineLoad) -> bool:
-    """Return whether an engine has the request's adapter, or for the base the beginning that makes its key."""
+def _holders(request: RoutingRequest, fleet: FleetEstimate) -> list[str]:
+    """Return the engines that have the request's adapter, or for the base the beginning that makes its key."""
     if (digest := request.identity.digest) is not None:
-        return digest in load.view.resident
-    if not request.prefix:
-        return False
-    beginning = request.prefix[: KEY_DEPTH + 1][-1] ^ identity_mask(request.identity)
-    return beginning in load.view.prefixes or beginning in load.beginnings
+        return [engine for engine, load in fleet.loads.items() if digest in load.view.resident]
+    beginning = key_beginning(request)
+    return [engine for engine, load in fleet.loads.items() if load.has_cached(beginning)]
+
+
+def key_beginning(request: RoutingRequest) -> int:
+    """Return the digest of the beginning by which prompts of the base belong together; 0: the prompt is shorter."""
+    return request.prefix[min(KEY_DEPTH, len(request.prefix) - 1)] if request.prefix else 0
 
 
 def key_of(request: RoutingRequest) -> str:
@@ -256,7 +241,7 @@ def key_of(request: RoutingRequest) -> str:
     same beginning.
     """
     tenant, digest, scope = request.identity
-    return digest or f"{tenant}/{scope}/{request.prefix[: KEY_DEPTH + 1][-1] if request.prefix else 0:x}"
+    return digest or f"{tenant}/{scope}/{key_beginning(request):x}"
 
 
 @dataclass(eq=False, slots=True)

@@ -8,11 +8,9 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from loramux.engine.memory.prefix_digests import identity_mask
 from loramux.fleet.placement import RoutingPolicy, draw, engine_order
 from loramux.fleet.router import FleetEstimate, Router, key_of
-from loramux.fleet.traffic import EngineLoad, RoutingRequest
-from loramux.fleet.view import EngineState, EngineView
+from loramux.fleet.view import EngineLoad, EngineState, EngineView, RoutingRequest
 
 MAX_PREFIXES = 65_536
 """Maximum number of beginnings of prompts that `ResidencyRouter` remembers."""
@@ -99,21 +97,19 @@ class ResidencyRouter(Router):
         return dict.fromkeys([*near, *homes, *two] if len(homes) < 3 else [*near, *two])
 
     def _cached(self, request: RoutingRequest, load: EngineLoad) -> int:
-        reported = load.view.prefixes
-        known = [digest ^ request.masks(load.view)[-1] for digest in request.prefix]
-        if not known or (known[0] not in reported and super()._cached(request, load) == 0):
-            return 0
-        for place in range(len(known) - 1, -1, -1):
-            if (load.view.engine, known[place]) in self._sent_to:
-                return self._tokens_at(place, request)
+        known = request.prefix
+        if known and (known[0] in load.view.prefixes or super()._cached(request, load)):
+            for place in range(len(known) - 1, -1, -1):
+                if (load.view.engine, known[place]) in self._sent_to:
+                    return request.tokens_at(place)
         return 0
 
     def sent(self, request: RoutingRequest, engine: str, now: float) -> None:
         """Remember the beginnings of the prompt."""
         super().sent(request, engine, now)
         for digest in request.prefix:
-            self._sent_to[engine, digest ^ identity_mask(request.identity)] = None
-            self._sent_to.move_to_end((engine, digest ^ identity_mask(request.identity)))
+            self._sent_to[engine, digest] = None
+            self._sent_to.move_to_end((engine, digest))
         while len(self._sent_to) > MAX_PREFIXES:
             self._sent_to.popitem(last=False)
 

@@ -13,8 +13,7 @@ from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.messages import Request, TokenEvent
 from loramux.fleet.placement import place_pins
 from loramux.fleet.shares import ShareExchange
-from loramux.fleet.traffic import RoutingRequest
-from loramux.fleet.view import EngineState, EngineView
+from loramux.fleet.view import EngineState, EngineView, RoutingRequest
 from loramux.simulator.baselines import ROUTERS
 from loramux.simulator.engine import NEVER, SimulatedEngine
 from loramux.simulator.report import (

@@ -13,8 +13,7 @@ from loramux.engine.memory.prefix_digests import DEPTHS, identity_mask, prefix_d
 from loramux.engine.messages import KvIdentity
 from loramux.fleet.placement import engine_order, place_pins
 from loramux.fleet.router import Router
-from loramux.fleet.traffic import RoutingRequest
-from loramux.fleet.view import EngineState, EngineView
+from loramux.fleet.view import EngineState, EngineView, RoutingRequest
 
 
 def copies(router: Router, digest: str, views: list[EngineView], now: float) -> int:
@@ -59,6 +58,13 @@ def test_only_ready_engines_are_chosen_and_none_means_wait() -> None:
         assert Router().choose(ask(1), changed(engines(3), home, state=state), 0.0) != home
     assert Router().choose(ask(1), engines(2, state=EngineState.STARTING), 0.0) is None
     assert Router().choose(ask(1), [], 0.0) is None
+
+
+def test_engine_that_came_back_and_is_gone_again_is_not_chosen() -> None:
+    router = Router()
+    route(router, ask(1), tuple(engines(2)))
+    router.forget("e0")
+    assert router.choose(ask(2), (), 1.0) is None
 
 
 def test_hot_adapter_gets_engines_at_once_and_loses_them_by_half_lives() -> None:
@@ -163,13 +169,14 @@ def test_pinned_adapter_is_placed_on_one_engine_and_served_there() -> None:
 
 def prompt_of(number: int, identity: KvIdentity, tokens: list[int]) -> RoutingRequest:
     """A request with the digests of its prompt, in pages of 16 tokens."""
-    prefix = prefix_digests(b"key", identity.tenant, tokens, 16)
+    mask = identity_mask(identity)
+    prefix = tuple(digest ^ mask for digest in prefix_digests(b"key", identity.tenant, tokens, 16))
     return RoutingRequest(id=f"r{number}", identity=identity, prompt_tokens=len(tokens), prefix=prefix, block_size=16)
 
 
 def reported(request: RoutingRequest) -> frozenset[int]:
     """The digests that an engine reports after the request."""
-    return frozenset(digest ^ identity_mask(request.identity) for digest in request.prefix)
+    return frozenset(request.prefix)
 
 
 def test_chat_returns_to_the_engine_that_has_its_prefix() -> None:
@@ -220,8 +227,8 @@ def test_evicted_prefix_attracts_nothing() -> None:
 
 
 def test_base_kv_of_an_activated_lora_counts_for_all_its_adapters() -> None:
-    base = prompt_of(1, KvIdentity("t", None, ""), list(range(4000)))
-    adapter = msgspec.structs.replace(base, identity=KvIdentity("t", "a", ""), base_identity=base.identity)
+    base, own = (prompt_of(1, KvIdentity("t", digest, ""), list(range(4000))) for digest in (None, "a"))
+    adapter = msgspec.structs.replace(own, base_identity=base.identity)
     plain, activated = (
         engines(1, prefixes=reported(base), resident={"a": 4}, activated=frozenset(names))[0] for names in ("", "a")
     )

@@ -29,13 +29,15 @@ def prefix_digests(key: bytes, tenant: str, token_ids: Sequence[int], block_size
 
     `key` has at most 64 bytes. Equal digests mean equal tokens of one tenant.
     """
-    hashed = blake2b(tenant.encode(), digest_size=8, key=key)
-    digests, start = [], 0
+    hashed = blake2b(tenant.encode() + b"\0", digest_size=8, key=key)
+    num_pages = min(len(token_ids) // block_size, DEPTHS[-1])
+    tokens = memoryview(array("i", token_ids[: num_pages * block_size])).cast("B")
+    width, digests, start = tokens.nbytes // max(1, num_pages), [], 0
     for depth in DEPTHS:
-        end = depth * block_size
-        if end > len(token_ids):
+        if depth > num_pages:
             break
-        hashed.update(array("i", token_ids[start:end]).tobytes())
+        end = depth * width
+        hashed.update(tokens[start:end])
         digests.append(int.from_bytes(hashed.digest(), "little"))
         start = end
     return tuple(digests)
