@@ -1,4 +1,4 @@
-"""What a server knows of its engines: their latest statistics, brought up to date with the server's own requests.
+"""Engines as a server sees them: their latest statistics, brought up to date with what the server has sent since.
 
 An `EngineView` has the latest statistics of an engine, which are a second old or older, with the time of their arrival.
 Times are by the server's clock, not the engine's, because clocks of two machines are not compared. Routing, shares and
