@@ -11,6 +11,6 @@ after an engine's death, and restarts.
     shares   autoscaling            in whose turn, how many
     view                            an engine by its statistics, and by what was sent to it since
 
-`router`, `placement`, `shares` and `autoscaling` decide only from views and get the time as an argument, so the simulator runs the
-same code. The modules above them hold everything with processes and messages.
+`router`, `placement`, `shares` and `autoscaling` decide only from views and get the time as an argument, so the
+simulator runs the same code. The modules above them hold everything with processes and messages.
 """

@@ -93,6 +93,7 @@ class Run:
         "has_begun",
         "is_cancelled",
         "is_moving",
+        "left",
         "num_before",
         "num_deaths",
         "num_lost",
@@ -110,6 +111,8 @@ class Run:
         self.on_event = on_event
         self.engine: FleetEngine | None = None
         """Engine that has the request; None while the request waits for an engine."""
+        self.left: FleetEngine | None = None
+        """Engine that had the request last, and gave it back or died. The request goes to another engine if it can."""
         self.token_ids: list[int] = []
         """Tokens of the answer so far."""
         self.num_deaths = 0
@@ -181,6 +184,7 @@ class Run:
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
         self.count = self._with(count or EngineCount())
         self.num_before = len(self.token_ids)
+        self.left = self.engine
         self.engine, self.is_moving, self.has_begun = None, False, False
 
     @property
@@ -452,12 +456,18 @@ class EngineGroup:
         now = self._now()
         if now - self._viewed_at >= VIEW_SECONDS:
             self._collect_views(now)
-        chosen = self._router.choose(run.routed, self._views, now)
+        chosen = self._router.choose(run.routed, self._views_for(run), now)
         if chosen is None or not self._members[chosen].is_ready:  # an engine has come or gone since
             self._collect_views(now)
-            chosen = self._router.choose(run.routed, self._views, now)
+            chosen = self._router.choose(run.routed, self._views_for(run), now)
         assert chosen is None or self._members[chosen].is_ready, f"the router has chosen {chosen}, which does not serve"
         return None if chosen is None else self._members[chosen]
+
+    def _views_for(self, run: Run) -> tuple[EngineView, ...]:
+        """Return the views of the engines that the request may go to."""
+        if run.left is None:
+            return self._views
+        return tuple([view for view in self._views if view.engine != run.left.name]) or self._views
 
     def _collect_views(self, now: float) -> None:
         self._views, self._viewed_at = tuple(member.view for member in self._ready), now
