@@ -218,9 +218,9 @@ class Router:
         """Return the tokens of the longest beginning of the prompt that the engine has cached, or will have when it
         has begun the requests that were sent since its last report.
         """
-        return max(
-            load.cached_tokens(request, request.prefix), load.cached_tokens(request, request.base_prefix(load.view))
-        )
+        cached = load.cached_tokens(request, request.prefix)
+        shared = request.base_prefix(load.view)
+        return max(cached, load.cached_tokens(request, shared)) if shared else cached
 
 
 def _holders(request: RoutingRequest, fleet: FleetEstimate) -> list[str]:
