@@ -155,23 +155,24 @@ class Placement:
         """
         order = [engine for engine in engine_order(key, tuple(engines)) if engine not in known]
         if copies == 1:
-            order = [engine for place, engine in enumerate(order) if place < CHOICES or engine in holders]
+            order = [*order[:CHOICES], *[engine for engine in order[CHOICES:] if engine in holders]]
         demand = self._demand.get(key) or Demand()
-
-        def score(engine: str) -> tuple[bool, float]:
-            return self._score(demand, engines[engine], engine in holders, now)
-
-        return [*known, *sorted(order, key=score)[: copies - len(known)]]
+        rows, tokens_per_s = demand.means(now)
+        means = max(1.0, rows), tokens_per_s
+        scores = {engine: self._score(demand, means, engines[engine], engine in holders) for engine in order}
+        return [*known, *sorted(order, key=scores.__getitem__)[: copies - len(known)]]
 
     def _is_stale(self, demand: Demand, now: float) -> bool:
         return not demand.in_flight and now - demand.changed_at > self._policy.settle_s
 
-    def _score(self, demand: Demand, engine: EngineLoad, is_held: bool, now: float) -> tuple[bool, float]:
+    def _score(
+        self, demand: Demand, means: tuple[float, float], engine: EngineLoad, is_held: bool
+    ) -> tuple[bool, float]:
         """Return the order of engines for a key: room in the pool first, then the least predicted work.
 
         An engine that holds the key already may have more work: it need not load or compute anything.
         """
-        seconds = engine.work_s + self.added_s(demand, engine, now, least_rows=1.0)
+        seconds = engine.work_s + added_s(demand, means, engine)
         return not (is_held or self._fits(demand, engine)), seconds if is_held else HOLDING_WORTH * seconds
 
     def _fits(self, demand: Demand, engine: EngineLoad) -> bool:
@@ -179,15 +180,6 @@ class Placement:
         view = engine.view
         held = demand.kv_pages or demand.pages or self._known_pages
         return self._pages_of.get(view.engine, 0) + held + view.running * view.row_pages <= max(1, view.pages)
-
-    def added_s(self, demand: Demand, engine: EngineLoad, now: float, least_rows: float = 0.0) -> float:
-        """Return the seconds that a key adds to each step of `engine`."""
-        view, homes = engine.view, max(1, len(demand.homes))
-        rows, tokens_per_s = demand.means(now)
-        rows = max(rows, least_rows) / homes
-        read = min(1.0, rows) * demand.pages + rows * view.row_pages
-        prefill = tokens_per_s / homes * engine.step_s
-        return view.page_s * read + (prefill / view.prefill_tokens_per_s if view.prefill_tokens_per_s else 0.0)
 
     # events
 
@@ -251,7 +243,7 @@ class Placement:
             demand = self._demand[key]
             if now - demand.moved_at < self._policy.settle_s or target.view.engine in demand.homes:
                 continue
-            added = self.added_s(demand, source, now)
+            added = added_s(demand, demand.means(now), source)
             if seconds < added <= half and self._fits(demand, target) and self._pays(demand, added, source):
                 best, seconds = key, added
         if best is None:
@@ -281,9 +273,10 @@ class Placement:
             return
         new = [home for home in homes if home not in demand.homes]
         self._replace(key, demand, homes)
+        rows, tokens_per_s = demand.means(now)
         for home in new:
             if home in engines:
-                engines[home].placed_s += self.added_s(demand, engines[home], now, least_rows=1.0)
+                engines[home].placed_s += added_s(demand, (max(1.0, rows), tokens_per_s), engines[home])
 
     def _replace(self, key: str, demand: Demand, homes: Iterable[str]) -> None:
         for home in demand.homes:
@@ -301,6 +294,15 @@ class Placement:
                 self._replace(key, demand, ())
                 del self._demand[key]
                 return
+
+
+def added_s(demand: Demand, means: tuple[float, float], engine: EngineLoad) -> float:
+    """Return the seconds that a key adds to each step of `engine`, by the means of its requests and prompt tokens."""
+    view, homes = engine.view, max(1, len(demand.homes))
+    rows, tokens_per_s = means[0] / homes, means[1] / homes
+    seconds = view.page_s * (min(1.0, rows) * demand.pages + rows * view.row_pages)
+    rate = view.prefill_tokens_per_s
+    return seconds + tokens_per_s * engine.step_s / rate if rate else seconds
 
 
 def place_pins(

@@ -43,7 +43,7 @@ class Router:
         """The request of the last choice, and its homes."""
         self._seen: Sequence[EngineView] | None = None
         """Views from which `_fleet` was made; None: it must be made anew. Empty views are views too."""
-        self._fleet = FleetEstimate({}, (), {}, 0, 0, 0.0, 0.0)
+        self._fleet = FleetEstimate({}, (), (), {}, 0, 0, 0.0, 0.0)
 
     @property
     def num_moves(self) -> int:
@@ -146,6 +146,7 @@ class Router:
         self._fleet = FleetEstimate(
             loads=loads,
             names=tuple(loads),
+            resident=[(engine, load.view.resident) for engine, load in loads.items()],
             pinned=pinned,
             requests=sum(load.requests for load in loads.values()),
             rows=sum(load.view.max_running for load in loads.values()),
@@ -226,7 +227,7 @@ class Router:
 def _holders(request: RoutingRequest, fleet: FleetEstimate) -> list[str]:
     """Return the engines that have the request's adapter, or for the base the beginning that makes its key."""
     if (digest := request.identity.digest) is not None:
-        return [engine for engine, load in fleet.loads.items() if digest in load.view.resident]
+        return [engine for engine, resident in fleet.resident if digest in resident]
     beginning = key_beginning(request)
     return [engine for engine, load in fleet.loads.items() if load.has_cached(beginning)]
 
@@ -250,6 +251,8 @@ class FleetEstimate:
 
     loads: Mapping[str, EngineLoad]
     names: tuple[str, ...]
+    resident: Sequence[tuple[str, Mapping[str, int]]]
+    """Engines, and the revisions in their pools."""
     pinned: Mapping[str, list[str]]
     """Engines that hold a revision by a pin."""
     requests: int
