@@ -111,8 +111,8 @@ class Run:
         self.on_event = on_event
         self.engine: FleetEngine | None = None
         """Engine that has the request; None while the request waits for an engine."""
-        self.left: FleetEngine | None = None
-        """Engine that had the request last, and gave it back or died. The request goes to another engine if it can."""
+        self.left: EngineClient | None = None
+        """Life of an engine that had the request last, and gave it back. The request goes to another if it can."""
         self.token_ids: list[int] = []
         """Tokens of the answer so far."""
         self.num_deaths = 0
@@ -184,7 +184,7 @@ class Run:
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
         self.count = self._with(count or EngineCount())
         self.num_before = len(self.token_ids)
-        self.left = self.engine
+        self.left = self.engine.client if self.engine is not None else None
         self.engine, self.is_moving, self.has_begun = None, False, False
 
     @property
@@ -464,10 +464,11 @@ class EngineGroup:
         return None if chosen is None else self._members[chosen]
 
     def _views_for(self, run: Run) -> tuple[EngineView, ...]:
-        """Return the views of the engines that the request may go to."""
+        """Return the views of the engines that the request may go to. An engine that died and came back is another."""
         if run.left is None:
             return self._views
-        return tuple([view for view in self._views if view.engine != run.left.name]) or self._views
+        others = tuple([view for view in self._views if self._members[view.engine].client is not run.left])
+        return others if 0 < len(others) < len(self._views) else self._views
 
     def _collect_views(self, now: float) -> None:
         self._views, self._viewed_at = tuple(member.view for member in self._ready), now
