@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 from site_fixture import Site
 
 from loramux_api.cli.main import main
+from loramux_api.cli.simulating import _usage_log
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MONTH = datetime.now(UTC).strftime("%Y-%m")
@@ -151,3 +152,25 @@ def test_costs_work_with_openais_admin_client(site: Site) -> None:
         ):
             refused = http.get(f"/v1/organization/costs?start_time=0&{query}")
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_plan_from_usage_reads_sizes_and_times_and_no_names(site: Site, tmp_path: Path) -> None:
+    with site.http() as client:
+        body = {"model": "tiny", "prompt": "a prompt of some tokens", "max_tokens": 7}
+        used = [client.post("/v1/completions", json=body).json()["usage"] for _ in range(3)]
+    file = tmp_path / "loramux.toml"
+    file.write_text(
+        f'[model]\npath = "base"\nserved_model_name = "tiny"\n[records]\nurl = "{site.settings.records.url}"\n'
+    )
+    log = _usage_log(file, "1h", "tiny")[-3:]
+    assert [(one.prompt_tokens, one.output_tokens, one.max_tokens) for one in log] == [
+        (usage["prompt_tokens"], usage["completion_tokens"], 7) for usage in used
+    ]
+    assert {(one.adapter, one.tenant.partition("-")[0]) for one in log} == {("", "tenant")}
+    assert [one.arrival_s for one in log] == sorted(one.arrival_s for one in log)
+    assert "no request" in loramux(file, *PLAN, "--from-usage", "1h", "--base", "absent", code=1).stderr
+    assert "7d, 12h or 30m" in loramux(file, *PLAN, "--from-usage", "forever", code=2).stderr
+    assert "either --workload" in loramux(file, *PLAN, code=2).stderr
+
+
+PLAN = ("plan", "--gpu", "a10g", "--model", "qwen2.5-0.5b")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from loramux.engine.memory.pages import PagePool
+from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.memory.residency import Inspected, Residency, ResidencyPolicy, StoreJob
 from loramux.engine.messages import AdapterRef, EngineFault, Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.engine.scheduling.policy import PageBudget, Policy, SchedulerLimits
@@ -203,11 +204,14 @@ class Harness:
         group: str = "",
     ) -> None:
         ref = AdapterRef(adapter, f"/{adapter}") if adapter else None
+        token_ids = [1] * prompt if isinstance(prompt, int) else prompt
+        block_size = self.scheduler.state.budget.block_size
         self.scheduler.add(
             Request(
                 id=name,
                 tenant=tenant,
-                prompt_token_ids=[1] * prompt if isinstance(prompt, int) else prompt,
+                prompt_token_ids=token_ids,
+                prefix_digests=prefix_digests(b"", tenant, token_ids, block_size),
                 sampling=SamplingParams(max_tokens=output, temperature=0),
                 adapter=ref,
                 service_class=service_class,

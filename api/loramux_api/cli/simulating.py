@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -9,14 +13,24 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from loramux.common.units import DAY, HOUR, MINUTE
+from loramux.data.entities import ServedRequest
+from loramux.engine.messages import ServiceClass
+from loramux.simulator.comparison import ComparedRouting, compare_routings
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS
 from loramux.simulator.plan_report import figures_of, settings_of
 from loramux.simulator.planner import Goals, Plan, Planner, Trial
 from loramux.simulator.report import SimulationReport, plot_report
 from loramux.simulator.scenario import Scenario, ScenarioError, load_scenario, model_of, scenario_names
 from loramux.simulator.simulation import Simulation
-from loramux.simulator.traffic import read_workload
-from loramux_api.cli.common import json_option, note, put
+from loramux.simulator.traffic import LoggedRequest, arrivals_of_log, read_workload
+from loramux_api.cli.common import config_option, json_option, note, put, with_billing
+
+MOST_LOGGED = 100_000
+"""Maximum number of requests that a plan takes from the ledger; the newest are taken."""
+MOST_DAYS = 90
+UNKNOWN_RANK = 16
+_AGES = {"m": MINUTE, "h": HOUR, "d": DAY}
 
 _Milliseconds = click.FloatRange(min=0, min_open=True)
 
@@ -30,9 +44,26 @@ _Milliseconds = click.FloatRange(min=0, min_open=True)
 @click.option(
     "--plot", type=click.Path(dir_okay=False, path_type=Path), metavar="PNG", help="Draw the simulation over time."
 )
+@click.option("--compare", is_flag=True, help="Run every routing: the router, residency, random, least-loaded.")
+@click.option(
+    "--ttft-ms",
+    type=_Milliseconds,
+    help="With --compare: the load at this P99 of the first token.",
+    metavar="MS",
+)
+@click.option(
+    "--itl-ms", type=_Milliseconds, help="With --compare: the load at this P99 between two tokens.", metavar="MS"
+)
 @json_option
 def simulate(
-    name: str | None, scenario: str | None, overrides: tuple[str, ...], plot: Path | None, as_json: bool
+    name: str | None,
+    scenario: str | None,
+    overrides: tuple[str, ...],
+    plot: Path | None,
+    compare: bool,
+    ttft_ms: float | None,
+    itl_ms: float | None,
+    as_json: bool,
 ) -> None:
     """Run a scenario through the engine's scheduler on a model of a device. Deterministic; needs no GPU.
 
@@ -42,18 +73,52 @@ def simulate(
     Example:
       loramux simulate fairness-two-clients --set pool_tokens=1000000 --json
       loramux simulate --scenario my.toml --plot course.png
+      loramux simulate fleet-ranks --compare --ttft-ms 1000 --itl-ms 100
     """
     chosen = name or scenario
     if chosen is None:
         put(as_json, scenario_names(), "\n".join(["Shipped scenarios:", *scenario_names()]))
         return
     loaded = load_scenario(chosen, overrides)
+    if compare:
+        goals = None
+        if ttft_ms or itl_ms:
+            goals = Goals(ttft_ms=ttft_ms or math.inf, itl_ms=itl_ms or math.inf)
+        compared = compare_routings(loaded, goals, on_simulation=partial(_note_simulation, as_json))
+        put(as_json, compared, _comparison_text(loaded, compared))
+        return
+    if ttft_ms or itl_ms:
+        raise click.UsageError("--ttft-ms and --itl-ms find a load for each routing; add --compare")
     simulation = Simulation(loaded)
     report = _simulate(simulation)
     if plot is not None:
         plot_report(simulation.timeline, loaded.description, plot)
         note(as_json, f"The plot is in {plot}.")
     put(as_json, report, _report_text(loaded, report))
+
+
+def _note_simulation(as_json: bool, name: str, report: SimulationReport) -> None:
+    note(as_json, f"{name}: first token p99 {_ms(report.ttft_ms.p99)}, inter-token p99 {_ms(report.itl_ms.p99)}")
+
+
+def _comparison_text(scenario: Scenario, compared: Sequence[ComparedRouting]) -> str:
+    has_loads = any(one.requests_per_s_in_goals is not None for one in compared)
+    titles = ("routing", "tokens/s", "ttft p50", "ttft p99", "itl p99", "loads", "moves", "prefill")
+    lines = [scenario.description, "  ".join(f"{title:>12}" for title in titles + ("in goals",) * has_loads)]
+    for one in compared:
+        report = one.report
+        cells = [
+            one.routing,
+            f"{report.throughput_tokens_per_s:,.0f}",
+            *(_ms(value) for value in (report.ttft_ms.p50, report.ttft_ms.p99, report.itl_ms.p99)),
+            f"{report.adapter_loads:,}",
+            f"{report.moves:,}",
+            f"{report.prompt_tokens_computed:,}",
+        ]
+        if one.requests_per_s_in_goals is not None:
+            cells.append(f"{one.requests_per_s_in_goals:,.1f}/s")
+        lines.append("  ".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
 
 
 def _simulate(simulation: Simulation) -> SimulationReport:
@@ -86,12 +151,17 @@ def _ms(milliseconds: float | None) -> str:
 
 @click.command()
 @click.option(
-    "--workload",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    metavar="FILE",
-    help="Request log or description.",
+    "--workload", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Request log or description."
 )
+@click.option("--from-usage", metavar="TIME", help="Instead: the requests of the last TIME, such as 7d or 12h.")
+@click.option("--base", metavar="NAME", help="With --from-usage: only requests to this base and its adapters.")
+@click.option(
+    "--save-workload",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --from-usage: write the request log, .jsonl.",
+)
+@config_option(required=False)
 @click.option("--gpu", type=click.Choice(list(DEVICES)), required=True, help="Device model.")
 @click.option("--model", required=True, metavar="CONFIG", help=f"A config.json, its folder, or {', '.join(MODELS)}.")
 @click.option(
@@ -122,7 +192,11 @@ def _ms(milliseconds: float | None) -> str:
 )
 @json_option
 def plan(  # noqa: PLR0913, PLR0917 - one for each option
-    workload: Path,
+    workload: Path | None,
+    from_usage: str | None,
+    base: str | None,
+    save_workload: Path | None,
+    config: Path | None,
     gpu: str,
     model: str,
     ttft_ms: float,
@@ -136,11 +210,13 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
     """Recommend settings and a number of GPUs for a workload. Each candidate is simulated.
 
     FILE is a log of requests (.jsonl or .csv with arrival_s, prompt_tokens, output_tokens, and where known tenant,
-    adapter, rank, service_class, max_tokens) or a description (.toml with duration_s and [[clients]]).
+    adapter, rank, service_class, max_tokens) or a description (.toml with duration_s and [[clients]]). --from-usage
+    takes the log from the database of --config: times and sizes, no names and no texts.
 
     \b
     Example:
       loramux plan --workload requests.jsonl --gpu h200 --model llama-3.1-8b --ttft-ms 1000 > engine.toml
+      loramux plan --from-usage 7d --base qwen3-8b --save-workload week.jsonl --gpu h100 --model /models/Qwen3-8B
     """
     device = DEVICES[gpu]
     if dollars_per_hour is not None:
@@ -156,8 +232,56 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
         except ValueError as error:
             raise ScenarioError(f"--tensor-parallel-size: {error}") from error
         device = device.of_rank(tensor_parallel_size)
-    found = _search(Planner(device, shape, read_workload(workload), goals))
+    if (workload is None) == (from_usage is None):
+        raise click.UsageError("give either --workload FILE or --from-usage TIME")
+    if workload is not None:
+        arrivals = read_workload(workload)
+    else:
+        log = _usage_log(config, from_usage or "", base)
+        if save_workload is not None:
+            save_workload.write_bytes(msgspec.json.Encoder().encode_lines(log))
+            note(as_json, f"The requests are in {save_workload}.")
+        arrivals = arrivals_of_log(log)
+    found = _search(Planner(device, shape, arrivals, goals))
     put(as_json, found, f"{figures_of(found, gpu)}\n{settings_of(found, kv_cache_dtype)}")
+
+
+def _usage_log(config: Path | None, age: str, base: str | None) -> list[LoggedRequest]:
+    """Return the requests that the database's servers served in the last `age`, the newest MOST_LOGGED at most."""
+    number, unit = age[:-1], age[-1:]
+    if not (number.isdecimal() and unit in _AGES and 0 < int(number) <= MOST_DAYS * DAY // _AGES[unit]):
+        message = f"{age!r} is no time such as 7d, 12h or 30m, up to {MOST_DAYS}d"
+        raise click.BadParameter(message, param_hint="--from-usage")
+    if config is None:
+        raise click.UsageError("--from-usage reads a server's database; give its settings with --config")
+    since = time.time_ns() // 1000 - int(number) * _AGES[unit]
+    served = with_billing(config, lambda desk: desk.usage.served_since(since, base, MOST_LOGGED))
+    if not served:
+        raise ScenarioError(f"no request was served in the last {age}" + (f" on the base {base!r}" if base else ""))
+    return _anonymous(served)
+
+
+def _anonymous(served: Sequence[ServedRequest]) -> list[LoggedRequest]:
+    """Return the requests with numbers instead of ids of tenants and adapters."""
+    tenants: dict[str, str] = {}
+    adapters: dict[str, str] = {}
+    log = []
+    for one in served:
+        is_background = one.tier.rpartition("/")[2] in ("batch", "flex", "shadow")
+        digest = one.adapter_digest
+        log.append(
+            LoggedRequest(
+                arrival_s=(one.opened_at - served[0].opened_at) / 1e6,
+                prompt_tokens=one.prompt_tokens,
+                output_tokens=max(1, one.output_tokens),
+                tenant=tenants.setdefault(one.tenant_id, f"tenant-{len(tenants)}"),
+                adapter=adapters.setdefault(digest, f"adapter-{len(adapters)}") if digest else "",
+                rank=one.rank or UNKNOWN_RANK,
+                service_class=ServiceClass.BATCH if is_background else ServiceClass.STANDARD,
+                max_tokens=max(1, one.max_tokens),
+            )
+        )
+    return log
 
 
 def _search(planner: Planner) -> Plan:

@@ -28,6 +28,7 @@ from loramux.serving.errors import InvalidRequest
 from loramux.simulator.hardware import DEVICES, MODELS
 from loramux.simulator.plan_report import PlanReason, reason_of, settings_of
 from loramux.simulator.planner import Plan, Trial
+from loramux.simulator.report import Resource
 from loramux_api.answering import run_while_connected
 from loramux_api.bodies import AnyRequest, Body
 from loramux_api.openapi import OperatorController
@@ -79,6 +80,8 @@ class TrialObject(msgspec.Struct, kw_only=True):
     """Number of GPUs that were simulated: one GPU with its part of the traffic, or all GPUs with the router."""
     tokens_per_s: float
     dollars_per_million_tokens: float
+    bound_by: Resource
+    """Resource that is closest to its limit."""
 
 
 class GoalsObject(msgspec.Struct, kw_only=True):
@@ -180,6 +183,7 @@ def _trial_object(trial: Trial) -> TrialObject:
         simulated=trial.simulated,
         tokens_per_s=trial.tokens_per_s,
         dollars_per_million_tokens=trial.dollars_per_million_tokens,
+        bound_by=trial.bound_by,
     )
 
 

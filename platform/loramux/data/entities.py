@@ -469,3 +469,18 @@ class LoggedDelivery(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
     next_attempt_at: int | None
     updated_at: int
+
+
+class ServedRequest(msgspec.Struct, frozen=True):
+    """Time and sizes of one settled request."""
+
+    opened_at: int
+    """Time of its arrival, Unix microseconds."""
+    tenant_id: str
+    adapter_digest: str | None
+    rank: int | None
+    """Rank of its adapter; None: the base, or an adapter that was removed."""
+    tier: str
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int

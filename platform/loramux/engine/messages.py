@@ -149,6 +149,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Scope within which requests of one tenant share the base's KV (a project's id, or empty). All requests of a
     tenant share an adapter's KV. The server sets this scope.
     """
+    prefix_digests: tuple[int, ...] = ()
+    """Digests of the prompt's beginnings (`engine.memory.prefix_digests`); empty: the server needs no reports of them.
+    """
 
     @property
     def max_output(self) -> int:
@@ -392,22 +395,17 @@ class EngineMeters(msgspec.Struct, frozen=True, kw_only=True):
     """Parts of the pool that would leave next, in this order."""
 
 
-class CachedPrefix(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of KV that the prefix cache holds under one identity."""
-
-    identity: KvIdentity
-    tokens: int
-
-
 class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of an engine that a router needs."""
 
-    resident: list[str] = []
-    """Revisions that are in the pool or are being loaded."""
+    resident: dict[str, int] = {}
+    """Pages of the revisions that are in the pool or are being loaded."""
+    activated: list[str] = []
+    """Resident activated LoRAs, whose prompts begin with KV of the base."""
     pinned: list[str] = []
     """Revisions that pins keep in the pool."""
-    prefixes: list[CachedPrefix] = []
-    """The largest prefix trees."""
+    prefixes: bytes = b""
+    """Digests of the most recently used beginnings of prompts in the prefix cache, as little-endian 64-bit numbers."""
     queue_tokens: int = 0
     """Prompt tokens still to compute, of requests that wait or run."""
     waiting_tenants: int = 0
@@ -418,6 +416,14 @@ class RoutingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens computed per second while the present sequences decode; 0 before steps were measured."""
     wait_s: float = 0.0
     """Seconds until every request that waits has begun, by the engine's own estimates."""
+    step_s: float = 0.0
+    """Mean seconds of the latest steps; 0 before steps were measured."""
+    page_s: float = 0.0
+    """Seconds that reading one more page adds to a step: the time of a step without new tokens, divided by the pages
+    that it reads (weights, adapters, KV). 0 before steps were measured.
+    """
+    weights_s: float = 0.0
+    """Seconds of a step in which the weights of the base are read."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ builds the `EngineStats` message. The engine sends it at most once a second whil
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -20,7 +21,6 @@ import msgspec
 from loramux.common.units import TokenCounts
 from loramux.engine.messages import (
     BatchRows,
-    CachedPrefix,
     EngineCount,
     EngineMeters,
     EngineStats,
@@ -39,8 +39,8 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import BASE_SLOT, Step
 
 LABELLED_TENANTS = 20
-REPORTED_PREFIXES = 256
-"""Maximum number of prefix trees in the facts for a router."""
+REPORTED_PREFIXES = 2048
+"""Maximum number of digests of cached beginnings in the facts for a router."""
 LABELLED_REVISIONS = 20
 TIMELINE_SECONDS = 1.0
 TIMELINE_SAMPLES = 60
@@ -274,15 +274,18 @@ def snapshot(
 
 def routing_facts(scheduler: Scheduler) -> RoutingFacts:
     """Collect the facts that a router needs: residency, prefix trees and the queue."""
-    memory, size = scheduler.memory, scheduler.state.budget.block_size
-    trees = memory.cache.largest_trees(REPORTED_PREFIXES)
+    memory = scheduler.memory
     return RoutingFacts(
-        resident=list(memory.residency.resident),
+        resident=memory.residency.resident_pages(),
+        activated=memory.residency.activated(),
         pinned=list(memory.residency.kept),
-        prefixes=[CachedPrefix(tree.identity, tree.num_pages * size) for tree in trees],
+        prefixes=array("Q", memory.cache.recent_digests(REPORTED_PREFIXES)).tobytes(),
         queue_tokens=scheduler.num_queued_tokens,
         waiting_tenants=sum(len(group.tenants) for group in scheduler.queue.groups),
         max_running=scheduler.state.limits.max_num_seqs,
         prefill_tokens_per_s=scheduler.prefill_tokens_per_s,
         wait_s=scheduler.wait_s,
+        step_s=scheduler.state.step_time.mean_seconds,
+        page_s=scheduler.page_seconds,
+        weights_s=scheduler.weights_seconds,
     )

@@ -7,9 +7,10 @@ after an engine's death, and restarts.
     serving     sessions            the engine's end of a channel between machines
     remote                          the server's end
     wire                            frames and keys of the channel
-    router   shares   autoscaling   which engine, in whose turn, how many
-    view                            an engine by its statistics
+    router   placement              which engine, and which engines keep an adapter or a prefix
+    shares   autoscaling            in whose turn, how many
+    view                            an engine by its statistics, and by what was sent to it since
 
-`router`, `shares` and `autoscaling` decide only from views and get the time as an argument, so the simulator runs the
-same code. The modules above them hold everything with processes and messages.
+`router`, `placement`, `shares` and `autoscaling` decide only from views and get the time as an argument, so the
+simulator runs the same code. The modules above them hold everything with processes and messages.
 """

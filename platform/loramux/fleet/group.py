@@ -25,9 +25,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
+from secrets import token_bytes
 from typing import Any
 
 import msgspec
@@ -36,6 +38,7 @@ from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import BaseSettings
 from loramux.common.units import TokenCounts
 from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied, OnEvent
+from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.messages import (
     AdapterRef,
     EngineCount,
@@ -48,9 +51,10 @@ from loramux.engine.messages import (
 )
 from loramux.fleet.autoscaling import Autoscaler, ScalingPolicy
 from loramux.fleet.member import EngineBusy, EngineStatus, FleetEngine, LaunchEngine, UnknownEngine, conflict_of
-from loramux.fleet.router import Router, RoutingRequest, place_pins, prefix_hashes
+from loramux.fleet.placement import place_pins
+from loramux.fleet.router import Router
 from loramux.fleet.shares import ShareExchange
-from loramux.fleet.view import EngineState
+from loramux.fleet.view import EngineState, EngineView, RoutingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +77,9 @@ DRAIN_SECONDS = 60.0
 """Seconds for the requests of an engine that is no longer needed to end."""
 EXCHANGE_SECONDS = 0.25
 """Seconds between two exchanges of service between the engines."""
+VIEW_SECONDS = 0.02
+"""Seconds for which the router uses the same views, because collecting them takes time: statistics come once a second.
+"""
 
 
 class Run:
@@ -86,20 +93,26 @@ class Run:
         "has_begun",
         "is_cancelled",
         "is_moving",
+        "left",
         "num_before",
         "num_deaths",
         "num_lost",
         "on_event",
         "request",
+        "routed",
         "timeout",
         "token_ids",
     )
 
-    def __init__(self, request: Request, on_event: OnEvent, now: float) -> None:
+    def __init__(self, request: Request, on_event: OnEvent, now: float, routed: RoutingRequest | None = None) -> None:
         self.request = request
+        self.routed = routed
+        """The request's properties for the router; None if the group has one engine."""
         self.on_event = on_event
         self.engine: FleetEngine | None = None
         """Engine that has the request; None while the request waits for an engine."""
+        self.left: EngineClient | None = None
+        """Life of an engine that had the request last, and gave it back. The request goes to another if it can."""
         self.token_ids: list[int] = []
         """Tokens of the answer so far."""
         self.num_deaths = 0
@@ -171,6 +184,7 @@ class Run:
             count = EngineCount(tokens=TokenCounts(prompt=prompt, cached=cached, output=num_sent))
         self.count = self._with(count or EngineCount())
         self.num_before = len(self.token_ids)
+        self.left = self.engine.client if self.engine is not None else None
         self.engine, self.is_moving, self.has_begun = None, False, False
 
     @property
@@ -187,8 +201,12 @@ class Run:
 class EngineGroup:
     """The engines of one base, with the methods of an `EngineClient`; `stats` returns the statistics of each engine."""
 
-    def __init__(self, base: BaseSettings, settings: Settings, launch: LaunchEngine) -> None:
-        """`settings` are those of an engine of `base`."""
+    def __init__(
+        self, base: BaseSettings, settings: Settings, launch: LaunchEngine, prefix_key: bytes | None = None
+    ) -> None:
+        """`settings` are those of an engine of `base`. Servers with the same `prefix_key` find the prompts' beginnings
+        that engines have cached for each other; None: a random key.
+        """
         num_at_start = max(1, base.engines.min)
         self._members = {
             name: FleetEngine(name, base.name, own, self._heard(launch), is_wanted=number < num_at_start)
@@ -208,6 +226,11 @@ class EngineGroup:
         """Requests by their group: the choices of one API request share a prompt and a deadline."""
         self._pins: dict[tuple[str, str], tuple[AdapterRef, FleetEngine]] = {}
         self._router = Router()
+        self._views: tuple[EngineView, ...] = ()
+        self._viewed_at = -math.inf
+        self._prefix_key = prefix_key or token_bytes(32)
+        self._block_size = 1
+        """Tokens of a page; known after the start."""
         self._exchange = ShareExchange()
         self._next_exchange: asyncio.TimerHandle | None = None
         self._orders: dict[str, asyncio.Task[EngineStatus]] = {}
@@ -242,6 +265,7 @@ class EngineGroup:
                 self._ended.set()
                 raise outcome
         common = common_facts(facts)
+        self._block_size = common.block_size
         for member, outcome in zip(wanted, outcomes, strict=True):
             if isinstance(outcome, ModelFacts) and (conflict := conflict_of(outcome, common)) is not None:
                 logger.error("the engine %s is not used: %s", member.name, conflict)
@@ -307,6 +331,7 @@ class EngineGroup:
     async def _serve_with(self, member: FleetEngine) -> None:
         """Give an engine that serves again the waiting requests, and the pins that it should hold."""
         self._router.forget(member.name)
+        self._collect_views(self._now())
         if self._scaler is not None:
             self._scaler.changed(self._now())
         for run in sorted(self._waiting.values(), key=lambda run: not run.token_ids):
@@ -340,7 +365,12 @@ class EngineGroup:
             raise EngineDied("no engine serves, and none could be started for longer than a request waits")
         if self._scaler is not None:
             self._scaler.requested(self._now())
-        run = Run(request, on_event, self._now())
+        routed = None
+        if len(self._members) > 1:
+            digests = prefix_digests(self._prefix_key, request.tenant, request.prompt_token_ids, self._block_size)
+            request = msgspec.structs.replace(request, prefix_digests=digests)
+            routed = RoutingRequest.of(request, self._block_size)
+        run = Run(request, on_event, self._now(), routed)
         self._place(run)
         self._runs[request.id] = run
         if run.engine is None:
@@ -401,7 +431,7 @@ class EngineGroup:
         """Give the remaining part of the request to an engine; return False if no engine serves."""
         if run.is_suspect and self._trial not in (None, run):
             return False
-        engine = self._choose(run.request)
+        engine = self._choose(run)
         if engine is None:
             return False
         if run.is_suspect:
@@ -412,25 +442,36 @@ class EngineGroup:
         engine.client.submit(rest, partial(self._on_event, run, engine))
         run.engine = engine
         engine.requests.add(run.request.id)
-        if len(self._members) > 1:
-            self._router.sent(self._routed(run.request), engine.name, self._now())
+        if run.routed is not None:
+            self._router.sent(run.routed, engine.name, self._now())
         return True
 
-    def _routed(self, request: Request) -> RoutingRequest:
-        return RoutingRequest.of(request, prefix_hashes(request.kv_identity, request.prompt_token_ids))
-
-    def _choose(self, request: Request) -> FleetEngine | None:
+    def _choose(self, run: Run) -> FleetEngine | None:
         """Return the engine for a request: the engine of its group's other choices, or the router's choice."""
-        for choice in self._groups.get(request.group_id, {}).values():
+        for choice in self._groups.get(run.request.group_id, {}).values():
             if choice.engine is not None and choice.engine.is_ready:
                 return choice.engine
-        ready = self._ready
-        if len(ready) < 2:
-            return ready[0] if ready else None
-        routed = self._routed(request)
-        chosen = self._router.choose(routed, [member.view for member in ready], self._now())
-        assert chosen is not None, "an engine is ready"
-        return self._members[chosen]
+        if run.routed is None:
+            return next(iter(self._ready), None)
+        now = self._now()
+        if now - self._viewed_at >= VIEW_SECONDS:
+            self._collect_views(now)
+        chosen = self._router.choose(run.routed, self._views_for(run), now)
+        if chosen is None or not self._members[chosen].is_ready:  # an engine has come or gone since
+            self._collect_views(now)
+            chosen = self._router.choose(run.routed, self._views_for(run), now)
+        assert chosen is None or self._members[chosen].is_ready, f"the router has chosen {chosen}, which does not serve"
+        return None if chosen is None else self._members[chosen]
+
+    def _views_for(self, run: Run) -> tuple[EngineView, ...]:
+        """Return the views of the engines that the request may go to. An engine that died and came back is another."""
+        if run.left is None:
+            return self._views
+        others = tuple([view for view in self._views if self._members[view.engine].client is not run.left])
+        return others if 0 < len(others) < len(self._views) else self._views
+
+    def _collect_views(self, now: float) -> None:
+        self._views, self._viewed_at = tuple(member.view for member in self._ready), now
 
     def _on_event(self, run: Run, engine: FleetEngine, event: TokenEvent) -> None:
         if event.token_id is not None:
@@ -441,7 +482,8 @@ class EngineGroup:
         # Every token of every request comes through here. The rest is needed only for an engine's first token and last
         # event.
         if len(run.token_ids) == run.num_before + 1:
-            self._router.started(run.request.id, self._now())
+            if run.routed is not None:
+                self._router.started(run.request.id, self._now())
             run.cached_tokens = max(run.cached_tokens, event.cached_tokens)
             self._end_trial(run)
         if event.finish_reason is not None:
@@ -491,7 +533,8 @@ class EngineGroup:
 
     def _leave(self, run: Run, engine: FleetEngine) -> None:
         engine.requests.discard(run.request.id)
-        self._router.ended(run.request.id, self._now())
+        if run.routed is not None:
+            self._router.ended(run.request.id, self._now())
         if not engine.requests:
             engine.idle.set()
 
@@ -530,7 +573,8 @@ class EngineGroup:
         if not self._ready:
             raise EngineDied("no engine serves")
         digests = {ref.digest, *(digest for digest, _ in self._pins)}
-        placed = place_pins(digests, [member.name for member in self._ready])
+        pages = {digest: pages for member in self._ready for digest, pages in member.view.resident.items()}
+        placed = place_pins(digests, [member.name for member in self._ready], pages)
         engine = next(engine for engine, held in placed.items() if ref.digest in held)
         return await self._pin_on(self._members[engine], ref, owner)
 

@@ -7,6 +7,7 @@ order. No part knows the container. `programs` adds the programs that use the re
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -178,7 +179,8 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
         await usage.start()
         stack.push_async_callback(usage.stop)
         questions = EngineQuestions(settings.validation.parity_engine_seconds)
-        lifecycle = BaseLifecycle(settings, database, questions, launch)
+        prefix_key = hmac.digest(tenants.pepper, b"prefixes of prompts", "sha256")
+        lifecycle = BaseLifecycle(settings, database, questions, launch, prefix_key)
         stack.push_async_callback(lifecycle.close)
         await lifecycle.start()
         registry = open_registry(database, blobs, lifecycle.models, settings.adapters)

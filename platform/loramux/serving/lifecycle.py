@@ -149,9 +149,14 @@ class BaseLifecycle:
     """
 
     def __init__(
-        self, settings: Settings, database: Database, questions: EngineQuestions, launch: LaunchEngine | None = None
+        self,
+        settings: Settings,
+        database: Database,
+        questions: EngineQuestions,
+        launch: LaunchEngine | None = None,
+        prefix_key: bytes | None = None,
     ) -> None:
-        """`launch` makes each engine; if it is None, the settings decide."""
+        """`launch` makes each engine; if it is None, the settings decide. `prefix_key` is that of `EngineGroup`."""
         self.serving = ServedBases()
         self.engines: dict[str, EngineGroup] = {}
         self.models = BaseModels()
@@ -160,6 +165,7 @@ class BaseLifecycle:
         self._database = database
         self._questions = questions
         self._launch = launch
+        self._prefix_key = prefix_key
         self._drain: Drain | None = None
         self._known: dict[str, KnownBase] = {}
         self._loaded: dict[str, LoadedBase] = {}
@@ -447,7 +453,7 @@ class BaseLifecycle:
         settings = self._settings
         async with AsyncExitStack() as stack:
             alone = msgspec.structs.replace(settings, model=base.model, bases=(base,))
-            group = EngineGroup(base, settings.of_base(base), self._launch or launcher_of(alone))
+            group = EngineGroup(base, settings.of_base(base), self._launch or launcher_of(alone), self._prefix_key)
             self._groups[base.name] = group
             stack.push_async_callback(self._stop, base.name, group)
             # transformers replaces its own module at the end of its import: a thread that imports it at the same time

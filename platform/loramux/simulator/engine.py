@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -30,7 +30,7 @@ from loramux.engine.scheduling.sequence import BASE_SLOT, Step
 from loramux.engine.statistics import ServiceMeter, snapshot
 from loramux.fleet.view import EngineState, EngineView, view_of
 from loramux.simulator.hardware import Device, StepTime, StepWork
-from loramux.simulator.report import Meter, ServiceGap, Share
+from loramux.simulator.report import Meter, Resource, ServiceGap, Share
 from loramux.simulator.scenario import Scenario, ScenarioError
 
 MOMENT = 1e-6
@@ -265,9 +265,13 @@ class SimulatedEngine:
         self.wake_at = NEVER
         self.opened: dict[str, Request] = {}
         """Requests that were sent to this engine and have not ended."""
+        self.num_prompt_tokens = 0
+        """Prompt tokens that were computed since the warm-up, again if they were lost."""
         self.most_adapters = 0
         """Maximum number of adapters that were resident at the same time."""
         self.use, self.use_when_waited_for = Share(), Share()
+        self.busy: defaultdict[Resource, float] = defaultdict(float)
+        """Seconds of steps by the resource that decided them, and seconds of steps in which adapters arrived."""
         self._ranks = ranks
         self._bytes = {digest: scenario.model.adapter_bytes(rank) for digest, rank in ranks.items()}
         self.sizes = {digest: (-(-size // scenario.page_bytes), size) for digest, size in self._bytes.items()}
@@ -363,7 +367,15 @@ class SimulatedEngine:
     def _begin(self, step: Step) -> None:
         self.order.observe(step)
         self._step = step
-        seconds = self._step_time.seconds(self._work(step), self.store.link_bandwidth) + self.host.spend()
+        if self.clock.now >= self.scenario.warmup_s:
+            prompts = (min(chunk.end, chunk.sequence.num_prompt_tokens) - chunk.start for chunk in step.chunks)
+            self.num_prompt_tokens += sum(tokens for tokens in prompts if tokens > 0)
+        work, arriving = self._work(step), self.store.link_bandwidth
+        seconds = self._step_time.seconds(work, arriving) + self.host.spend()
+        reads = self._step_time.read_seconds(work, arriving) >= self._step_time.compute_seconds(work)
+        self.busy["bandwidth" if reads else "arithmetic"] += seconds
+        if arriving:
+            self.busy["link"] += seconds
         self._observe_pool(seconds)
         self.wake_at = self.clock.now + seconds
 

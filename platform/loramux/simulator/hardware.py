@@ -292,13 +292,21 @@ class StepTime:
     def seconds(self, work: StepWork, link_bandwidth: float = 0.0) -> float:
         """Return the seconds that `work` takes while adapters arrive at `link_bandwidth`, which the memory must write
         too."""
+        computing = max(self.read_seconds(work, link_bandwidth), self.compute_seconds(work))
+        return (
+            self._overhead + computing + self._reductions_s + self._sent_bytes * work.num_tokens / self._peer_bandwidth
+        )
+
+    def read_seconds(self, work: StepWork, link_bandwidth: float = 0.0) -> float:
+        """Return the seconds in which the memory reads the bytes of `work`."""
         read = self._active_bytes + self._kv_bytes * work.context_tokens + work.adapter_bytes
+        return read / (self._bytes_per_second - link_bandwidth)
+
+    def compute_seconds(self, work: StepWork) -> float:
+        """Return the seconds in which the operations of `work` are computed."""
         flops = (
             self._token_flops * work.num_tokens
             + self._pair_flops * work.attention_pairs
             + self._rank_flops * work.adapter_ranks
         )
-        computing = max(read / (self._bytes_per_second - link_bandwidth), flops / self._flops)
-        return (
-            self._overhead + computing + self._reductions_s + self._sent_bytes * work.num_tokens / self._peer_bandwidth
-        )
+        return flops / self._flops

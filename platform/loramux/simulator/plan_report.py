@@ -8,9 +8,18 @@ import msgspec
 
 from loramux.simulator.hardware import DEVICES
 from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Trial
+from loramux.simulator.report import Resource
 
 FULL_POOL = 0.9
 """Share of the pool in use from which a lack of memory counts as a reason."""
+
+RESOURCES: dict[Resource, str] = {
+    "memory": "memory for KV and adapters",
+    "bandwidth": "memory's bandwidth",
+    "arithmetic": "arithmetic of prompts",
+    "link": "host link that loads adapters",
+    "front": "server's own process",
+}
 
 Goal = Literal["first_token", "inter_token"]
 
@@ -48,9 +57,9 @@ def _bound_by(trial: Trial, goals: Goals) -> Goal:
 
 
 def _figures(trial: Trial, goals: Goals) -> str:
-    memory = ""
+    memory = f" The {RESOURCES[trial.bound_by]} binds."
     if trial.pool_use >= FULL_POOL:
-        memory = f" {trial.pool_use:.0%} of the memory for KV and adapters is in use"
+        memory += f" {trial.pool_use:.0%} of the memory for KV and adapters is in use"
         memory += f", and {trial.preemption_rate:.1%} of the requests are preempted." if trial.preemption_rate else "."
     return (
         f"the first token's P99 is {trial.ttft_ms_p99:,.0f} ms of {goals.ttft_ms:,g} ms, and that between two tokens "
@@ -87,6 +96,8 @@ def figures_of(found: Plan, gpu: str) -> str:
         [
             f"# GPUs: {gpus} x {gpu}. {len(found.tried)} simulations.",
             *_rank_lines(found, gpu),
+            f"# Why           {reason_of(found).text}",
+            f"# Binding       {RESOURCES[best.bound_by]}",
             f"# Goals (P99: first token {goals.ttft_ms:g} ms, inter-token {goals.itl_ms:g} ms): {verdict}.",
             f"# First token   p50 {best.ttft_ms_p50:,.1f} ms, p99 {best.ttft_ms_p99:,.1f} ms",
             f"# Inter-token   p50 {best.itl_ms_p50:,.1f} ms, p99 {best.itl_ms_p99:,.1f} ms",

@@ -11,6 +11,7 @@ import msgspec
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy, default_mixed_prefill_tokens
 from loramux.simulator.hardware import Device, Model
+from loramux.simulator.report import Resource, SimulationReport
 from loramux.simulator.scenario import Scenario, ScenarioError
 from loramux.simulator.simulation import Simulation
 from loramux.simulator.traffic import Arrivals
@@ -25,6 +26,10 @@ class Goals(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_ms: float = 2000.0
     itl_ms: float = 100.0
+
+    def are_kept(self, report: SimulationReport) -> bool:
+        """Return whether both P99 of a simulation are within the goals."""
+        return (report.ttft_ms.p99 or 0.0) <= self.ttft_ms and (report.itl_ms.p99 or 0.0) <= self.itl_ms
 
 
 class PlannedSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +59,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of adapters that one GPU's pool held at the same time."""
     dollars_per_million_tokens: float
     """Cost of a million tokens, prompt and output together."""
+    bound_by: Resource = "bandwidth"
+    """Resource that is closest to its limit."""
     simulated: int = 1
     """GPUs that were simulated: one, with its part of the traffic, or all of them with the router before them."""
 
@@ -225,6 +232,7 @@ class Planner:
             pool_use=report.pool_use,
             tokens_per_s=tokens_per_s,
             adapters_resident=max(engine.most_adapters for engine in simulation.engines),
+            bound_by=report.bound_by,
             simulated=simulated,
             dollars_per_million_tokens=dollars / (tokens_per_s * 3600 / 1e6) if tokens_per_s else 0.0,
         )

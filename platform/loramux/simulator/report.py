@@ -13,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -23,6 +24,11 @@ from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import Step
 from loramux.simulator.scenario import ScenarioError
 from loramux.simulator.traffic import TrafficSource
+
+Resource = Literal["memory", "bandwidth", "arithmetic", "link", "front"]
+"""A part of the platform that may be the first to be full: pages of the pool, the memory's bandwidth, operations, the
+host link and storage, or the server's own process.
+"""
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -117,7 +123,10 @@ class Share:
 class Meter:
     """Takes the place of the sampler, and records the times."""
 
-    def __init__(self) -> None:
+    def __init__(self, warmup_s: float = 0.0) -> None:
+        """Requests that arrive before `warmup_s` are in no tally."""
+        self._warmup_s = warmup_s
+        self._early = TenantTally()
         self.tallies: defaultdict[str, TenantTally] = defaultdict(TenantTally)
         self.num_answered = 0
         self.last_token_at = 0.0
@@ -126,7 +135,8 @@ class Meter:
     def arrive(self, request_id: str, at: float, source: TrafficSource, output_tokens: int) -> None:
         """Note a request that will generate `output_tokens`; it came `at`, which may be before the loop saw it."""
         token = TokenEvent(request_id=request_id, token_id=0)
-        self._runs[request_id] = _Run(self.tallies[source.tenant], at, source.deadline_s, output_tokens, token)
+        tally = self.tallies[source.tenant] if at >= self._warmup_s else self._early
+        self._runs[request_id] = _Run(tally, at, source.deadline_s, output_tokens, token)
 
     def sample(self, step: Step, now: float) -> list[TokenEvent]:
         """Return the tokens of a step that ended `now`, one for each of `step.sampling`."""
@@ -282,6 +292,12 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Upper bound of the service gap: decision 0004 for one engine, decision 0027 for a fleet."""
     adapter_loads: int
     """Loads of adapters, on all engines."""
+    prompt_tokens_computed: int
+    """Prompt tokens that went through the model, so without those found in prefix caches."""
+    bound_by: Resource
+    """Resource that is closest to its limit."""
+    moves: int
+    """Adapters and prefixes that routers moved to another engine because their engine's steps were too long."""
     accepted: int
     refused: int
     in_deadline: float | None

@@ -98,7 +98,7 @@ def choose(rng: Rng, count: int, popularity: str, options: int) -> np.ndarray:
     raise ValueError(f"popularity {popularity!r} is none of identical, distinct, uniform, zipf:EXPONENT")
 
 
-ROUTINGS = ("router", "random", "least-loaded")
+ROUTINGS = ("router", "residency", "random", "least-loaded")
 _PRESETS: dict[str, Mapping[str, Device | Model]] = {"device": DEVICES, "model": MODELS}
 
 
@@ -123,13 +123,20 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Seconds of activity, followed by `off_s` seconds of silence, in turns; None: always active."""
     off_s: Seconds = 0.0
     prompt_tokens: Lengths
+    """Tokens of a prompt, after the system prompt."""
+    system_tokens: Lengths | None = None
+    """Tokens of the system prompt with which all prompts of one adapter begin, or without adapters all prompts of one
+    tenant; None: prompts share nothing.
+    """
     output_tokens: Lengths
     max_tokens: Count | None = None
     """The max_tokens of the client's requests; None: exactly the number of tokens that they will generate."""
     adapters: Annotated[int, Meta(ge=0)] = 0
     """Number of adapters; 0: the base model. Adapter i belongs to the client's tenant i modulo tenants."""
     popularity: str = "uniform"
-    """Popularity of the adapters: identical, distinct, uniform or zipf:EXPONENT."""
+    """Popularity of the adapters, or without adapters of the tenants: identical, distinct, uniform or zipf:EXPONENT."""
+    lifetime_s: Positive | None = None
+    """Mean seconds for which an adapter keeps its popularity; then a new adapter takes its place. None: for ever."""
     ranks: tuple[Count, ...] = (16,)
     """Adapter i has rank ranks[i modulo their number]."""
     preload: bool = False
@@ -158,6 +165,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seed: int = 0
     duration_s: Positive
     """Seconds for which requests arrive; all of them are served to their ends."""
+    warmup_s: Seconds = 0.0
+    """Seconds at the beginning whose requests are in no time and no count of requests."""
     device: Device
     """A table with a `preset` and the fields that differ from it, or with all fields."""
     model: Model
@@ -165,7 +174,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     engines: Count = 1
     """Engines that share the traffic, `engine-0` and so on, each with a separate device."""
     routing: str = "router"
-    """`router` as in the fleet; for comparison `random`, or `least-loaded`: the engine with the fewest requests."""
+    """`router` as in the fleet; for comparison `random`, `least-loaded` (the engine with the fewest requests), or
+    `residency` (homes by hash and number of requests)."""
     fronts: Count = 1
     """Number of routers (servers), each with a part of the requests."""
     statistics_s: Positive = 1.0

@@ -1,83 +1,42 @@
-"""The loop: engines that run the engine's own scheduler, and requests that reach them through the fleet's own router.
-
-`LeastLoaded` and `RandomChoice` are baselines to compare the router with.
-"""
+"""The loop: engines that run the engine's own scheduler, and requests that reach them through the fleet's router."""
 
 from __future__ import annotations
 
 import math
-import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import attrgetter
 
 import msgspec
 
+from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.messages import Request, TokenEvent
-from loramux.fleet.router import Router, RoutingRequest, place_pins
+from loramux.fleet.placement import place_pins
 from loramux.fleet.shares import ShareExchange
-from loramux.fleet.view import EngineState, EngineView
+from loramux.fleet.view import EngineState, EngineView, RoutingRequest
+from loramux.simulator.baselines import ROUTERS
 from loramux.simulator.engine import NEVER, SimulatedEngine
-from loramux.simulator.report import FleetGap, Meter, Share, SimulatedTimeline, SimulationReport, overall, tenant_report
+from loramux.simulator.report import (
+    FleetGap,
+    Meter,
+    Resource,
+    Share,
+    SimulatedTimeline,
+    SimulationReport,
+    overall,
+    tenant_report,
+)
 from loramux.simulator.scenario import Loss, Scenario
 from loramux.simulator.traffic import Arrivals, draw_arrivals
 
-
-class LeastLoaded:
-    """A baseline instead of the router: the engine with the fewest requests of this server, independently of the
-    adapter's place.
-
-    This baseline balances perfectly and has no affinity.
-    """
-
-    def __init__(self) -> None:
-        self._engine_of: dict[str, str] = {}
-        self._requests: Counter[str] = Counter()
-
-    def choose(self, request: RoutingRequest, engines: Sequence[EngineView], now: float) -> str | None:  # noqa: ARG002
-        """Return the engine with the fewest requests."""
-        ready = [view.engine for view in engines if view.state is EngineState.READY]
-        return min(ready, key=lambda engine: self._requests[engine], default=None)
-
-    def sent(self, request: RoutingRequest, engine: str, now: float) -> None:  # noqa: ARG002
-        """Count a request."""
-        self._engine_of[request.id] = engine
-        self._requests[engine] += 1
-
-    def started(self, request_id: str, now: float) -> None:
-        """Do nothing."""
-
-    def ended(self, request_id: str, now: float) -> None:  # noqa: ARG002
-        """Count an end."""
-        if engine := self._engine_of.pop(request_id, None):
-            self._requests[engine] -= 1
-
-    def forget(self, engine: str) -> None:
-        """Stop counting the requests of an engine."""
-        self._engine_of = {key: other for key, other in self._engine_of.items() if other != engine}
-        del self._requests[engine]
-
-
-class RandomChoice(LeastLoaded):
-    """A baseline that chooses a random engine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._random = random.Random(0)  # noqa: S311  a simulation, repeatable
-
-    def choose(self, request: RoutingRequest, engines: Sequence[EngineView], now: float) -> str | None:  # noqa: ARG002
-        """Return a random engine."""
-        ready = [view.engine for view in engines if view.state is EngineState.READY]
-        return self._random.choice(ready) if ready else None
-
-
-ROUTERS: dict[str, type[Router] | type[LeastLoaded]] = {
-    "router": Router,
-    "random": RandomChoice,
-    "least-loaded": LeastLoaded,
-}
-"""Classes of routers by `Scenario.routing`."""
+FULL = 0.9
+"""Share of a resource in use above which it counts as the one that binds."""
+FULL_POOL = 0.75
+"""The same for the pool while requests wait: a part of it is kept for answers that grow."""
+FRONT_TOKEN_S, FRONT_REQUEST_S = 30e-6, 3e-3
+"""Processor seconds of the server's own process for a streamed token and for a request, as `benchmarks/front.py` has
+measured them.
+"""
 
 
 class Stalled(RuntimeError):
@@ -92,7 +51,7 @@ class Simulation:
         drawn = draw_arrivals(scenario.clients, scenario.duration_s, scenario.seed) if arrivals is None else arrivals
         self.arrivals = drawn
         self.scenario = scenario
-        self.meter = Meter()
+        self.meter = Meter(scenario.warmup_s)
         self.now = 0.0
         self._ranks = {ref.digest: rank for ref, rank in drawn.adapters.items()}
         self.engines = [self._start(f"engine-{number}", 0.0) for number in range(scenario.engines)]
@@ -110,7 +69,7 @@ class Simulation:
         self._fleet_gap = FleetGap()
         self._faults = sorted(_faults(scenario.losses), key=lambda fault: fault[0])
         self._lost: dict[str, SimulatedEngine] = {}
-        self._past_loads = self._past_preemptions = self._past_swapped = 0
+        self._past_loads = self._past_preemptions = self._past_swapped = self._past_prompt_tokens = 0
 
     @property
     def engine(self) -> SimulatedEngine:
@@ -130,7 +89,8 @@ class Simulation:
     def preload(self) -> None:
         """Bring the adapters of clients with `preload` into the pools before time begins: each into one."""
         wanted = {ref.digest: ref for ref in self.arrivals.preloaded}
-        placed = place_pins(wanted, [engine.name for engine in self.engines])
+        sizes = {digest: pages for digest, (pages, _) in self.engine.sizes.items()}
+        placed = place_pins(wanted, [engine.name for engine in self.engines], sizes)
         for engine in self.engines:
             engine.preload(wanted[digest] for digest in placed[engine.name])
 
@@ -177,13 +137,16 @@ class Simulation:
         self.meter.arrive(request.id, at, source, output_tokens)
         self._prompts[request.id] = len(request.prompt_token_ids)
         self._next = next(self._coming, None)
+        if len(self.engines) > 1 and self.scenario.policy.prefix_cache:
+            digests = prefix_digests(b"", request.tenant, request.prompt_token_ids, self.scenario.block_size)
+            request = msgspec.structs.replace(request, prefix_digests=digests)
         self._route(request)
 
     def _route(self, request: Request) -> None:
         number = 0
         if len(self.engines) > 1:
             front = int(request.id) % len(self.routers)
-            router, asked = self.routers[front], RoutingRequest.of(request)
+            router, asked = self.routers[front], RoutingRequest.of(request, self.scenario.block_size)
             name = router.choose(asked, [self._view(engine) for engine in self.engines], self.now)
             assert name is not None, "a scenario leaves one engine alive"
             router.sent(asked, name, self.now)
@@ -258,6 +221,7 @@ class Simulation:
 
     def _count_past(self, engine: SimulatedEngine) -> None:
         self._past_loads += sum(engine.store.num_loads.values())
+        self._past_prompt_tokens += engine.num_prompt_tokens
         self._past_preemptions += engine.scheduler.state.counters.preemptions
         self._past_swapped += engine.scheduler.state.counters.kv_pages_swapped_out
 
@@ -272,7 +236,7 @@ class Simulation:
         """Return the figures so far."""
         tallies = self.meter.tallies
         everyone = overall(tallies.values())
-        seconds = self.meter.last_token_at - float(self.arrivals.at[0])
+        seconds = self.meter.last_token_at - max(float(self.arrivals.at[0]), self.scenario.warmup_s)
         waited_for = _joined(engine.use_when_waited_for for engine in self.engines)
         use = waited_for if waited_for.seconds else _joined(engine.use for engine in self.engines)
         counters = [engine.scheduler.state.counters for engine in self.engines]
@@ -288,11 +252,30 @@ class Simulation:
             service_gap_max=self._fleet_gap.largest if len(self.engines) > 1 else self.engine.order.largest_gap,
             service_gap_bound=self._gap_bound(),
             adapter_loads=self.num_loads,
+            prompt_tokens_computed=self._past_prompt_tokens + sum(e.num_prompt_tokens for e in self.engines),
+            bound_by=self._binding(use, waited_for.seconds > 0.0, (everyone.accepted, everyone.output_tokens), seconds),
+            moves=sum(router.num_moves for router in self.routers),
             accepted=everyone.accepted,
             refused=everyone.refused,
             in_deadline=everyone.in_deadline,
             per_tenant={tenant: tenant_report(tally) for tenant, tally in sorted(tallies.items())},
         )
+
+    def _binding(self, pool: Share, waited: bool, served: tuple[int, int], seconds: float) -> Resource:
+        """Return the resource that is closest to its limit, from the pool's use, the accepted requests and their output
+        tokens.
+        """
+        requests, tokens = served
+        if seconds and (requests * FRONT_REQUEST_S + tokens * FRONT_TOKEN_S) / seconds > FULL:
+            return "front"
+        if waited and pool.mean > FULL_POOL:
+            return "memory"
+        reading = sum(engine.busy["bandwidth"] for engine in self.engines)
+        computing = sum(engine.busy["arithmetic"] for engine in self.engines)
+        loading = sum(engine.busy["link"] for engine in self.engines)
+        if loading > FULL * (reading + computing):
+            return "link"
+        return "bandwidth" if reading >= computing else "arithmetic"
 
     def _gap_bound(self) -> float:
         """Return the bound of two tenants' difference: decision 0004's on one engine, that of `fleet.shares` on a

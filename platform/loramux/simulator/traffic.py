@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from loramux.engine.messages import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.simulator.hardware import Count
-from loramux.simulator.scenario import Client, ScenarioError, arrival_times, choose, with_pauses
+from loramux.simulator.scenario import Client, Rng, ScenarioError, arrival_times, choose, with_pauses
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,8 @@ class TrafficSource:
     weight: float
     deadline_s: float | None
     preload: bool
+    system_tokens: int = 0
+    """Tokens with which all prompts begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +93,8 @@ class Arrivals:
         return self.only(place * engines // len(self) == engine)
 
     def requests(self) -> Iterator[tuple[float, TrafficSource, int, Request]]:
-        """Yield (arrival, source, tokens it will generate, request). All prompts have different beginnings, so the
-        prefix cache never hits.
+        """Yield (arrival, source, tokens it will generate, request). Prompts of one source share its system prompt and
+        nothing else.
         """
         columns = (self.source, self.at, self.prompt_tokens, self.output_tokens, self.max_tokens)
         rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -101,7 +103,7 @@ class Arrivals:
             request = Request(
                 id=str(number),
                 tenant=source.tenant,
-                prompt_token_ids=[number, *[0] * (prompt - 1)],
+                prompt_token_ids=_prompt(number, prompt, index, source.system_tokens),
                 sampling=SamplingParams(max_tokens=most),
                 adapter=source.adapter,
                 service_class=source.service_class,
@@ -109,6 +111,11 @@ class Arrivals:
                 deadline_ms=None if source.deadline_s is None else round(source.deadline_s * 1000),
             )
             yield at, source, output, request
+
+
+def _prompt(number: int, length: int, source: int, shared: int) -> list[int]:
+    """Return a prompt whose first `shared` tokens are those of its source."""
+    return [-1 - source] * shared + [number] + [0] * (length - shared - 1)
 
 
 def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Arrivals:
@@ -138,13 +145,16 @@ def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Ar
 
 def _draw(client: Client, duration_s: float, rng: np.random.Generator) -> Arrivals:
     at = _times(client, duration_s, rng)
-    sources = _sources(client)
-    popularity = client.popularity if client.adapters else "uniform"
+    sources = _sources(client, _generations(client, duration_s))
     try:
-        source = choose(rng, len(at), popularity, len(sources))
+        source = choose(rng, len(at), client.popularity, client.adapters or len(sources))
     except ValueError as error:
         raise ScenarioError(f"client {client.tenant!r}: {error}") from None
+    if client.lifetime_s is not None:
+        source = _alive(source, at, client, rng)
     prompts = client.prompt_tokens.draw(rng, len(at))
+    if client.system_tokens is not None:
+        prompts = prompts + np.array([one.system_tokens for one in sources])[source]
     outputs = client.output_tokens.draw(rng, len(at))
     most = outputs if client.max_tokens is None else np.full(len(at), client.max_tokens)
     return Arrivals(sources, source, at, prompts, np.minimum(outputs, most), most)
@@ -164,14 +174,30 @@ def _times(client: Client, duration: float, rng: np.random.Generator) -> np.ndar
     return at[at < duration]
 
 
-def _sources(client: Client) -> list[TrafficSource]:
+def _generations(client: Client, duration: float) -> int:
+    """Return how many adapters have the same popularity one after the other."""
+    return 1 if client.lifetime_s is None else int(duration / client.lifetime_s) + 2
+
+
+def _alive(place: np.ndarray, at: np.ndarray, client: Client, rng: Rng) -> np.ndarray:
+    """Return the adapter that has each place of the popularity at the times `at`, int64 like `place`."""
+    assert client.lifetime_s is not None
+    phases = rng.random(max(1, client.adapters))
+    generations = (at / client.lifetime_s + phases[place]).astype(np.int64)
+    return place + generations * client.adapters
+
+
+def _sources(client: Client, generations: int) -> list[TrafficSource]:
     names = [client.tenant] if client.tenants == 1 else [f"{client.tenant}-{i}" for i in range(client.tenants)]
     common = (client.service_class, client.weight, client.deadline_s, client.preload)
+    count = client.adapters * generations or len(names)
+    lengths = client.system_tokens.draw(np.random.default_rng(count), count).tolist() if client.system_tokens else None
+    systems = lengths or [0] * count
     if not client.adapters:
-        return [TrafficSource(name, None, 0, *common) for name in names]
-    refs = [AdapterRef(f"{client.tenant}/{i}", "") for i in range(client.adapters)]
+        return [TrafficSource(name, None, 0, *common, tokens) for name, tokens in zip(names, systems, strict=True)]
+    refs = [AdapterRef(f"{client.tenant}/{i}", "") for i in range(count)]
     return [
-        TrafficSource(names[i % len(names)], ref, client.ranks[i % len(client.ranks)], *common)
+        TrafficSource(names[i % len(names)], ref, client.ranks[i % len(client.ranks)], *common, systems[i])
         for i, ref in enumerate(refs)
     ]
 
@@ -212,9 +238,9 @@ def read_workload(path: Path) -> Arrivals:
                 traffic = msgspec.convert(tomllib.loads(path.read_text()), Traffic)
                 return draw_arrivals(traffic.clients, traffic.duration_s, traffic.seed)
             case ".jsonl":
-                return _of_log(_lines(path, _json_rows(path), strict=True))
+                return arrivals_of_log(_lines(path, _json_rows(path), strict=True))
             case ".csv":
-                return _of_log(_lines(path, _csv_rows(path), strict=False))
+                return arrivals_of_log(_lines(path, _csv_rows(path), strict=False))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ScenarioError(f"workload {path}: {error}") from None
     raise ScenarioError(f"workload {path} is none of .toml (a description), .jsonl and .csv (a log of requests)")
@@ -248,7 +274,8 @@ def _lines(path: Path, rows: Iterator[Any], *, strict: bool) -> list[LoggedReque
     return requests
 
 
-def _of_log(requests: list[LoggedRequest]) -> Arrivals:
+def arrivals_of_log(requests: Sequence[LoggedRequest]) -> Arrivals:
+    """Return the requests of a log as arrivals; the first arrives at 0."""
     numbers: dict[TrafficSource, int] = {}
     first = min(request.arrival_s for request in requests)
     ordered = sorted(requests, key=lambda request: request.arrival_s)

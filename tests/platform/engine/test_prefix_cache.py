@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from scheduler_harness import INVOCATION, Harness, ManualHost
 
 from loramux.engine.memory.pages import PageUse
+from loramux.engine.memory.prefix_digests import identity_mask, prefix_digests
 from loramux.engine.memory.ranking import RankedItems
-from loramux.engine.messages import ServiceClass
+from loramux.engine.messages import KvIdentity, ServiceClass
 from loramux.engine.scheduling.policy import Policy
 
 TEXT = list(range(100, 140))
@@ -423,3 +424,45 @@ def test_ranking_peek_is_what_first_would_give_in_turn() -> None:
         taken.append(item)
         ranking.drop(item)
     assert [ranks[item] for item in peeked] == [ranks[item] for item in taken]
+
+
+def reported(harness: Harness, limit: int = 100) -> set[int]:
+    return set(harness.scheduler.memory.cache.recent_digests(limit))
+
+
+def digests(tenant: str, tokens: list[int], adapter: str | None = None, scope: str = "") -> set[int]:
+    mask = identity_mask(KvIdentity(tenant, adapter, scope))
+    return {digest ^ mask for digest in prefix_digests(b"", tenant, tokens, 4)}
+
+
+def test_digests_of_cached_beginnings_are_reported_under_their_identity() -> None:
+    """TEXT has ten pages: digests of the first 1, 2, 3, 4, 6 and 8."""
+    harness = a_harness()
+    ask(harness, "base", TEXT)
+    assert reported(harness) == digests("t", TEXT)
+    ask(harness, "adapter", TEXT, adapter="a")
+    assert reported(harness) == digests("t", TEXT) | digests("t", TEXT, "a")
+    assert not digests("t", TEXT) & digests("u", TEXT)
+    ask(harness, "activated", [*TEXT, *INVOCATION, 1], adapter="switched")
+    assert reported(harness) >= digests("t", TEXT)
+    assert not reported(harness) & digests("t", [*TEXT, *INVOCATION], "switched"), "it is the base's KV"
+
+
+def test_digest_of_an_evicted_page_is_reported_no_more() -> None:
+    harness = a_harness(num_pages=14)
+    ask(harness, "first", TEXT)
+    ask(harness, "other", [1, *TEXT[1:]])
+    held = reported(harness)
+    assert held < digests("t", TEXT) | digests("t", [1, *TEXT[1:]])
+    harness.scheduler.memory.cache.retire("a")
+    ask(harness, "last", [2, *TEXT[1:]])
+    assert reported(harness) >= digests("t", [2, *TEXT[1:36]])
+
+
+def test_digests_of_one_tenant_leave_room_for_others() -> None:
+    harness = a_harness(num_pages=100)
+    ask(harness, "modest", TEXT, tenant="u")
+    for number in range(5):
+        ask(harness, f"flood {number}", [number, *TEXT], tenant="t")
+    assert digests("u", TEXT) <= reported(harness, 24)
+    assert len(reported(harness, 24)) == 24

@@ -274,6 +274,35 @@ def test_suspect_waits_for_its_trial_as_long_as_an_engine_serves() -> None:
     in_fleet(test, LazyEngine, LazyEngine, LazyEngine, engines=EngineRange(min=1))
 
 
+def test_request_waits_and_is_answered_if_its_engine_dies_with_another_that_had_just_come_back() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: any(engine.tasks for engine in fleet.lives))
+        holder = fleet.engine_of("a")
+        next(engine for engine in fleet.lives if engine is not holder).died.set()
+        await fleet.until(lambda: len(fleet.lives) > 2 and fleet.lives[2].alive)
+        await asyncio.sleep(2 * group_module.VIEW_SECONDS)
+        for engine in (holder, fleet.lives[2]):
+            engine.died.set()
+        assert (await fleet.end_of("a")).finish_reason == "length"
+
+    in_fleet(test, LazyEngine, LazyEngine)
+
+
+def test_request_may_return_to_an_engine_that_died_and_came_back() -> None:
+    async def test(fleet: Fleet) -> None:
+        fleet.submit("a")
+        await fleet.until(lambda: any(engine.tasks for engine in fleet.lives))
+        fleet.engine_of("a").died.set()
+        await fleet.until(lambda: len(fleet.lives) > 2)
+        await fleet.until(lambda: all(status.state is EngineState.READY for status in fleet.group.statuses()))
+        (run,) = fleet.group._runs.values()
+        fleet.group._collect_views(0.0)
+        assert {view.engine for view in fleet.group._views_for(run)} == {"tiny-0", "tiny-1"}
+
+    in_fleet(test, LazyEngine, LazyEngine)
+
+
 def test_group_does_not_end_while_a_request_may_still_wait_for_an_engine() -> None:
     async def test(fleet: Fleet) -> None:
         fleet.submit("a")

@@ -7,31 +7,13 @@ from collections import Counter
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from routing_views import ask, changed, engines, route
 
+from loramux.engine.memory.prefix_digests import DEPTHS, identity_mask, prefix_digests
 from loramux.engine.messages import KvIdentity
-from loramux.fleet.router import Router, RoutingRequest, engine_order, place_pins, prefix_hashes
-from loramux.fleet.view import EngineState, EngineView
-
-
-def engines(count: int, **fields: object) -> list[EngineView]:
-    common = {"base": "base", "max_running": 64, "prefill_tokens_per_s": 10_000.0, "load_s": 0.05, "pages": 1000}
-    return [EngineView(engine=f"e{n}", **{"free_pages": 900, **common, **fields}) for n in range(count)]
-
-
-def changed(views: list[EngineView], engine: str, **fields: object) -> list[EngineView]:
-    return [msgspec.structs.replace(view, **fields) if view.engine == engine else view for view in views]
-
-
-def ask(number: int, digest: str | None = "a", prompt: int = 500, tenant: str = "t", **rest: object) -> RoutingRequest:
-    scope = "" if digest else "project"
-    return RoutingRequest(id=f"r{number}", identity=KvIdentity(tenant, digest, scope), prompt_tokens=prompt, **rest)
-
-
-def route(router: Router, request: RoutingRequest, views: list[EngineView], now: float = 0.0) -> str:
-    engine = router.choose(request, views, now)
-    assert engine is not None
-    router.sent(request, engine, now)
-    return engine
+from loramux.fleet.placement import engine_order, place_pins
+from loramux.fleet.router import Router
+from loramux.fleet.view import EngineState, EngineView, RoutingRequest
 
 
 def copies(router: Router, digest: str, views: list[EngineView], now: float) -> int:
@@ -76,6 +58,13 @@ def test_only_ready_engines_are_chosen_and_none_means_wait() -> None:
         assert Router().choose(ask(1), changed(engines(3), home, state=state), 0.0) != home
     assert Router().choose(ask(1), engines(2, state=EngineState.STARTING), 0.0) is None
     assert Router().choose(ask(1), [], 0.0) is None
+
+
+def test_engine_that_came_back_and_is_gone_again_is_not_chosen() -> None:
+    router = Router()
+    route(router, ask(1), tuple(engines(2)))
+    router.forget("e0")
+    assert router.choose(ask(2), (), 1.0) is None
 
 
 def test_hot_adapter_gets_engines_at_once_and_loses_them_by_half_lives() -> None:
@@ -136,9 +125,9 @@ def test_cold_adapter_goes_past_an_engine_that_a_hot_one_fills() -> None:
 def test_request_leaves_its_home_where_a_long_queue_of_few_requests_waits() -> None:
     """Two prompts of 100,000 tokens are ten seconds, though they are two requests."""
     home = engine_order("a", ("e0", "e1", "e2"))[0]
-    busy = changed(engines(3, at=1.0, resident=frozenset({"a"})), home, running=2, queue_tokens=200_000)
+    busy = changed(engines(3, at=1.0, resident={"a": 4}), home, running=2, queue_tokens=200_000)
     assert Router().choose(ask(1), busy, 1.1) != home
-    slightly = changed(engines(3, at=1.0), home, running=2, queue_tokens=300, resident=frozenset({"a"}))
+    slightly = changed(engines(3, at=1.0), home, running=2, queue_tokens=300, resident={"a": 4})
     assert Router().choose(ask(1), slightly, 1.1) == home
 
 
@@ -170,12 +159,24 @@ def test_two_servers_with_old_views_do_not_choose_the_same_engine() -> None:
 
 def test_pinned_adapter_is_placed_on_one_engine_and_served_there() -> None:
     names = [f"e{n}" for n in range(4)]
-    placed = place_pins((str(n) for n in range(40)), names)
+    placed = place_pins((str(n) for n in range(40)), names, {})
     assert sorted(digest for digests in placed.values() for digest in digests) == sorted(map(str, range(40)))
     assert max(map(len, placed.values())) <= 13
     elsewhere = engine_order("a", tuple(names))[2]
-    views = changed(engines(4), elsewhere, pinned=frozenset({"a"}), resident=frozenset({"a"}))
+    views = changed(engines(4), elsewhere, pinned=frozenset({"a"}), resident={"a": 4})
     assert Router().choose(ask(1), views, 0.0) == elsewhere
+
+
+def prompt_of(number: int, identity: KvIdentity, tokens: list[int]) -> RoutingRequest:
+    """A request with the digests of its prompt, in pages of 16 tokens."""
+    mask = identity_mask(identity)
+    prefix = tuple(digest ^ mask for digest in prefix_digests(b"key", identity.tenant, tokens, 16))
+    return RoutingRequest(id=f"r{number}", identity=identity, prompt_tokens=len(tokens), prefix=prefix, block_size=16)
+
+
+def reported(request: RoutingRequest) -> frozenset[int]:
+    """The digests that an engine reports after the request."""
+    return frozenset(request.prefix)
 
 
 def test_chat_returns_to_the_engine_that_has_its_prefix() -> None:
@@ -183,34 +184,55 @@ def test_chat_returns_to_the_engine_that_has_its_prefix() -> None:
     first = list(range(1000))
     router, views, chosen = Router(), engines(8), set()
     for number in range(8):
-        turn = first + list(range(2000, 2000 + 300 * number))
-        request = RoutingRequest(
-            id=f"r{number}", identity=identity, prompt_tokens=len(turn), prefix=prefix_hashes(identity, turn)
-        )
+        request = prompt_of(number, identity, first + list(range(2000, 2000 + 300 * number)))
         engine = route(router, request, views, float(number))
         chosen.add(engine)
         router.ended(request.id, number + 0.5)
-        views = changed(engines(8, at=number + 0.9, running=2), engine, prefixes={identity: len(turn)}, running=3)
+        views = changed(engines(8, at=number + 0.9, running=2), engine, prefixes=reported(request), running=3)
     assert len(chosen) == 1
 
 
 def test_prefix_of_one_tenant_says_nothing_of_another() -> None:
     tokens = list(range(200))
-    ours, theirs = (prefix_hashes(KvIdentity(tenant, None, ""), tokens) for tenant in "tu")
-    assert len(ours) == 6
+    ours, theirs = (prefix_digests(b"key", tenant, tokens, 16) for tenant in "tu")
+    assert len(ours) == len([depth for depth in DEPTHS if 16 * depth <= 200])
     assert not set(ours) & set(theirs)
-    assert prefix_hashes(KvIdentity("t", None, ""), tokens[:100] + [7] * 100)[:4] == ours[:4]
-    assert prefix_hashes(KvIdentity("t", None, ""), tokens[:31]) == ()
+    assert not set(ours) & set(prefix_digests(b"another key", "t", tokens, 16))
+    assert prefix_digests(b"key", "t", tokens[:100] + [7] * 100, 16)[:5] == ours[:5]
+    assert prefix_digests(b"key", "t", tokens[:15], 16) == ()
+
+
+def test_prefix_that_another_server_sent_is_found_by_the_engines_report() -> None:
+    identity, tokens = KvIdentity("t", "a", ""), list(range(4000))
+    request = prompt_of(1, identity, tokens)
+    holding, empty = engines(1, prefixes=reported(request)), engines(1)
+    assert predict(Router(), request, holding[0]) < 0.4 * predict(Router(), request, empty[0])
+    stranger = prompt_of(1, KvIdentity("u", "a", ""), tokens)
+    assert predict(Router(), stranger, holding[0]) == predict(Router(), stranger, empty[0])
 
 
 def test_evicted_prefix_attracts_nothing() -> None:
-    identity, tokens = KvIdentity("t", None, ""), list(range(4000))
-    router = Router()
-    request = RoutingRequest(id="r", identity=identity, prompt_tokens=4000, prefix=prefix_hashes(identity, tokens))
+    """A beginning that was sent counts until the engine has had time to report it."""
+    identity = KvIdentity("t", None, "")
+    router, request = Router(), prompt_of(1, identity, list(range(4000)))
+    new = engines(1)[0]
+    router.choose(request, [new], 0.0)
     router.sent(request, "e0", 0.0)
-    router.ended("r", 0.5)
-    holding, evicted = (engines(1, at=1.0, prefixes=held)[0] for held in ({identity: 4000}, {}))
+    router.started("r1", 0.5)
+    router.ended("r1", 0.5)
+    holding = engines(1, at=9.0, prefixes=reported(request))[0]
+    soon, evicted = engines(1, at=1.0)[0], engines(1, at=9.0)[0]
+    assert predict(router, request, soon) == predict(router, request, holding)
     assert predict(router, request, holding) < 0.3 * predict(router, request, evicted)
+
+
+def test_base_kv_of_an_activated_lora_counts_for_all_its_adapters() -> None:
+    base, own = (prompt_of(1, KvIdentity("t", digest, ""), list(range(4000))) for digest in (None, "a"))
+    adapter = msgspec.structs.replace(own, base_identity=base.identity)
+    plain, activated = (
+        engines(1, prefixes=reported(base), resident={"a": 4}, activated=frozenset(names))[0] for names in ("", "a")
+    )
+    assert predict(Router(), adapter, activated) < 0.4 * predict(Router(), adapter, plain)
 
 
 def test_lost_engine_is_forgotten_with_its_requests() -> None:
@@ -257,4 +279,5 @@ def test_every_choice_is_a_ready_engine_within_the_bound(
             sent[engine] -= 1
     for request_id, _ in opened:
         router.ended(request_id, 10.0)
-    assert all(traffic.requests == traffic.tokens == 0 and not traffic.loading for traffic in router._traffic.values())
+    traffics = [load.traffic for load in router._engines.values()]
+    assert all(traffic.requests == traffic.tokens == 0 and not traffic.loading for traffic in traffics)

@@ -14,7 +14,7 @@ from loramux.engine.messages import AdapterRef
 from loramux.engine.scheduling.fairness import VirtualTokenCounter
 from loramux.simulator.engine import SimulatedStore, VirtualClock
 from loramux.simulator.hardware import DEVICES, MODELS, WEIGHT_BITS, StepTime, StepWork
-from loramux.simulator.report import ServiceGap, Times, plot_report
+from loramux.simulator.report import ServiceGap, SimulationReport, Times, plot_report
 from loramux.simulator.scenario import load_scenario, make_scenario
 from loramux.simulator.simulation import Simulation
 
@@ -28,6 +28,9 @@ KEYS = {
     "service_gap_max",
     "service_gap_bound",
     "adapter_loads",
+    "prompt_tokens_computed",
+    "moves",
+    "bound_by",
     "accepted",
     "refused",
     "in_deadline",
@@ -173,3 +176,63 @@ def test_no_class_and_no_tenant_waits_for_ever() -> None:
         assert simulation.advance()
     assert simulation.meter.tallies["crowd-0"].ttft.milliseconds(1.0) > 10_000, "the engine is far behind"
     assert simulation.meter.tallies["last"].accepted == 1
+
+
+def report_of(prompt: int, output: int, rate: float, **fields: object) -> SimulationReport:
+    """The report of one engine of an 8B on an H100 under simple traffic."""
+    client = {
+        "tenant": "t",
+        "rate": rate,
+        "prompt_tokens": {"distribution": "constant", "tokens": prompt},
+        "output_tokens": {"distribution": "constant", "tokens": output},
+    }
+    scenario = {"duration_s": 3, "device": "h100", "model": "llama-3.1-8b", "clients": [client]}
+    return Simulation(make_scenario(scenario | fields, "here")).run()
+
+
+def test_report_names_the_resource_that_binds() -> None:
+    assert report_of(4000, 2, 12.0).bound_by == "arithmetic"
+    assert report_of(8, 200, 20.0).bound_by == "bandwidth"
+    assert report_of(100, 100, 60.0, pool_tokens=4000).bound_by == "memory"
+    assert report_of(8, 2, 2000.0).bound_by == "front", "2,000 requests per second are too many for one process"
+
+
+def test_prompts_of_one_source_share_their_system_prompt_only() -> None:
+    """Two tenants with system prompts: the cache computes each once, and the rest of each prompt."""
+    client = {
+        "tenant": "t",
+        "tenants": 2,
+        "rate": 10,
+        "system_tokens": {"distribution": "constant", "tokens": 1600},
+        "prompt_tokens": {"distribution": "constant", "tokens": 16},
+        "output_tokens": {"distribution": "constant", "tokens": 2},
+    }
+    scenario = {"duration_s": 10, "device": "h100", "model": "llama-3.1-8b", "clients": [client]}
+    cached = Simulation(make_scenario(scenario | {"policy": {"prefix_cache": True}}, "here"))
+    report, whole = cached.run(), Simulation(make_scenario(scenario, "here")).run()
+    count = len(cached.arrivals)
+    assert whole.prompt_tokens_computed == count * 1616
+    assert 2 * 1600 + count * 16 <= report.prompt_tokens_computed <= 4 * 1600 + count * 32
+
+
+def test_requests_of_the_warm_up_are_in_no_figure() -> None:
+    whole, late = report_of(100, 10, 20.0), report_of(100, 10, 20.0, warmup_s=2.0)
+    assert 0 < late.accepted < whole.accepted
+    assert late.prompt_tokens_computed < whole.prompt_tokens_computed
+
+
+def test_popular_adapters_are_replaced_after_their_lifetime() -> None:
+    client = {
+        "tenant": "t",
+        "rate": 50,
+        "adapters": 4,
+        "lifetime_s": 2,
+        "prompt_tokens": {"distribution": "constant", "tokens": 8},
+        "output_tokens": {"distribution": "constant", "tokens": 2},
+    }
+    scenario = {"duration_s": 10, "device": "h100", "model": "llama-3.1-8b", "clients": [client]}
+    arrivals = Simulation(make_scenario(scenario, "here")).arrivals
+    early = set(arrivals.source[arrivals.at < 2].tolist())
+    late = set(arrivals.source[arrivals.at > 8].tolist())
+    assert len(set(arrivals.source.tolist())) >= 20
+    assert not early & late

@@ -295,7 +295,7 @@ class World:
         self.usage = UsageService(database, answers=AnswerStorage(PEPPER))
         await self.usage.start()
         base = BaseSettings(name="tiny", path="/model", engines=EngineRange(min=self.plan.num_engines))
-        self.engines = EngineGroup(base, Settings(model=base.model), self._launch)
+        self.engines = EngineGroup(base, Settings(model=base.model), self._launch, prefix_key=b"simulation")
         facts = await self.engines.start()
         trials = GrammarTrials(TOKENIZER, facts)
         self.service = CompletionService(

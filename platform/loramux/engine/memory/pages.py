@@ -127,6 +127,8 @@ class CachedPage:
     """Running sequences whose block tables contain this page."""
     recency: float = NEVER_USED
     reused: bool = False
+    digest: int | None = None
+    """Digest of the text up to the end of this page, under the tree's identity, if a request gave one."""
     children: dict[Tokens, CachedPage] = field(default_factory=dict)
 
     @property

@@ -7,11 +7,13 @@ leaves only, in order of the recency of use. `memory` counts cached pages that n
 
 from __future__ import annotations
 
-import heapq
 import math
+from collections import Counter, OrderedDict
+from itertools import islice
 from operator import attrgetter
 
 from loramux.engine.memory.pages import CachedPage, PageCosts, PagePool, PageUse, PrefixTree, SequenceKv
+from loramux.engine.memory.prefix_digests import PLACES, identity_mask
 from loramux.engine.memory.ranking import RankedItems, used_at
 from loramux.engine.memory.residency import Residency
 from loramux.engine.messages import KvIdentity
@@ -34,6 +36,8 @@ class PrefixCache:
         self._counters = counters
         self._trees: dict[KvIdentity, PrefixTree] = {}
         self._leaves: RankedItems[CachedPage, float] = RankedItems(attrgetter("recency"))
+        self._digests: OrderedDict[int, CachedPage] = OrderedDict()
+        """Pages with a digest, the last used last."""
 
     # questions
 
@@ -50,9 +54,20 @@ class PrefixCache:
         """Return log2 of expected uses x cost of computing the page again, in units of its time over the host link."""
         return page.recency + math.log2(self._costs.recompute)
 
-    def largest_trees(self, limit: int) -> list[PrefixTree]:
-        """Return the `limit` trees that hold most pages, the largest first."""
-        return heapq.nlargest(limit, self._trees.values(), key=attrgetter("num_pages"))
+    def recent_digests(self, limit: int) -> list[int]:
+        """Return the digests of the most recently used beginnings of prompts, at most `limit`, of which one tenant has
+        at most a quarter unless there is room.
+        """
+        shares: Counter[str] = Counter()
+        recent: list[int] = []
+        others: list[int] = []
+        for digest, page in islice(reversed(self._digests.items()), 4 * limit):
+            tenant = page.tree.identity.tenant
+            shares[tenant] += 1
+            (recent if shares[tenant] <= limit // 4 else others).append(digest)
+            if len(recent) == limit:
+                break
+        return [*recent, *others[: limit - len(recent)]]
 
     # one sequence
 
@@ -85,8 +100,9 @@ class PrefixCache:
             # Only the last page can be a leaf, because each other page has a child.
             self._leaves.drop(prefix[-1])
             now = self._residency.now
-            for page in prefix:
+            for depth, page in enumerate(prefix, start=1):
                 self._use(page, now)
+                self._name(page, sequence, depth)
         sequence.resume_from_prefix(self._block_size)
 
     def publish(self, sequence: SequenceKv) -> None:
@@ -111,6 +127,7 @@ class PrefixCache:
                 self._leaves.drop(found)
                 self._use(found, self._residency.now)
             prefix.append(found)
+            self._name(found, sequence, len(prefix))
 
     def release(self, sequence: SequenceKv) -> None:
         """Give back the own pages of a `sequence` that stops; its cached pages remain until pages are needed."""
@@ -161,7 +178,17 @@ class PrefixCache:
         if tree.num_pages == 1 and tree.identity.digest is not None:
             self._residency.add_tree(tree.identity.digest)
 
+    def _name(self, page: CachedPage, sequence: SequenceKv, depth: int) -> None:
+        """Keep the digest that the request of `sequence` gives for its first `depth` pages, which end with `page`."""
+        digests, place = sequence.request.prefix_digests, PLACES.get(depth, len(PLACES))
+        if page.digest is None and place < len(digests):
+            digest = digests[place] ^ identity_mask(page.tree.identity)
+            if self._digests.setdefault(digest, page) is page:
+                page.digest = digest
+
     def _use(self, page: CachedPage, now: float) -> None:
+        if page.digest is not None:
+            self._digests.move_to_end(page.digest)
         page.recency = used_at(page.recency, now)
         self.num_idle -= not page.users
         page.users += 1
@@ -176,6 +203,8 @@ class PrefixCache:
         del page.siblings[page.tokens]
         self._pool.give_back([page.page], PageUse.KV)
         page.page = -1
+        if page.digest is not None:
+            del self._digests[page.digest]
         self.num_idle -= 1
         tree.num_pages -= 1
         if not tree.num_pages:

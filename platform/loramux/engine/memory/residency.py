@@ -234,6 +234,14 @@ class Residency:
         """Revisions that hold pages: READY or LOADING."""
         return self._resident.keys()
 
+    def resident_pages(self) -> dict[str, int]:
+        """Return the pages of every revision that is READY or LOADING."""
+        return {digest: self._known[digest].num_pages for digest in self._resident}
+
+    def activated(self) -> list[str]:
+        """Return the revisions among them that are activated LoRAs."""
+        return [digest for digest in self._resident if self._known[digest].invocation is not None]
+
     @property
     def kept(self) -> Collection[str]:
         """Revisions that permanent pins hold."""

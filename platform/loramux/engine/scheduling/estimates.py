@@ -55,6 +55,11 @@ class StepTimeModel:
         fixed, per_token = self._line()
         return steps * fixed + tokens * per_token
 
+    @property
+    def mean_seconds(self) -> float:
+        """Mean seconds of the latest steps; 0 before enough is known."""
+        return self._y / self._weight if self.is_known else 0.0
+
     def compute_seconds(self, tokens: int) -> float:
         """Return the expected seconds of `tokens` more tokens in steps that run anyway; 0 before enough is known."""
         return self.seconds(0, tokens)

@@ -105,6 +105,18 @@ class Scheduler:
         return prompt / seconds if seconds else 0.0
 
     @property
+    def page_seconds(self) -> float:
+        """Seconds that one more page to read adds to a step; 0 before steps were measured."""
+        pages = self.memory.counts
+        return self.state.step_time.seconds(1, 0) / (self.state.policy.weight_pages + pages.kv + pages.adapters)
+
+    @property
+    def weights_seconds(self) -> float:
+        """Seconds of a step in which the weights of the base are read; 0 before steps were measured."""
+        weight_pages = self.state.policy.weight_pages
+        return weight_pages * self.page_seconds if math.isfinite(weight_pages) else 0.0
+
+    @property
     def wait_s(self) -> float:
         """Seconds until every sequence that waits now has begun; 0 before steps were measured."""
         return self._deadlines.queue_seconds()

@@ -15,11 +15,12 @@ import msgspec
 from loramux.common.identity import Principal, TenantId, new_id
 from loramux.common.jobs import run_blocking
 from loramux.common.units import DAY, SECOND
-from loramux.data.entities import AnsweredRequest, IdempotencyClaim
+from loramux.data.entities import AnsweredRequest, IdempotencyClaim, ServedRequest
 from loramux.data.records.contents import PINNED, STORED, StorageMeterRepository, UnbilledSpan
 from loramux.data.records.database import Database, server_liveness
 from loramux.data.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.data.records.requests import BACKGROUND, ClaimRepository, OpenedRequest, RequestRepository, service_tier
+from loramux.data.records.traffic_log import TrafficLogRepository
 from loramux.data.records.usage import DailyUsageRepository, UsageRepository, UsageTotals
 from loramux.money.limits.admission import check_request_rate
 from loramux.money.limits.budgets import NoPrices, Prices
@@ -202,6 +203,13 @@ class UsageService:
             return await RequestRepository(session).answered_by(
                 principal.tenant, owner, name, before, limit, principal.bound_project, background=background
             )
+
+    async def served_since(self, since: int, base: str | None, limit: int) -> list[ServedRequest]:
+        """List the newest `limit` requests of all tenants that arrived after `since`, in order of arrival; of one base
+        if given.
+        """
+        async with self._database.read() as session:
+            return await TrafficLogRepository(session).served_since(since, base, limit)
 
     async def rows(self, tenant: TenantId) -> list[UsageTotals]:
         """Sum all usage of the tenant, by model."""
