@@ -393,19 +393,21 @@ class SimulatedEngine:
 
     def _work(self, step: Step) -> StepWork:
         """Return the bytes that a step reads and the operations that it computes."""
-        tokens = contexts = pairs = 0
+        tokens = contexts = pairs = sampled = 0
         for chunk in step.chunks:
             length, end = chunk.length, chunk.start + chunk.length
             tokens += length
             contexts += end
+            sampled += chunk.samples
             pairs += length * end - length * (length - 1) // 2
-        adapter_bytes = ranks = 0
+        adapter_bytes = ranks = adapters = 0
         for slot, rows in step.runs:
             if slot != BASE_SLOT:
                 digest = self.store.digest_of(slot)
+                adapters += 1
                 adapter_bytes += self._bytes[digest]
                 ranks += rows * self._ranks[digest]
-        return StepWork(tokens, contexts, pairs, adapter_bytes, ranks)
+        return StepWork(tokens, contexts, pairs, adapter_bytes, ranks, sampled, adapters)
 
     def _observe_pool(self, seconds: float) -> None:
         share = self.pool_use
@@ -434,7 +436,7 @@ class SimulatedEngine:
         """Maximum units that an engine charges one tenant in a second: prefill, decode and loads at their fastest."""
         tokens, rows = self.scenario.max_num_batched_tokens, self.scenario.max_num_seqs
         prefill = tokens / self._step_time.seconds(StepWork(tokens, tokens, tokens, 0, 0))
-        decode = 2 * rows / self._step_time.seconds(StepWork(rows, rows, rows, 0, 0))
+        decode = 2 * rows / self._step_time.seconds(StepWork(rows, rows, rows, 0, 0, rows))
         loads = self.scenario.device.link_bandwidth / self.scenario.page_bytes
         return prefill + decode + loads * self.scenario.policy.load_units_per_page
 

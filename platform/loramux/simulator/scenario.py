@@ -216,11 +216,16 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.model.kv_bytes_per_token * self.block_size
 
 
-def scenarios_folder() -> Path:
-    """Return `loramux/configs/scenarios` of an installed wheel, or `configs/scenarios` of the repository."""
+def configs_folder() -> Path:
+    """Return `loramux/configs` of an installed wheel, or `configs` of the repository."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
-    return (installed if installed.is_dir() else package.parents[1] / "configs") / "scenarios"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def scenarios_folder() -> Path:
+    """Return the folder with the shipped scenarios."""
+    return configs_folder() / "scenarios"
 
 
 def scenario_names() -> list[str]:

@@ -16,8 +16,10 @@ from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState, EngineView, RoutingRequest
 from loramux.simulator.baselines import ROUTERS
 from loramux.simulator.engine import NEVER, SimulatedEngine
+from loramux.simulator.hardware import ESTIMATED_FRONT
 from loramux.simulator.report import (
     FleetGap,
+    FrontQueue,
     Meter,
     Resource,
     Share,
@@ -27,16 +29,12 @@ from loramux.simulator.report import (
     tenant_report,
 )
 from loramux.simulator.scenario import Loss, Scenario
-from loramux.simulator.traffic import Arrivals, draw_arrivals
+from loramux.simulator.traffic import Arrivals, TrafficSource, draw_arrivals
 
 FULL = 0.9
 """Share of a resource in use above which it counts as the one that binds."""
 FULL_POOL = 0.75
 """The same for the pool while requests wait: a part of it is kept for answers that grow."""
-FRONT_TOKEN_S, FRONT_REQUEST_S = 30e-6, 3e-3
-"""Processor seconds of the server's own process for a streamed token and for a request, as `benchmarks/front.py` has
-measured them.
-"""
 
 
 class Stalled(RuntimeError):
@@ -51,7 +49,10 @@ class Simulation:
         drawn = draw_arrivals(scenario.clients, scenario.duration_s, scenario.seed) if arrivals is None else arrivals
         self.arrivals = drawn
         self.scenario = scenario
-        self.meter = Meter(scenario.warmup_s)
+        front = scenario.device.front
+        self._fronts = [FrontQueue(front) for _ in range(scenario.fronts)] if front else []
+        """The servers, if they were measured; an estimated server delays nothing."""
+        self.meter = Meter(scenario.warmup_s, self._fronts)
         self.now = 0.0
         self._ranks = {ref.digest: rank for ref, rank in drawn.adapters.items()}
         self.engines = [self._start(f"engine-{number}", 0.0) for number in range(scenario.engines)]
@@ -60,7 +61,7 @@ class Simulation:
         self.sent_to: list[int] = []
         """The engine of every request, in order of arrival; for a request that was sent twice, the first."""
         self._coming = drawn.requests()
-        self._next = next(self._coming, None)
+        self._next = self._take_next()
         self._prompts: dict[str, int] = {}
         self._front_of: dict[str, int] = {}
         self._unstarted: set[str] = set()
@@ -131,12 +132,20 @@ class Simulation:
 
     # requests
 
+    def _take_next(self) -> tuple[float, float, TrafficSource, int, Request] | None:
+        """Return the next request with the time at which it has passed its server, its arrival, and its traffic."""
+        if (coming := next(self._coming, None)) is None:
+            return None
+        at, _, _, request = coming
+        passed = self._fronts[int(request.id) % len(self._fronts)].pass_request(at) if self._fronts else at
+        return max(passed, self.now), *coming
+
     def _let_in(self) -> None:
         assert self._next is not None, "a request is due"
-        at, source, output_tokens, request = self._next
+        _, at, source, output_tokens, request = self._next
         self.meter.arrive(request.id, at, source, output_tokens)
         self._prompts[request.id] = len(request.prompt_token_ids)
-        self._next = next(self._coming, None)
+        self._next = self._take_next()
         if len(self.engines) > 1 and self.scenario.policy.prefix_cache:
             digests = prefix_digests(b"", request.tenant, request.prompt_token_ids, self.scenario.block_size)
             request = msgspec.structs.replace(request, prefix_digests=digests)
@@ -266,7 +275,8 @@ class Simulation:
         tokens.
         """
         requests, tokens = served
-        if seconds and (requests * FRONT_REQUEST_S + tokens * FRONT_TOKEN_S) / seconds > FULL:
+        front = self.scenario.device.front or ESTIMATED_FRONT
+        if seconds and (requests * front.request_s + tokens * front.token_s) / seconds > FULL:
             return "front"
         if waited and pool.mean > FULL_POOL:
             return "memory"
