@@ -343,9 +343,7 @@ class SimulatedEngine:
             step, self._step = self._step, None
             events += self.scheduler.commit(step, self._meter.sample(step, self.clock.now))
             self._note_ends(events)
-        for request in self._inbox:
-            self.scheduler.add(self.order.file(request))
-        self._inbox.clear()
+        self._read_inbox()
         self.store.settle()
         step = self.scheduler.plan()
         if news := self.scheduler.drain_events():
@@ -358,6 +356,15 @@ class SimulatedEngine:
         if self.scenario.engines > 1 and (step.empty or self.clock.now - self.view.at >= self.scenario.statistics_s):
             self.view = self._look()
         return events
+
+    def _read_inbox(self) -> None:
+        """Give the scheduler the requests that have come; with static batching a batch, if the last one has ended."""
+        count = len(self._inbox)
+        if self.scenario.batching == "static":
+            count = min(count, self.scenario.max_num_seqs) if self.scheduler.is_idle else 0
+        for request in self._inbox[:count]:
+            self.scheduler.add(self.order.file(request))
+        del self._inbox[:count]
 
     @property
     def is_idle(self) -> bool:
