@@ -27,8 +27,12 @@ from loramux.simulator.hardware import Front, MeasuredSteps, StepWork
 
 HOST = "127.0.0.1"
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 600.0, 30.0, 0.1
-REQUESTS = 40
-"""Requests of one token, one after the other."""
+ALONE = 20
+"""Requests of one token, one after the other, for the latency."""
+ROUNDS = 12
+"""Rounds of as many requests of one token at once as there are streams. Requests that come together share
+transactions, so that one costs less than alone.
+"""
 PROMPT = 16
 STREAMS = 16
 STREAM_SECONDS = 4.0
@@ -86,14 +90,16 @@ async def _measure(
 
     for _ in range(5):  # the first requests of a server take longer
         await ask(2)
+    waits = [await ask(1) for _ in range(ALONE)]
     before = _processor_seconds(process.pid)
-    waits = [await ask(1) for _ in range(REQUESTS)]
+    for _ in range(ROUNDS):
+        await asyncio.gather(*(ask(1) for _ in range(streams)))
     between = _processor_seconds(process.pid)
     await asyncio.gather(*(ask(tokens) for _ in range(streams)))
     after = _processor_seconds(process.pid)
     if before is None or between is None or after is None:
         return None
-    request_s = (between - before) / REQUESTS
+    request_s = (between - before) / (ROUNDS * streams)
     engine_s = steps.seconds(StepWork(PROMPT, PROMPT, PROMPT * (PROMPT + 1) // 2, 0, 0, 1))
     return Front(
         token_s=max(0.0, (after - between - streams * request_s) / (streams * (tokens - 1))),

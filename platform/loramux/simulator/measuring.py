@@ -37,10 +37,10 @@ from loramux_adapters.base import describe_base
 
 STEPS = 12
 """Steps of one kind whose median counts."""
-PROMPTS = 5
-"""Prompts of one length whose median counts."""
-PROMPT_SECONDS = 1.0
-"""Seconds after which no further prompt of one length is measured."""
+MORE_STEPS = 4
+"""Steps in addition, because requests that are sent together may begin and end in different steps."""
+REPEATS, REPEAT_SECONDS = 15, 0.3
+"""Maximum number of measurements of one kind, and the seconds after which there is no further one."""
 SHORT, LONG = 8, 2048
 """Tokens of a short prompt, and of the longest."""
 LONG_CHUNKS = 3
@@ -162,8 +162,13 @@ class EngineMeasurement:
 
     async def _decode(self, rows: int, context: int, adapters: Sequence[AdapterRef | None] = (None,)) -> MeasuredStep:
         """Measure a step that decodes `rows` sequences."""
-        mixed = self.engine.settings.engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=True)
-        tokens = STEPS + 4 + -(-rows * context // mixed)
+        measured: list[MeasuredStep] = []
+        while len(measured) < REPEATS and sum(STEPS * step.seconds for step in measured) < REPEAT_SECONDS:
+            measured.append(await self._decode_once(rows, context, adapters))
+        return MeasuredStep(measured[0].work, median(step.seconds for step in measured))
+
+    async def _decode_once(self, rows: int, context: int, adapters: Sequence[AdapterRef | None]) -> MeasuredStep:
+        tokens = STEPS + MORE_STEPS + rows * context // self._mixed_tokens
         arrived = await self.engine.answer([context] * rows, tokens, adapters)
         began, ended = max(events[0][0] for events in arrived), min(events[-1][0] for events in arrived)
         together = [(at, place) for place, (at, _) in enumerate(arrived[0]) if began <= at <= ended]
@@ -189,7 +194,7 @@ class EngineMeasurement:
     async def _prompt(self, tokens: int, adapter: AdapterRef | None = None) -> float:
         """Return the median seconds from a prompt's sending to its token, on an idle engine."""
         taken: list[float] = []
-        while len(taken) < PROMPTS and sum(taken) < PROMPT_SECONDS:
+        while len(taken) < REPEATS and sum(taken) < REPEAT_SECONDS:
             [events] = await self.engine.answer([tokens], 1, [adapter])
             taken.append(events[-1][0])
         return median(taken)
@@ -198,10 +203,12 @@ class EngineMeasurement:
         """Return (rows, tokens of context) that the pool holds, and whose prompts leave time to decode."""
         token_s = prompts[-1].seconds / prompts[-1].work.num_tokens
         affordable = SHARES["contexts"] * self.seconds / 4 / token_s
-        most = min(self._longest - 2 * STEPS, LONG)
-        measured = [step.work.num_sampled for step in decodes]
-        points = [(rows, int(min(most, affordable / rows, self._pool_tokens / rows))) for rows in measured]
-        return [(rows, context) for rows, context in points[:5][::-2] if context >= 8 * SHORT]
+        measured = [step.work.num_sampled for step in decodes][:5][::-1]
+        points = []
+        for rows in measured:
+            room = (self._longest - STEPS - MORE_STEPS) / (1 + rows / self._mixed_tokens)
+            points.append((rows, int(min(LONG, room, affordable / rows, self._pool_tokens / rows))))
+        return [(rows, context) for rows, context in points if context >= 8 * SHORT]
 
     def _takes_several(self, prompts: Sequence[MeasuredStep]) -> bool:
         """Return whether the engine's largest step was measured, and a prompt may take several of them."""
@@ -241,6 +248,11 @@ class EngineMeasurement:
     def _new_adapter(self, rank: int) -> AdapterRef:
         """Return a revision that the engine has not seen; revisions of a rank share their files."""
         return AdapterRef(f"r{rank}-{next(self._numbers)}", str(self.folders[rank]))
+
+    @property
+    def _mixed_tokens(self) -> int:
+        """Tokens of prompts that a step takes at least while sequences decode."""
+        return self.engine.settings.engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=True)
 
     @property
     def _pool_tokens(self) -> int:

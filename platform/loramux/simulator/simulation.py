@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,7 +30,7 @@ from loramux.simulator.report import (
     tenant_report,
 )
 from loramux.simulator.scenario import Loss, Scenario
-from loramux.simulator.traffic import Arrivals, TrafficSource, draw_arrivals
+from loramux.simulator.traffic import Arrivals, draw_arrivals
 
 FULL = 0.9
 """Share of a resource in use above which it counts as the one that binds."""
@@ -61,7 +62,9 @@ class Simulation:
         self.sent_to: list[int] = []
         """The engine of every request, in order of arrival; for a request that was sent twice, the first."""
         self._coming = drawn.requests()
-        self._next = self._take_next()
+        self._next = next(self._coming, None)
+        self._passing: list[tuple[float, int, Request]] = []
+        """Requests that a measured server works on, by the time at which they reach their engine."""
         self._prompts: dict[str, int] = {}
         self._front_of: dict[str, int] = {}
         self._unstarted: set[str] = set()
@@ -102,8 +105,9 @@ class Simulation:
         engine = min(self.engines, key=attrgetter("wake_at"))
         arrives_at = self._next[0] if self._next else NEVER
         fault_at = self._faults[0][0] if self._faults else NEVER
-        due = min(arrives_at, engine.wake_at, fault_at)
-        if due == NEVER or (not self._next and due == fault_at and self._is_idle):
+        passes_at = self._passing[0][0] if self._passing else NEVER
+        due = min(arrives_at, passes_at, engine.wake_at, fault_at)
+        if due == NEVER or (not self._next and not self._passing and due == fault_at and self._is_idle):
             self._ensure_idle()
             return False
         # An exchange of service while nothing happens moves no flow.
@@ -116,6 +120,9 @@ class Simulation:
         elif arrives_at <= due:
             self.now = due
             self._let_in()
+        elif passes_at <= due:
+            self.now = due
+            self._route(heapq.heappop(self._passing)[2])
         else:
             self.now = due
             self._step(engine)
@@ -132,24 +139,20 @@ class Simulation:
 
     # requests
 
-    def _take_next(self) -> tuple[float, float, TrafficSource, int, Request] | None:
-        """Return the next request with the time at which it has passed its server, its arrival, and its traffic."""
-        if (coming := next(self._coming, None)) is None:
-            return None
-        at, _, _, request = coming
-        passed = self._fronts[int(request.id) % len(self._fronts)].pass_request(at) if self._fronts else at
-        return max(passed, self.now), *coming
-
     def _let_in(self) -> None:
         assert self._next is not None, "a request is due"
-        _, at, source, output_tokens, request = self._next
+        at, source, output_tokens, request = self._next
         self.meter.arrive(request.id, at, source, output_tokens)
         self._prompts[request.id] = len(request.prompt_token_ids)
-        self._next = self._take_next()
+        self._next = next(self._coming, None)
         if len(self.engines) > 1 and self.scenario.policy.prefix_cache:
             digests = prefix_digests(b"", request.tenant, request.prompt_token_ids, self.scenario.block_size)
             request = msgspec.structs.replace(request, prefix_digests=digests)
-        self._route(request)
+        if self._fronts:
+            front = self._fronts[int(request.id) % len(self._fronts)]
+            heapq.heappush(self._passing, (front.pass_request(at), int(request.id), request))
+        else:
+            self._route(request)
 
     def _route(self, request: Request) -> None:
         number = 0
