@@ -31,7 +31,8 @@ from loadgen import as_arrived, at_once, drive
 from models import ensure
 from peers.loramux_server import Loramux, settings_text
 from peers.serving import SystemFailed, free_port
-from progress import console, say
+from progress import say
+from rich.console import Console
 from rich.table import Table
 from specs import ADAPTERS, MAX_MODEL_LEN, MODELS, WORK, Setup, rank_of
 from workloads import Item, items_of
@@ -281,7 +282,7 @@ def main() -> None:
     parser.add_argument("--workloads", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each workload")
     parser.add_argument("--measure-seconds", type=float, default=60.0)
-    parser.add_argument("--model", choices=MODELS, default="20m")
+    parser.add_argument("--model", choices=MODELS, default="90m")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     asked = parser.parse_args()
@@ -301,10 +302,11 @@ def main() -> None:
         worst_errors=worst,
     )
     print(msgspec.json.encode(result).decode())
-    console().print(table_of(rows))
+    out = Console(stderr=True, width=200)
+    out.print(table_of(rows))
     for name, goal in GOALS.items():
         verdict = "kept" if medians[name] <= goal else "MISSED"
-        console().print(
+        out.print(
             f"{name}: median error {medians[name]:.1%} (goal {goal:.0%}, {verdict}), worst {worst[name]:+.1%}"
         )
     sys.exit(any(medians[name] > goal for name, goal in GOALS.items()))

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TimeElapsedColumn
 
 from loramux.simulator.hardware import MODELS
 from loramux.simulator.plan_report import figures_of, settings_of
-from loramux.simulator.planner import Goals, Plan, Planner, Trial
+from loramux.simulator.planner import Goals, Plan, Planner, Plans, Trial
 from loramux.simulator.traffic import Arrivals, arrivals_of_log, read_workload
 from loramux_api.cli.common import json_option, put
 from loramux_api.cli.workloads import (
@@ -23,15 +23,6 @@ from loramux_api.cli.workloads import (
     usage_log,
     workload_options,
 )
-
-
-class Plans(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan for each base of a workload."""
-
-    plans: dict[str, Plan]
-    """Plans by the base's name."""
-    dollars_per_hour: float
-    """Cost of all bases together."""
 
 
 @click.command()
@@ -96,19 +87,17 @@ def plan(  # noqa: PLR0913, PLR0917 - one for each option
     goals = Goals(ttft_ms=ttft_ms, itl_ms=itl_ms)
     found = {name: _search(hardware, name, arrivals, goals, compare_static) for name in hardware.models}
     if len(found) == 1:
-        [(name, one)] = found.items()
-        put(as_json, one, _text(hardware, name, one))
+        [one] = found.values()
+        put(as_json, one, _text(hardware, one))
         return
     together = Plans(plans=found, dollars_per_hour=sum(one.dollars_per_hour for one in found.values()))
-    parts = [f"# Base {name}\n{_text(hardware, name, one)}" for name, one in found.items()]
+    parts = [f"# Base {name}\n{_text(hardware, one)}" for name, one in found.items()]
     put(as_json, together, "\n\n".join([*parts, f"# All bases: ${together.dollars_per_hour:,.2f} an hour"]))
 
 
-def _text(hardware: Hardware, name: str, found: Plan) -> str:
-    times = hardware.times_of(hardware.models[name])
-    is_shared = hardware.device.is_shared_by_ranks
-    figures = figures_of(found, hardware.gpu, times, is_shared_by_ranks=is_shared)
-    return f"{figures}\n{settings_of(found, hardware.kv_cache_dtype)}"
+def _text(hardware: Hardware, found: Plan) -> str:
+    figures = figures_of(found, hardware.gpu, is_shared_by_ranks=hardware.device.is_shared_by_ranks)
+    return f"{figures}\n{settings_of(found, hardware.kv_cache_dtype, hardware.quantization)}"
 
 
 def _search(hardware: Hardware, name: str, arrivals: Arrivals, goals: Goals, compare_static: bool) -> Plan:
@@ -125,4 +114,5 @@ def _search(hardware: Hardware, name: str, arrivals: Arrivals, goals: Goals, com
                 task, advance=1, description=f"{gpus} GPU{'s' * (gpus > 1)}, p99 {trial.ttft_ms_p99:,.0f} ms"
             )
 
-        return planner.plan(show, gpu=hardware.gpu, others=hardware.others(), with_static=compare_static)
+        found = planner.plan(show, gpu=hardware.gpu, others=hardware.others(), with_static=compare_static)
+    return msgspec.structs.replace(found, times=hardware.times_of(hardware.models[name]))

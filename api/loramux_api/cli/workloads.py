@@ -111,6 +111,7 @@ class Hardware:
     models: Mapping[str, Model]
     """One rank's share of each model, by the base's name; the name is empty if there is one model."""
     profile: Profile | None
+    quantization: str
     kv_cache_dtype: str
     num_ranks: int
 
@@ -165,6 +166,7 @@ def choose_hardware(
         device=device,
         models=shapes,
         profile=measured,
+        quantization=quantization or (str(measured.engine["quantization"]) if measured and not models else "none"),
         kv_cache_dtype="fp8" if is_fp8 else "auto",
         num_ranks=tensor_parallel_size,
     )

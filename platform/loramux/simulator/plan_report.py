@@ -70,11 +70,12 @@ def _gpus(number: int) -> str:
     return f"{number} GPU{'s' * (number > 1)}"
 
 
-def settings_of(found: Plan, kv_cache_dtype: str = "auto") -> str:
+def settings_of(found: Plan, kv_cache_dtype: str = "auto", quantization: str = "none") -> str:
     """Return the recommended settings as a part of the settings file, TOML."""
     best, ranks = found.recommended.settings, found.memory.num_ranks
     return "\n".join(
         [
+            *(["[model]", f'quantization = "{quantization}"', ""] if quantization != "none" else []),
             "[engine]",
             f"max_num_batched_tokens = {best.max_num_batched_tokens}",
             f"max_num_seqs = {best.max_num_seqs}",
@@ -85,8 +86,8 @@ def settings_of(found: Plan, kv_cache_dtype: str = "auto") -> str:
     )
 
 
-def figures_of(found: Plan, gpu: str, times: str, *, is_shared_by_ranks: bool) -> str:
-    """Return the figures of the recommendation as comments of a settings file. `times`: where the times come from."""
+def figures_of(found: Plan, gpu: str, *, is_shared_by_ranks: bool) -> str:
+    """Return the figures of the recommendation as comments of a settings file."""
     best, goals, ranks = found.recommended, found.goals, found.memory.num_ranks
     shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
     gpus = best.settings.gpus if is_shared_by_ranks else best.settings.gpus * ranks
@@ -94,7 +95,7 @@ def figures_of(found: Plan, gpu: str, times: str, *, is_shared_by_ranks: bool) -
     return "\n".join(
         [
             f"# GPUs: {gpus} x {gpu}. {len(found.tried)} simulations.",
-            f"# Times         {times}",
+            f"# Times         {found.times}",
             *_rank_lines(found, is_shared_by_ranks=is_shared_by_ranks),
             f"# Why           {reason_of(found).text}",
             f"# Binding       {RESOURCES[best.bound_by]}",
@@ -123,7 +124,8 @@ def alternative_text(one: Alternative, goals: Goals) -> str:
         goal, taken, limit = "the first token", trial.ttft_ms_p99, goals.ttft_ms
     else:
         goal, taken, limit = "the time between two tokens", trial.itl_ms_p99, goals.itl_ms
-    return f"{name} misses {goal} {one.excess:,.1f} times: P99 {taken:,.0f} ms, goal {limit:,g} ms"
+    missed = f"by {one.excess - 1:.1%}" if one.excess < 2 else f"{one.excess:,.1f} times over"
+    return f"{name} misses {goal} {missed}: P99 {taken:,.0f} ms, goal {limit:,g} ms"
 
 
 def _batching_table(found: Plan) -> list[str]:

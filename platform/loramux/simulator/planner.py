@@ -100,6 +100,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     goals: Goals
     goals_met: bool
     tried: list[Trial]
+    times: str = ""
+    """Where the times of steps come from: a data sheet, or a measurement."""
     dollars_per_hour: float = 0.0
     """Cost of all GPUs."""
     alternatives: list[Alternative] = []
@@ -115,6 +117,15 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "class_shares": ((4.0, 2.0, 1.0), (16.0, 4.0, 1.0)),
 }
 """Values to try in addition to the defaults of `PlannedSettings`."""
+
+
+class Plans(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan for each base of a workload."""
+
+    plans: dict[str, Plan]
+    """Plans by the base's name."""
+    dollars_per_hour: float
+    """Cost of all bases together."""
 
 
 class Planner:
