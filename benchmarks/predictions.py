@@ -56,7 +56,7 @@ SIGMA = 0.6
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What is random of a workload."""
+    """The random properties of a workload."""
 
     rate: float
     cv: float
@@ -306,9 +306,7 @@ def main() -> None:
     out.print(table_of(rows))
     for name, goal in GOALS.items():
         verdict = "kept" if medians[name] <= goal else "MISSED"
-        out.print(
-            f"{name}: median error {medians[name]:.1%} (goal {goal:.0%}, {verdict}), worst {worst[name]:+.1%}"
-        )
+        out.print(f"{name}: median error {medians[name]:.1%} (goal {goal:.0%}, {verdict}), worst {worst[name]:+.1%}")
     sys.exit(any(medians[name] > goal for name, goal in GOALS.items()))
 
 

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 from site_fixture import Site
 
-from loramux_api.cli.main import main
 from loramux.simulator.traffic import read_workload
+from loramux_api.cli.main import main
 from loramux_api.cli.workloads import usage_log
 
 CONFIGS = Path(__file__).parents[2] / "configs"

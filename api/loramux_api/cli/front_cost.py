@@ -28,7 +28,7 @@ from loramux.simulator.hardware import Front, MeasuredSteps, StepWork
 HOST = "127.0.0.1"
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 600.0, 30.0, 0.1
 ALONE = 20
-"""Requests of one token, one after the other, for the latency."""
+"""Requests of one token, one after the other; the latency is measured with these."""
 ROUNDS = 12
 """Rounds of as many requests of one token at once as there are streams. Requests that come together share
 transactions, so that one costs less than alone.
@@ -144,7 +144,7 @@ def _processor_seconds(pid: int) -> float | None:
 
 @contextmanager
 def _running(settings: Settings) -> Iterator[BaseProcess]:
-    """Run the server in a process of its own, and stop it at the end."""
+    """Run the server in a separate process, and stop it at the end."""
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(settings,))
     process.start()
     try:

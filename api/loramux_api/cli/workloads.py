@@ -84,7 +84,7 @@ def device_options(command: Command) -> Command:
             type=click.IntRange(1, 64),
             default=1,
             show_default=True,
-            help="Ranks of an engine, each on a GPU of its own.",
+            help="Ranks of an engine, each on a separate GPU.",
         ),
     ]
     return _decorated(command, options)
@@ -116,7 +116,7 @@ class Hardware:
     num_ranks: int
 
     def times_of(self, model: Model) -> str:
-        """Return where the times of steps come from, for a reader of the figures."""
+        """Return the source of the times of steps, as a phrase."""
         if self.profile is None:
             return f"ESTIMATED from the data sheet of {self.gpu}; `loramux measure` measures a machine"
         if self.device.measured_steps_of(model) is None:

@@ -64,13 +64,13 @@ class PlanBody(Body, forbid_unknown_fields=True, kw_only=True):
     model: Name | None = None
     """The base; give this or `bases`."""
     bases: Annotated[tuple[PlanBaseBody, ...], Meta(max_length=MAX_BASES)] = ()
-    """Several bases, each on GPUs of its own. The adapters are those of each base."""
+    """Several bases, each on separate GPUs. Each base has the given number of adapters."""
     quantization: Literal["none", "int8", "fp8", "int4", "nf4"] | None = None
     """The form of the linears' weights in memory. Unset: none, or that of the profile."""
     kv_cache_dtype: Literal["auto", "fp8"] | None = None
     """The form of keys and values. Unset: auto, or that of the profile."""
     tensor_parallel_size: Annotated[int, Meta(ge=1, le=64)] = 1
-    """Ranks of an engine, each on a GPU of its own."""
+    """Ranks of an engine, each on a separate GPU."""
     rate: Annotated[float, Meta(ge=0.1, le=1000)]
     """Requests per second, of all bases together."""
     prompt_tokens: Annotated[int, Meta(ge=1, le=8192)] = 500
@@ -145,7 +145,7 @@ class BasePlanObject(msgspec.Struct, kw_only=True):
 
     base: str
     times: str
-    """Where the times of steps come from: a data sheet, or a measurement."""
+    """Source of the times of steps: a data sheet, or a measurement."""
     goals_met: bool
     reason: PlanReason
     settings: str
@@ -153,7 +153,7 @@ class BasePlanObject(msgspec.Struct, kw_only=True):
     dollars_per_hour: float
     recommended: TrialObject
     alternatives: list[AlternativeObject]
-    """What is cheaper: one GPU less, or fewer or other GPUs for less money."""
+    """Cheaper choices: one GPU less, or other GPUs for less money."""
     static: list[TrialObject]
     """Static batching, if it was asked for: with as many GPUs, and with the fewest that keep the goals."""
     tried: list[TrialObject]
@@ -165,7 +165,7 @@ class PlanObject(msgspec.Struct, kw_only=True):
     object: Literal["plan"] = "plan"
     goals: GoalsObject
     goals_met: bool
-    """Whether the goals of all bases are met."""
+    """True if the goals of all bases are met."""
     dollars_per_hour: float
     """Cost of all bases together."""
     bases: list[BasePlanObject]

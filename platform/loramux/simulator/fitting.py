@@ -6,7 +6,7 @@ are kept as measured, at knots, because the time of a product is no line over it
 - a longer context at the same rows gives the seconds of a token that is read and of a query and key together, and a
   prompt over several steps divides them, because each of its tokens reads the context with many queries;
 - adapters give four more numbers by least squares without negative results (the active-set method of Lawson and
-  Hanson, without its inner loop, for four unknowns): any adapter, each, each rank, each row and rank.
+  Hanson without its inner loop, which four unknowns do not need): any adapter, each, each rank, each row and rank.
 """
 
 from __future__ import annotations

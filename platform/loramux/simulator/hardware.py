@@ -2,8 +2,8 @@
 
 A step reads the weights, the KV of all contexts and the distinct adapters once, and computes two operations for each
 weight and token. The time is the roofline, with the shares of the data sheet's figures that kernels reach in practice,
-plus a fixed cost: an estimate. A device that was measured (`MeasuredSteps`) has the measured times instead, for the
-model that was measured. `docs/simulator.md` compares both with measured runs.
+plus a fixed cost: an estimate. A device that was measured (`MeasuredSteps`) has the measured times of the measured
+model instead. `docs/simulator.md` compares estimates with measured runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures an engine: the times of its steps over rows, contexts, adapters and ranks, and of its adapters' loads.
 
-A real engine, in a process of its own, answers requests whose steps are known beforehand: requests that came together
+A real engine in a separate process answers requests whose steps are known beforehand: requests that came together
 decode together, and a prompt alone is a step. So a step's time is the time between two tokens of an answer, or that of
 a prompt's first token, and includes planning and the pipe. The first token of a prompt of one token takes longer than
 a step that decodes one row, by the time of its way to an idle engine; this time is subtracted.

@@ -101,11 +101,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     goals_met: bool
     tried: list[Trial]
     times: str = ""
-    """Where the times of steps come from: a data sheet, or a measurement."""
+    """Source of the times of steps: a data sheet, or a measurement."""
     dollars_per_hour: float = 0.0
     """Cost of all GPUs."""
     alternatives: list[Alternative] = []
-    """One GPU less, and fewer or other GPUs for less money, the most expensive first."""
+    """One GPU less, and other GPUs for less money, the most expensive first."""
     static: list[Trial] = []
     """Static batching, if it was asked for: with as many GPUs, and with the fewest that keep the goals."""
 
