@@ -62,7 +62,7 @@ def read_profile(name_or_path: str) -> Profile:
             raise ScenarioError(f"profile {path} has more than {MAX_PROFILE_BYTES} bytes; `loramux measure` writes one")
         profile = msgspec.json.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError:
-        known = f"a file of `loramux measure`, or one of {', '.join(profile_names())}"
+        known = ", or ".join(["a file of `loramux measure`", *profile_names()])
         raise ScenarioError(f"no profile {name_or_path!r}: give {known}") from None
     except (OSError, msgspec.DecodeError) as error:
         raise ScenarioError(f"profile {path}: {error}") from None
