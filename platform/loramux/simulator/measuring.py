@@ -239,7 +239,7 @@ class EngineMeasurement:
                 continue
             while len(resident[rank]) < number:
                 resident[rank].append(self._new_adapter(rank))
-                await self._prompt(SHORT, resident[rank][-1])
+                await self.engine.answer([SHORT], 1, [resident[rank][-1]])
             yield await self._decode(rows, SHORT, resident[rank])
             if number == 1:
                 yield await self._decode(1, SHORT, resident[rank])
