@@ -21,6 +21,8 @@ from loramux.simulator.hardware import Device, Front, MeasuredSteps, Model, Step
 
 MEMORY_UTILIZATION = 0.9
 """Share of a device's memory that a scenario uses if it says nothing else."""
+LEAST_GROWTH = 2
+"""Factor of a context from which its length is compared with a short one."""
 MOST_BANDWIDTH = 1e12
 """Bytes per second above which a transfer counts as free."""
 
@@ -77,7 +79,9 @@ def fit_steps(model: Model, measured: StepMeasurements) -> MeasuredSteps:
     excess = [step.seconds - bare.seconds(_without_adapters(step.work)) for step in measured.adapters]
     # Each step counts alike, not each second: a long step's error must not be paid by the short ones.
     weights = [1.0 / step.seconds for step in measured.adapters]
-    adapters_s, adapter_s, rank_s, row_rank_s = _positive_least_squares(np.array(parts), np.array(excess), weights)
+    adapters_s, adapter_s, rank_s, row_rank_s = _positive_least_squares(
+        np.array(parts).reshape(-1, 4), np.array(excess), weights
+    )
     return msgspec.structs.replace(
         bare, adapters_s=adapters_s, adapter_s=adapter_s, rank_s=rank_s, row_rank_s=row_rank_s
     )
@@ -159,11 +163,13 @@ def _rising(knots: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]
 def _attention(measured: StepMeasurements) -> tuple[float, float]:
     """Return the seconds of a token of context, and of a query and a key."""
     near = {step.work.num_sampled: step for step in measured.decodes}
-    slopes = [
-        (step.seconds - near[step.work.num_sampled].seconds)
-        / (step.work.context_tokens - near[step.work.num_sampled].work.context_tokens)
-        for step in measured.contexts
-    ]
+    slopes = []
+    for far in measured.contexts:
+        short = near[far.work.num_sampled]
+        # The answers of a fast engine may have grown as long as the contexts: nothing is to be learned then.
+        if far.work.context_tokens > LEAST_GROWTH * short.work.context_tokens:
+            longer = far.work.context_tokens - short.work.context_tokens
+            slopes.append((far.seconds - short.seconds) / longer)
     together = max(0.0, float(np.median(slopes))) if slopes else 0.0
     prompts = {step.work.num_tokens: step.seconds for step in measured.prompts}
     pairs = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -107,6 +108,15 @@ def test_fit_has_no_negative_part_whatever_was_measured() -> None:
         assert min(numbers) >= 0
         times = [fitted.seconds(prompt(n)) for n in range(1, 2000, 37)]
         assert times == sorted(times), "more tokens take no less time"
+
+
+def test_fit_takes_no_slope_of_contexts_that_are_equal_and_needs_no_adapters() -> None:
+    """A fast engine's short answers may grow as long as its long contexts, and a small pool may hold no adapter."""
+    exact = measurements()
+    contexts = [*exact.contexts, MeasuredStep(decode(64, 12), 5.0), MeasuredStep(decode(64, 13), 5.0)]
+    fitted = fit_steps(MODEL, replace(exact, contexts=contexts, adapters=[]))
+    assert fitted.context_s == pytest.approx(TRUE.context_s, rel=0.01)
+    assert fitted.rank_s == 0.0
 
 
 def test_knots_are_joined_by_lines_and_the_last_line_goes_on() -> None:
