@@ -153,11 +153,18 @@ def _fit_bare(model: Model, measured: StepMeasurements, context_s: float, pair_s
 
 
 def _rising(knots: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return knots whose seconds never fall: more tokens take no less time, whatever a disturbed measurement says."""
-    rising: list[tuple[int, float]] = []
-    for count, seconds in knots:
-        rising.append((count, max(seconds, rising[-1][1] if rising else 0.0)))
-    return tuple(rising)
+    """Return knots whose seconds never fall, because more tokens take no less time: isotonic regression by pooling
+    adjacent violators, so that one disturbed measurement moves its neighbours little.
+    """
+    pools: list[tuple[float, list[int]]] = []
+    for count, measured in knots:
+        seconds, counts = measured, [count]
+        while pools and pools[-1][0] > seconds:
+            before, others = pools.pop()
+            seconds = (before * len(others) + seconds * len(counts)) / (len(others) + len(counts))
+            counts = others + counts
+        pools.append((seconds, counts))
+    return tuple((count, max(0.0, seconds)) for seconds, counts in pools for count in counts)
 
 
 def _attention(measured: StepMeasurements) -> tuple[float, float]:
