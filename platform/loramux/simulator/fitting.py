@@ -21,6 +21,8 @@ from loramux.simulator.hardware import Device, Front, MeasuredSteps, Model, Step
 
 MEMORY_UTILIZATION = 0.9
 """Share of a device's memory that a scenario uses if it says nothing else."""
+LEAST_SECONDS = 1e-6
+"""Least seconds of a step: what a disturbed measurement leaves of it after its other parts may be negative."""
 LEAST_GROWTH = 2
 """Factor of a context from which its length is compared with a short one."""
 MOST_BANDWIDTH = 1e12
@@ -164,7 +166,7 @@ def _rising(knots: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]
             seconds = (before * len(others) + seconds * len(counts)) / (len(others) + len(counts))
             counts = others + counts
         pools.append((seconds, counts))
-    return tuple((count, max(0.0, seconds)) for seconds, counts in pools for count in counts)
+    return tuple((count, max(LEAST_SECONDS, seconds)) for seconds, counts in pools for count in counts)
 
 
 def _attention(measured: StepMeasurements) -> tuple[float, float]:

@@ -119,6 +119,17 @@ def test_fit_takes_no_slope_of_contexts_that_are_equal_and_needs_no_adapters() -
     assert fitted.rank_s == 0.0
 
 
+def test_steps_that_a_disturbed_context_exceeds_still_make_a_device() -> None:
+    slow = [MeasuredStep(step.work, 100 * step.seconds) for step in measurements().contexts]
+    fitted = fit_steps(
+        MODEL, replace(measurements(), contexts=slow, prompts=measurements().prompts[:2], long_prompts=[])
+    )
+    loads = [AdapterLoad(MODEL.adapter_bytes(8), 0.0)]
+    found = fit_device(fitted, loads, pool_bytes=10**9, is_shared_by_ranks=True, front=None)
+    assert 0 < found.memory_bandwidth < float("inf")
+    assert 0 < found.flops < float("inf")
+
+
 def test_knots_are_joined_by_lines_and_the_last_line_goes_on() -> None:
     knots = ((1, 1.0), (3, 2.0), (5, 6.0))
     assert [between_knots(knots, n) for n in (0, 1, 2, 3, 4, 5, 7)] == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
