@@ -69,6 +69,7 @@ MODELS = {
     for spec in (
         ModelSpec("micro", 64, 128, 2, 2, 1, 32, 0.2),
         ModelSpec("20m", 384, 1024, 6, 6, 2, 64, 0.05),
+        ModelSpec("90m", 768, 2048, 12, 12, 4, 64, 0.04),
         ModelSpec("0.5b", 1280, 3840, 24, 20, 4, 64, 0.03),
         ModelSpec("smollm2", 576, 1536, 30, 9, 3, 64, 0.19, vocab_size=49152, is_pretrained=True),
     )

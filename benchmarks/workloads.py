@@ -18,6 +18,7 @@ from arrivals import PATTERNS, Pattern, choose_adapters
 from specs import ADAPTERS, VOCAB_SIZE
 
 from loramux.simulator.scenario import LogNormal, arrival_times
+from loramux.simulator.traffic import read_workload
 
 FIRST_PLAIN_TOKEN = 3
 """The first token id that is not a special token."""
@@ -36,8 +37,13 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load(path: Path) -> list[Item]:
-    """Read a JSONL file."""
-    return msgspec.json.Decoder(Item).decode_lines(path.read_bytes())
+    """Read a JSONL file of requests, or a workload that `loramux plan` takes: a log without texts, or a description."""
+    if path.suffix == ".jsonl" and path.read_bytes().startswith(b'{"id"'):
+        return msgspec.json.Decoder(Item).decode_lines(path.read_bytes())
+    arrivals = read_workload(path)
+    adapters = [arrivals.sources[place].adapter for place in arrivals.source]
+    names = [adapter and adapter.digest.rpartition("/")[2] for adapter in adapters]
+    return items_of(0, arrivals.prompt_tokens, arrivals.output_tokens, names, arrivals.at)
 
 
 def dump(items: Iterable[Item]) -> bytes:
@@ -80,7 +86,7 @@ def comparison(name: str) -> list[Item]:
     adapters = choose_adapters(np.random.default_rng(suite.seed + 1000), suite.requests, SHARES[share], ADAPTERS)
     if share in {"mix", "zipf"}:
         adapters = _with_base(adapters, suite)
-    return _items(suite.seed, prompts, outputs, adapters, arrivals)
+    return items_of(suite.seed, prompts, outputs, adapters, arrivals)
 
 
 def _with_base(adapters: list[str | None], suite: Suite) -> list[str | None]:
@@ -97,12 +103,13 @@ def trace(pattern: Pattern, requests: int, adapters: Iterable[str], seed: int) -
     prompts = pattern.prompts.draw(rng, requests)
     outputs = pattern.outputs.draw(rng, requests)
     arrivals = arrival_times(rng, requests, pattern.rate, pattern.cv)
-    return _items(seed, prompts, outputs, choose_adapters(rng, requests, pattern.popularity, adapters), arrivals)
+    return items_of(seed, prompts, outputs, choose_adapters(rng, requests, pattern.popularity, adapters), arrivals)
 
 
-def _items(
+def items_of(
     seed: int, prompts: np.ndarray, outputs: np.ndarray, adapters: list[str | None], arrivals: np.ndarray
 ) -> list[Item]:
+    """Requests with these lengths, adapters and times, and with random prompts."""
     tokens = np.random.default_rng(seed + 3000)
     return [
         Item(

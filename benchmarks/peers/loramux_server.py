@@ -41,7 +41,7 @@ class Loramux:
         folder.mkdir(parents=True)
         port = free_port()
         settings = folder / "settings.toml"
-        settings.write_text(_settings(setup, port))
+        settings.write_text(settings_text(setup, port))
         _cli("tenant", "create", TENANT, "--config", str(settings))
         key = _cli("key", "create", "--tenant", TENANT, "--config", str(settings))["key"]
         url = f"http://127.0.0.1:{port}"
@@ -79,7 +79,7 @@ def _cli(*arguments: str) -> dict[str, Any]:
     return answer
 
 
-def _settings(setup: Setup, port: int) -> str:
+def settings_text(setup: Setup, port: int) -> str:
     tables: dict[str, dict[str, str | int | bool]] = {
         "model": {"path": str(setup.spec.model_path), "served_model_name": "base", "dtype": setup.dtype},
         "server": {"port": port},

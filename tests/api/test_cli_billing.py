@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner, Result
 from site_fixture import Site
 
+from loramux.simulator.traffic import read_workload
 from loramux_api.cli.main import main
-from loramux_api.cli.simulating import _usage_log
+from loramux_api.cli.workloads import usage_log
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MONTH = datetime.now(UTC).strftime("%Y-%m")
@@ -162,12 +163,23 @@ def test_plan_from_usage_reads_sizes_and_times_and_no_names(site: Site, tmp_path
     file.write_text(
         f'[model]\npath = "base"\nserved_model_name = "tiny"\n[records]\nurl = "{site.settings.records.url}"\n'
     )
-    log = _usage_log(file, "1h", "tiny")[-3:]
+    log = usage_log(file, "1h", "tiny")[-3:]
     assert [(one.prompt_tokens, one.output_tokens, one.max_tokens) for one in log] == [
         (usage["prompt_tokens"], usage["completion_tokens"], 7) for usage in used
     ]
     assert {(one.adapter, one.tenant.partition("-")[0]) for one in log} == {("", "tenant")}
     assert [one.arrival_s for one in log] == sorted(one.arrival_s for one in log)
+    assert {one.base for one in log} == {"tiny"}
+    for name in ("week.jsonl", "week.toml"):
+        saved = tmp_path / name
+        loramux(file, *PLAN, "--from-usage", "1h", "--base", "tiny", "--save-workload", str(saved))
+        assert "tiny" in saved.read_text()
+        assert "a prompt" not in saved.read_text()
+        assert len(read_workload(saved)) >= 1
+        simulate = ("simulate", "--workload", str(saved), "--gpu", "a10g", "--model", "qwen2.5-0.5b", "--json")
+        assert json.loads(CliRunner().invoke(main, simulate).stdout)["accepted"] >= 1
+    simulated = loramux(file, "simulate", "--from-usage", "1h", "--base", "tiny", *PLAN[1:])
+    assert "first token" in simulated.stdout
     assert "no request" in loramux(file, *PLAN, "--from-usage", "1h", "--base", "absent", code=1).stderr
     assert "7d, 12h or 30m" in loramux(file, *PLAN, "--from-usage", "forever", code=2).stderr
     assert "either --workload" in loramux(file, *PLAN, code=2).stderr

@@ -74,7 +74,19 @@ def test_ledger_shows_its_head_and_the_last_reconciliation(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "field"), [({"gpu": "abacus"}, "gpu"), ({"model": "../etc"}, "model"), ({"rate": 10**6}, "rate")]
+    ("change", "field"),
+    [
+        ({"gpu": "abacus"}, "gpu"),
+        ({"model": "../etc"}, "model"),
+        ({"rate": 10**6}, "rate"),
+        ({"profile": "abacus"}, "gpu"),
+        ({"profile": "../etc", "gpu": None}, "profile"),
+        ({"bases": [{"name": "a", "model": "qwen2.5-0.5b"}]}, "model"),
+        ({"bases": [{"name": "a", "model": "../etc"}], "model": None}, "bases"),
+        ({"bases": [{"name": "a", "model": "qwen2.5-0.5b"}] * 2, "model": None}, "bases"),
+        ({"bases": [{"name": "a=b", "model": "qwen2.5-0.5b"}], "model": None}, "name"),
+        ({"quantization": "int3"}, "quantization"),
+    ],
 )
 def test_plan_refuses_what_it_cannot_simulate(site: Site, change: dict[str, object], field: str) -> None:
     with site.http("all-scopes") as http:
@@ -93,8 +105,42 @@ def test_plans_are_searched_one_at_a_time_in_a_separate_process(site: Site, monk
     assert sorted(answer.status_code for answer in answers) == [200, 429]
     plan = next(answer.json() for answer in answers if answer.status_code == 200)
     assert plan["goals_met"]
-    assert plan["recommended"]["gpus"] == 1
-    assert len(plan["tried"]) > 1
+    [base] = plan["bases"]
+    assert base["recommended"]["gpus"] == 1
+    assert len(base["tried"]) > 1
+    assert "ESTIMATED" in base["times"]
+
+
+def test_plan_of_two_bases_has_forms_ranks_and_static_batching(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MAX_REQUESTS", 20)
+    models = {"chat": "qwen2.5-0.5b", "code": "llama-3.1-8b"}
+    question = {name: value for name, value in QUESTION.items() if name != "model"} | {
+        "bases": [{"name": name, "model": model, "share": 0.5} for name, model in models.items()],
+        "quantization": "int8",
+        "kv_cache_dtype": "fp8",
+        "ranks": [8, 64],
+        "compare_static": True,
+    }
+    with site.http("all-scopes") as http:
+        plan = http.post("/admin/plan", json=question).raise_for_status().json()
+    assert [base["base"] for base in plan["bases"]] == list(models)
+    assert plan["dollars_per_hour"] == sum(base["dollars_per_hour"] for base in plan["bases"])
+    for base in plan["bases"]:
+        assert 'quantization = "int8"' in base["settings"]
+        assert 'kv_cache_dtype = "fp8"' in base["settings"]
+        assert base["static"]
+        assert all(one["dollars_per_hour"] < base["dollars_per_hour"] for one in base["alternatives"])
+
+
+def test_form_of_a_plan_reaches_its_simulation(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks of one adapter list are other bytes than one rank: the figures differ."""
+    monkeypatch.setattr(plans, "MAX_REQUESTS", 20)
+    with site.http("all-scopes") as http:
+        found = [
+            http.post("/admin/plan", json=QUESTION | more).raise_for_status().json()["bases"][0]["recommended"]
+            for more in ({}, {"ranks": [256]}, {"quantization": "int4"})
+        ]
+    assert len({one["itl_ms_p50"] for one in found}) == 3
 
 
 @pytest.mark.anyio

@@ -32,8 +32,9 @@ COMMANDS = {
     "base": ("loramux_api.cli.fleet:base", "Add, list, retire and migrate base models."),
     "fleet": ("loramux_api.cli.fleet:fleet", "Show, drain and restart a running server's engines."),
     "engine": ("loramux_api.cli.fleet:engine", "Serve one engine for servers on other machines."),
+    "measure": ("loramux_api.cli.measuring:measure", "Measure this machine for `plan` and `simulate`."),
     "simulate": ("loramux_api.cli.simulating:simulate", "Simulate the scheduler on a model of a device."),
-    "plan": ("loramux_api.cli.simulating:plan", "Find the settings and the number of GPUs for a workload."),
+    "plan": ("loramux_api.cli.planning:plan", "Find the settings and the number of GPUs for a workload."),
 }
 
 

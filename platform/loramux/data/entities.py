@@ -484,3 +484,4 @@ class ServedRequest(msgspec.Struct, frozen=True):
     prompt_tokens: int
     output_tokens: int
     max_tokens: int
+    base_model: str

@@ -343,9 +343,7 @@ class SimulatedEngine:
             step, self._step = self._step, None
             events += self.scheduler.commit(step, self._meter.sample(step, self.clock.now))
             self._note_ends(events)
-        for request in self._inbox:
-            self.scheduler.add(self.order.file(request))
-        self._inbox.clear()
+        self._read_inbox()
         self.store.settle()
         step = self.scheduler.plan()
         if news := self.scheduler.drain_events():
@@ -358,6 +356,15 @@ class SimulatedEngine:
         if self.scenario.engines > 1 and (step.empty or self.clock.now - self.view.at >= self.scenario.statistics_s):
             self.view = self._look()
         return events
+
+    def _read_inbox(self) -> None:
+        """Give the scheduler the requests that have come; with static batching a batch, if the last one has ended."""
+        count = len(self._inbox)
+        if self.scenario.batching == "static":
+            count = min(count, self.scenario.max_num_seqs) if self.scheduler.is_idle else 0
+        for request in self._inbox[:count]:
+            self.scheduler.add(self.order.file(request))
+        del self._inbox[:count]
 
     @property
     def is_idle(self) -> bool:
@@ -393,19 +400,21 @@ class SimulatedEngine:
 
     def _work(self, step: Step) -> StepWork:
         """Return the bytes that a step reads and the operations that it computes."""
-        tokens = contexts = pairs = 0
+        tokens = contexts = pairs = sampled = 0
         for chunk in step.chunks:
             length, end = chunk.length, chunk.start + chunk.length
             tokens += length
             contexts += end
+            sampled += chunk.samples
             pairs += length * end - length * (length - 1) // 2
-        adapter_bytes = ranks = 0
+        adapter_bytes = ranks = adapters = 0
         for slot, rows in step.runs:
             if slot != BASE_SLOT:
                 digest = self.store.digest_of(slot)
+                adapters += 1
                 adapter_bytes += self._bytes[digest]
                 ranks += rows * self._ranks[digest]
-        return StepWork(tokens, contexts, pairs, adapter_bytes, ranks)
+        return StepWork(tokens, contexts, pairs, adapter_bytes, ranks, sampled, adapters)
 
     def _observe_pool(self, seconds: float) -> None:
         share = self.pool_use
@@ -434,7 +443,7 @@ class SimulatedEngine:
         """Maximum units that an engine charges one tenant in a second: prefill, decode and loads at their fastest."""
         tokens, rows = self.scenario.max_num_batched_tokens, self.scenario.max_num_seqs
         prefill = tokens / self._step_time.seconds(StepWork(tokens, tokens, tokens, 0, 0))
-        decode = 2 * rows / self._step_time.seconds(StepWork(rows, rows, rows, 0, 0))
+        decode = 2 * rows / self._step_time.seconds(StepWork(rows, rows, rows, 0, 0, rows))
         loads = self.scenario.device.link_bandwidth / self.scenario.page_bytes
         return prefill + decode + loads * self.scenario.policy.load_units_per_page
 

@@ -2,11 +2,13 @@
 
 A step reads the weights, the KV of all contexts and the distinct adapters once, and computes two operations for each
 weight and token. The time is the roofline, with the shares of the data sheet's figures that kernels reach in practice,
-plus a fixed cost. `docs/simulator.md` compares it with measured runs.
+plus a fixed cost: an estimate. A device that was measured (`MeasuredSteps`) has the measured times of the measured
+model instead. `docs/simulator.md` compares estimates with measured runs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Annotated
 
 import msgspec
@@ -17,102 +19,19 @@ Count = Annotated[int, Meta(ge=1)]
 Seconds = Annotated[float, Meta(ge=0)]
 
 
-class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One accelerator. Bandwidths are in bytes per second, as in the data sheet."""
+class Front(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Cost of the server's own process. It does one thing at a time."""
 
-    memory_bytes: Positive
-    memory_bandwidth: Positive
-    flops: Positive
-    """Dense bf16 operations per second."""
-    link_bandwidth: Positive
-    """Bytes per second from the host's memory."""
-    disk_bandwidth: Positive = 2e9
-    """Bytes per second into the host's memory."""
-    memory_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    flops_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.6
-    step_overhead_s: Annotated[float, Meta(ge=0)] = 0.0008
-    """Seconds for launches, sampling and planning of a step; measured: 0.8 to 2.2 ms without CUDA graphs."""
-    load_overhead_s: Annotated[float, Meta(ge=0)] = 0.0003
-    """Fixed seconds of one adapter's load, in addition to the time for its bytes."""
-    load_latency_s: tuple[Seconds, Seconds] = (0.0, 0.0)
-    """Minimum and maximum seconds that the storage adds to a load, uniformly distributed. Loads wait for the storage at
-    the same time, so they end in any order, and several may end between two steps.
-    """
-    load_failures: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Share of the loads that fail."""
-    dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
-    """Approximate on-demand price in US dollars; give your own."""
-    peer_bandwidth: Positive = 25e9
-    """Bytes per second that one rank sends to the others."""
-    reduction_latency_s: Seconds = 0.00002
-    """Fixed seconds of one sum over ranks, in addition to the time for its bytes."""
-    is_shared_by_ranks: bool = False
-    """True if all ranks are processes on this device and share its resources; else each rank has a separate device."""
-
-    def of_rank(self, size: int) -> Device:
-        """Return the resources of one of `size` ranks, at the price of all."""
-        if not self.is_shared_by_ranks:
-            return msgspec.structs.replace(self, dollars_per_hour=self.dollars_per_hour * size)
-        return msgspec.structs.replace(
-            self,
-            memory_bytes=self.memory_bytes / size,
-            memory_bandwidth=self.memory_bandwidth / size,
-            flops=self.flops / size,
-            link_bandwidth=self.link_bandwidth / size,
-        )
-
-    def slowed(self, factor: float) -> Device:
-        """Return a device that takes `factor` times as long for a step."""
-        return msgspec.structs.replace(
-            self,
-            memory_bandwidth=self.memory_bandwidth / factor,
-            flops=self.flops / factor,
-            step_overhead_s=self.step_overhead_s * factor,
-        )
+    token_s: Seconds
+    """Processor seconds of a streamed token."""
+    request_s: Seconds
+    """Processor seconds of a request."""
+    latency_s: Seconds = 0.0
+    """Seconds that an idle server adds to a request's first token."""
 
 
-DEVICES = {
-    "h200": Device(
-        memory_bytes=141e9,
-        memory_bandwidth=4.8e12,
-        flops=989e12,
-        link_bandwidth=50e9,
-        dollars_per_hour=4.0,
-        peer_bandwidth=450e9,
-    ),
-    "h100": Device(
-        memory_bytes=80e9,
-        memory_bandwidth=3.35e12,
-        flops=989e12,
-        link_bandwidth=50e9,
-        dollars_per_hour=3.0,
-        peer_bandwidth=450e9,
-    ),
-    "a100-80": Device(
-        memory_bytes=80e9,
-        memory_bandwidth=2.0e12,
-        flops=312e12,
-        link_bandwidth=25e9,
-        dollars_per_hour=1.8,
-        peer_bandwidth=300e9,
-    ),
-    "a10g": Device(memory_bytes=24e9, memory_bandwidth=600e9, flops=70e12, link_bandwidth=12e9, dollars_per_hour=1.0),
-    # Two cores of an AMD EPYC, from measured steps of the 0.5b model in bf16 (decision 0002): 41 ms for 16 decoding
-    # rows, 63 ms with 16 adapters of 0.58 of the base's bytes, 1.3 s for 1,024 tokens of prefill.
-    "cpu": Device(
-        memory_bytes=3e9,
-        memory_bandwidth=26e9,
-        flops=0.8e12,
-        link_bandwidth=5e9,
-        memory_efficiency=1.0,
-        flops_efficiency=1.0,
-        step_overhead_s=0.003,
-        load_overhead_s=0.02,
-        dollars_per_hour=0.08,
-        is_shared_by_ranks=True,
-    ),
-}
-"""Devices by name."""
+ESTIMATED_FRONT = Front(token_s=30e-6, request_s=3e-3)
+"""Front of a device that was not measured, as `benchmarks/front.py` measured it on a fast core."""
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -235,6 +154,170 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         return 4 * self.num_hidden_layers * self.linears["q"][1]
 
 
+Knots = Annotated[tuple[tuple[Count, Seconds], ...], Meta(min_length=1)]
+"""Seconds by a count, in rising order; a line between two knots, and the last line continued."""
+
+
+class MeasuredSteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Times of the steps of one model on one machine, from measured steps. The parts of a step are added."""
+
+    model: Model
+    token_s: Knots
+    """Seconds of a step that computes n tokens of one prompt, by n, without the attention to them."""
+    row_s: Knots
+    """Seconds that a step takes longer if n sequences sample in it instead of one, by n."""
+    context_s: Seconds
+    """Seconds of one token of a context that is read."""
+    pair_s: Seconds
+    """Seconds of one query and one key."""
+    adapters_s: Seconds
+    """Seconds of a step with adapters, whatever their number."""
+    adapter_s: Seconds
+    """Seconds of one distinct adapter."""
+    rank_s: Seconds
+    """Seconds of one rank of a distinct adapter."""
+    row_rank_s: Seconds
+    """Seconds of one token and one rank of its adapter."""
+
+    def scaled(self, factor: float) -> MeasuredSteps:
+        """Return steps that take `factor` times as long."""
+        fields = {name: getattr(self, name) for name in self.__struct_fields__ if name != "model"}
+        scaled = {
+            name: tuple((n, factor * s) for n, s in value) if isinstance(value, tuple) else factor * value
+            for name, value in fields.items()
+        }
+        return msgspec.structs.replace(self, **scaled)
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the seconds of a step."""
+        taken = between_knots(self.token_s, work.num_tokens) + between_knots(self.row_s, work.num_sampled)
+        taken += self.context_s * work.context_tokens + self.pair_s * work.attention_pairs
+        if work.num_adapters:
+            ranks = work.adapter_bytes / self.model.adapter_bytes(1)
+            taken += self.adapters_s + self.adapter_s * work.num_adapters + self.rank_s * ranks
+            taken += self.row_rank_s * work.adapter_ranks
+        return taken
+
+
+def between_knots(knots: tuple[tuple[int, float], ...], count: int) -> float:
+    """Return the seconds at `count`; at least the first knot's, and beyond the last on its line."""
+    if count <= knots[0][0] or len(knots) == 1:
+        return knots[0][1]
+    after = min(bisect_right(knots, (count, float("inf"))), len(knots) - 1)
+    (n0, s0), (n1, s1) = knots[after - 1], knots[after]
+    return max(0.0, s0 + (s1 - s0) * (count - n0) / (n1 - n0))
+
+
+class Device(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One accelerator. Bandwidths are in bytes per second, as in the data sheet."""
+
+    memory_bytes: Positive
+    memory_bandwidth: Positive
+    flops: Positive
+    """Dense bf16 operations per second."""
+    link_bandwidth: Positive
+    """Bytes per second from the host's memory."""
+    disk_bandwidth: Positive = 2e9
+    """Bytes per second into the host's memory."""
+    memory_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    flops_efficiency: Annotated[float, Meta(gt=0, le=1)] = 0.6
+    step_overhead_s: Annotated[float, Meta(ge=0)] = 0.0008
+    """Seconds for launches, sampling and planning of a step; measured: 0.8 to 2.2 ms without CUDA graphs."""
+    load_overhead_s: Annotated[float, Meta(ge=0)] = 0.0003
+    """Fixed seconds of one adapter's load, in addition to the time for its bytes."""
+    load_latency_s: tuple[Seconds, Seconds] = (0.0, 0.0)
+    """Minimum and maximum seconds that the storage adds to a load, uniformly distributed. Loads wait for the storage at
+    the same time, so they end in any order, and several may end between two steps.
+    """
+    load_failures: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of the loads that fail."""
+    dollars_per_hour: Annotated[float, Meta(ge=0)] = 0.0
+    """Approximate on-demand price in US dollars; give your own."""
+    peer_bandwidth: Positive = 25e9
+    """Bytes per second that one rank sends to the others."""
+    reduction_latency_s: Seconds = 0.00002
+    """Fixed seconds of one sum over ranks, in addition to the time for its bytes."""
+    is_shared_by_ranks: bool = False
+    """True if all ranks are processes on this device and share its resources; else each rank has a separate device."""
+    measured: MeasuredSteps | None = None
+    """Measured times of steps; None: every step is estimated. Steps of another model than the measured one are
+    estimated too."""
+    front: Front | None = None
+    """Measured cost of the server before this device; None: ESTIMATED_FRONT, which delays nothing."""
+
+    def of_rank(self, size: int) -> Device:
+        """Return the resources of one of `size` ranks, at the price of all."""
+        if not self.is_shared_by_ranks:
+            return msgspec.structs.replace(self, dollars_per_hour=self.dollars_per_hour * size)
+        return msgspec.structs.replace(
+            self,
+            memory_bytes=self.memory_bytes / size,
+            memory_bandwidth=self.memory_bandwidth / size,
+            flops=self.flops / size,
+            link_bandwidth=self.link_bandwidth / size,
+        )
+
+    def slowed(self, factor: float) -> Device:
+        """Return a device that takes `factor` times as long for a step."""
+        return msgspec.structs.replace(
+            self,
+            memory_bandwidth=self.memory_bandwidth / factor,
+            flops=self.flops / factor,
+            step_overhead_s=self.step_overhead_s * factor,
+            measured=self.measured and self.measured.scaled(factor),
+        )
+
+    def measured_steps_of(self, model: Model) -> MeasuredSteps | None:
+        """Return the measured times of `model`'s steps; None if other steps were measured, or none."""
+        found = self.measured
+        is_same = found and msgspec.structs.replace(found.model, max_model_len=model.max_model_len) == model
+        return found if is_same else None
+
+
+DEVICES = {
+    "h200": Device(
+        memory_bytes=141e9,
+        memory_bandwidth=4.8e12,
+        flops=989e12,
+        link_bandwidth=50e9,
+        dollars_per_hour=4.0,
+        peer_bandwidth=450e9,
+    ),
+    "h100": Device(
+        memory_bytes=80e9,
+        memory_bandwidth=3.35e12,
+        flops=989e12,
+        link_bandwidth=50e9,
+        dollars_per_hour=3.0,
+        peer_bandwidth=450e9,
+    ),
+    "a100-80": Device(
+        memory_bytes=80e9,
+        memory_bandwidth=2.0e12,
+        flops=312e12,
+        link_bandwidth=25e9,
+        dollars_per_hour=1.8,
+        peer_bandwidth=300e9,
+    ),
+    "a10g": Device(memory_bytes=24e9, memory_bandwidth=600e9, flops=70e12, link_bandwidth=12e9, dollars_per_hour=1.0),
+    # Two cores of an AMD EPYC, from measured steps of the 0.5b model in bf16 (decision 0002): 41 ms for 16 decoding
+    # rows, 63 ms with 16 adapters of 0.58 of the base's bytes, 1.3 s for 1,024 tokens of prefill.
+    "cpu": Device(
+        memory_bytes=3e9,
+        memory_bandwidth=26e9,
+        flops=0.8e12,
+        link_bandwidth=5e9,
+        memory_efficiency=1.0,
+        flops_efficiency=1.0,
+        step_overhead_s=0.003,
+        load_overhead_s=0.02,
+        dollars_per_hour=0.08,
+        is_shared_by_ranks=True,
+    ),
+}
+"""Devices by name."""
+
+
 def _llama(layers: int, hidden: int, wide: int, heads: int, kv_heads: int, vocab: int, **rest: int | bool) -> Model:
     shape = {
         "num_hidden_layers": layers,
@@ -271,12 +354,17 @@ class StepWork(msgspec.Struct, frozen=True, gc=False):
     """Bytes of the distinct adapters."""
     adapter_ranks: int
     """Sum over tokens of their adapter's rank."""
+    num_sampled: int = 1
+    """Number of sequences that get a token."""
+    num_adapters: int = 0
+    """Number of distinct adapters."""
 
 
 class StepTime:
     """The time of a step as a function of its work."""
 
     def __init__(self, device: Device, model: Model) -> None:
+        self._measured = device.measured_steps_of(model)
         self._bytes_per_second = device.memory_bandwidth * device.memory_efficiency
         self._flops = device.flops * device.flops_efficiency
         self._overhead = device.step_overhead_s
@@ -292,6 +380,9 @@ class StepTime:
     def seconds(self, work: StepWork, link_bandwidth: float = 0.0) -> float:
         """Return the seconds that `work` takes while adapters arrive at `link_bandwidth`, which the memory must write
         too."""
+        if self._measured is not None:
+            left = self._bytes_per_second / (self._bytes_per_second - link_bandwidth)
+            return self._measured.seconds(work) * left
         computing = max(self.read_seconds(work, link_bandwidth), self.compute_seconds(work))
         return (
             self._overhead + computing + self._reductions_s + self._sent_bytes * work.num_tokens / self._peer_bandwidth

@@ -6,8 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from loramux.simulator.hardware import DEVICES
-from loramux.simulator.planner import ADAPTER_RANK, Goals, Plan, Trial
+from loramux.simulator.planner import ADAPTER_RANK, Alternative, Goals, Plan, Trial
 from loramux.simulator.report import Resource
 
 FULL_POOL = 0.9
@@ -71,11 +70,12 @@ def _gpus(number: int) -> str:
     return f"{number} GPU{'s' * (number > 1)}"
 
 
-def settings_of(found: Plan, kv_cache_dtype: str = "auto") -> str:
+def settings_of(found: Plan, kv_cache_dtype: str = "auto", quantization: str = "none") -> str:
     """Return the recommended settings as a part of the settings file, TOML."""
     best, ranks = found.recommended.settings, found.memory.num_ranks
     return "\n".join(
         [
+            *(["[model]", f'quantization = "{quantization}"', ""] if quantization != "none" else []),
             "[engine]",
             f"max_num_batched_tokens = {best.max_num_batched_tokens}",
             f"max_num_seqs = {best.max_num_seqs}",
@@ -86,16 +86,17 @@ def settings_of(found: Plan, kv_cache_dtype: str = "auto") -> str:
     )
 
 
-def figures_of(found: Plan, gpu: str) -> str:
+def figures_of(found: Plan, gpu: str, *, is_shared_by_ranks: bool) -> str:
     """Return the figures of the recommendation as comments of a settings file."""
     best, goals, ranks = found.recommended, found.goals, found.memory.num_ranks
     shares = "interactive {:g}, standard {:g}, batch {:g}".format(*best.settings.class_shares)
-    gpus = best.settings.gpus if DEVICES[gpu].is_shared_by_ranks else best.settings.gpus * ranks
+    gpus = best.settings.gpus if is_shared_by_ranks else best.settings.gpus * ranks
     verdict = "met" if found.goals_met else "NOT met by any candidate; this one is closest"
     return "\n".join(
         [
             f"# GPUs: {gpus} x {gpu}. {len(found.tried)} simulations.",
-            *_rank_lines(found, gpu),
+            f"# Times         {found.times}",
+            *_rank_lines(found, is_shared_by_ranks=is_shared_by_ranks),
             f"# Why           {reason_of(found).text}",
             f"# Binding       {RESOURCES[best.bound_by]}",
             f"# Goals (P99: first token {goals.ttft_ms:g} ms, inter-token {goals.itl_ms:g} ms): {verdict}.",
@@ -104,19 +105,57 @@ def figures_of(found: Plan, gpu: str) -> str:
             f"# Preemptions   {best.preemption_rate:.2%} of requests",
             f"# Pool in use   {best.pool_use:.0%}; adapters resident on a GPU: {best.adapters_resident}",
             f"# Class shares  {shares}",
-            f"# Cost          ${best.dollars_per_million_tokens:.3f} per million tokens",
+            f"# Cost          ${best.dollars_per_million_tokens:.3f} per million tokens, "
+            f"${found.dollars_per_hour:,.2f} an hour",
             f"# Throughput    {best.tokens_per_s:,.0f} tokens/s, prompt and output together",
+            *(f"# Cheaper       {alternative_text(one, goals)}" for one in found.alternatives),
+            *(f"# {line}".rstrip() for line in _batching_table(found)),
         ]
     )
 
 
-def _rank_lines(found: Plan, gpu: str) -> list[str]:
+def alternative_text(one: Alternative, goals: Goals) -> str:
+    """Return what an alternative costs, and which goal it misses by how much."""
+    trial = one.trial
+    name = f"{trial.settings.gpus:,} x {one.gpu} for ${one.dollars_per_hour:,.2f} an hour"
+    if one.excess <= 1:
+        return f"{name} keeps both goals: plan with it"
+    if _bound_by(trial, goals) == "first_token":
+        goal, taken, limit = "the first token", trial.ttft_ms_p99, goals.ttft_ms
+    else:
+        goal, taken, limit = "the time between two tokens", trial.itl_ms_p99, goals.itl_ms
+    missed = f"by {one.excess - 1:.1%}" if one.excess < 2 else f"{one.excess:,.1f} times over"
+    return f"{name} misses {goal} {missed}: P99 {taken:,.0f} ms, goal {limit:,g} ms"
+
+
+def _batching_table(found: Plan) -> list[str]:
+    """Return continuous and static batching as a table; nothing if static batching was not simulated."""
+    if not found.static:
+        return []
+    titles = ("batching", "GPUs", "ttft p50", "ttft p99", "itl p99", "tokens/s", "$/hour", "$/million", "goals")
+    lines = ["", "".join(f"{title:>12}" for title in titles)]
+    price = found.dollars_per_hour / found.recommended.settings.gpus
+    for trial in (found.recommended, *found.static):
+        cells = (
+            trial.settings.batching,
+            f"{trial.settings.gpus:,}",
+            *(f"{value:,.0f} ms" for value in (trial.ttft_ms_p50, trial.ttft_ms_p99, trial.itl_ms_p99)),
+            f"{trial.tokens_per_s:,.0f}",
+            f"{price * trial.settings.gpus:,.2f}",
+            f"{trial.dollars_per_million_tokens:.3f}",
+            "met" if trial.excess(found.goals) <= 1 else "missed",
+        )
+        lines.append("".join(f"{cell:>12}" for cell in cells))
+    return lines
+
+
+def _rank_lines(found: Plan, *, is_shared_by_ranks: bool) -> list[str]:
     memory = found.memory
     where = f"on each of an engine's {memory.num_ranks} ranks" if memory.num_ranks > 1 else "on each"
     lines = [
         f"# Memory        weights {memory.weight_bytes / 1e9:.1f} GB, pool {memory.pool_bytes / 1e9:.1f} GB = "
         f"{memory.pages:,} pages, or {memory.adapters:,} adapters of rank {ADAPTER_RANK}, {where}",
     ]
-    if memory.num_ranks > 1 and not DEVICES[gpu].is_shared_by_ranks:
+    if memory.num_ranks > 1 and not is_shared_by_ranks:
         lines.append("# Ranks are served on CPUs only so far: on GPUs this plan cannot be run yet.")
     return lines

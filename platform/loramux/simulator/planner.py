@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy, default_mixed_prefill_tokens
 from loramux.simulator.hardware import Device, Model
 from loramux.simulator.report import Resource, SimulationReport
-from loramux.simulator.scenario import Scenario, ScenarioError
+from loramux.simulator.scenario import Batching, Scenario, ScenarioError
 from loramux.simulator.simulation import Simulation
 from loramux.simulator.traffic import Arrivals
 
@@ -40,6 +40,7 @@ class PlannedSettings(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 16
     class_shares: tuple[float, float, float] = (8.0, 3.0, 1.0)
     """Weights of the classes interactive, standard and batch."""
+    batching: Batching = "continuous"
     gpus: int = 1
 
 
@@ -69,6 +70,16 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.ttft_ms_p99 / goals.ttft_ms, self.itl_ms_p99 / goals.itl_ms)
 
 
+class Alternative(msgspec.Struct, frozen=True, kw_only=True):
+    """Something cheaper than the recommendation, and what it does to the goals."""
+
+    gpu: str
+    trial: Trial
+    dollars_per_hour: float
+    excess: float
+    """Factor by which the worse goal is missed; at most 1 if both goals are met, so that it is the better choice."""
+
+
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one rank of an engine; of the whole engine if it has one rank."""
 
@@ -89,6 +100,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     goals: Goals
     goals_met: bool
     tried: list[Trial]
+    times: str = ""
+    """Source of the times of steps: a data sheet, or a measurement."""
+    dollars_per_hour: float = 0.0
+    """Cost of all GPUs."""
+    alternatives: list[Alternative] = []
+    """One GPU less, and other GPUs for less money, the most expensive first."""
+    static: list[Trial] = []
+    """Static batching, if it was asked for: with as many GPUs, and with the fewest that keep the goals."""
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -98,6 +117,15 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "class_shares": ((4.0, 2.0, 1.0), (16.0, 4.0, 1.0)),
 }
 """Values to try in addition to the defaults of `PlannedSettings`."""
+
+
+class Plans(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan for each base of a workload."""
+
+    plans: dict[str, Plan]
+    """Plans by the base's name."""
+    dollars_per_hour: float
+    """Cost of all bases together."""
 
 
 class Planner:
@@ -126,9 +154,20 @@ class Planner:
         """Simulations that tuning takes for one number of GPUs."""
         return sum(map(len, self._choices.values()))
 
-    def plan(self, on_trial: Callable[[Trial], None] = lambda _: None) -> Plan:
-        """Search; `on_trial` gets every simulation. Raises ScenarioError if the model does not fit the device."""
-        best = self._tuned(self._fewest_gpus(on_trial), on_trial)
+    def plan(
+        self,
+        on_trial: Callable[[Trial], None] = lambda _: None,
+        *,
+        gpu: str = "",
+        others: Mapping[str, Device] | None = None,
+        with_static: bool = False,
+    ) -> Plan:
+        """Search; `on_trial` gets every simulation. Raises ScenarioError if the model does not fit the device.
+
+        `gpu` is the device's name, and `others` are devices that may be cheaper. `with_static`: simulate static
+        batching too.
+        """
+        best = self._tuned(self._fewest_gpus(self._first, on_trial), on_trial)
         while best.settings.gpus > 1:
             fewer = msgspec.structs.replace(best.settings, gpus=best.settings.gpus - 1)
             candidate = self._tuned(self._try(fewer, on_trial), on_trial)
@@ -136,10 +175,50 @@ class Planner:
                 break
             best = candidate
         best = self._routed(best, on_trial)
-        met = best.excess(self._goals) <= 1
+        alternatives = self._alternatives(best, gpu, others or {}, on_trial)
         tried = [*self._tried.values(), *self._fleets]
-        memory = _memory_of(self._scenario(best.settings, 1))
-        return Plan(memory=memory, recommended=best, goals=self._goals, goals_met=met, tried=tried)
+        return Plan(
+            memory=_memory_of(self._scenario(best.settings, 1)),
+            recommended=best,
+            goals=self._goals,
+            goals_met=best.excess(self._goals) <= 1,
+            tried=tried,
+            dollars_per_hour=best.settings.gpus * self._device.dollars_per_hour,
+            alternatives=alternatives,
+            static=self._static(best, on_trial) if with_static else [],
+        )
+
+    def _alternatives(
+        self, best: Trial, gpu: str, others: Mapping[str, Device], on_trial: Callable[[Trial], None]
+    ) -> list[Alternative]:
+        """Return what costs less: one GPU less, and as many GPUs of each other kind as cost less."""
+        found = []
+        cost = best.settings.gpus * self._device.dollars_per_hour
+        if (fewer := best.settings.gpus - 1) > 0:
+            trial = self._try(msgspec.structs.replace(best.settings, gpus=fewer), on_trial)
+            found.append(self._alternative(gpu, trial, self._device))
+        for name, device in others.items():
+            gpus = min(MOST_GPUS, math.ceil(cost / device.dollars_per_hour) - 1) if device.dollars_per_hour else 0
+            if gpus < 1:
+                continue
+            planner = Planner(device, self._model, self._arrivals, self._goals)
+            try:
+                trial = planner._try(msgspec.structs.replace(best.settings, gpus=gpus), on_trial)
+            except ScenarioError:  # the model does not fit
+                continue
+            found.append(planner._alternative(name, trial, device))
+        return sorted(found, key=lambda one: -one.dollars_per_hour)
+
+    def _alternative(self, gpu: str, trial: Trial, device: Device) -> Alternative:
+        cost = trial.settings.gpus * device.dollars_per_hour
+        return Alternative(gpu=gpu, trial=trial, dollars_per_hour=cost, excess=trial.excess(self._goals))
+
+    def _static(self, best: Trial, on_trial: Callable[[Trial], None]) -> list[Trial]:
+        """Return static batching with as many GPUs, and if it misses a goal, with more."""
+        same = self._try(msgspec.structs.replace(best.settings, batching="static"), on_trial)
+        if same.excess(self._goals) <= 1:
+            return [same]
+        return [same, self._fewest_gpus(same.settings, on_trial)]
 
     def _routed(self, best: Trial, on_trial: Callable[[Trial], None]) -> Trial:
         """Return the plan for whole engines with the router before them.
@@ -160,17 +239,17 @@ class Planner:
                 break
         return min(trials, key=self._rank)
 
-    def _fewest_gpus(self, on_trial: Callable[[Trial], None]) -> Trial:
-        """Find the fewest GPUs with default settings: double until goals are met or more do not help, then bisect."""
-        trial, short = self._try(self._first, on_trial), 0
+    def _fewest_gpus(self, first: PlannedSettings, on_trial: Callable[[Trial], None]) -> Trial:
+        """Find the fewest GPUs with `first`: double until goals are met or more do not help, then bisect."""
+        trial, short = self._try(first, on_trial), 0
         while trial.excess(self._goals) > 1:
             short, gpus = trial.settings.gpus, trial.settings.gpus * 2
             if gpus > min(MOST_GPUS, len(self._arrivals)):
                 return trial
-            trial = self._try(msgspec.structs.replace(self._first, gpus=gpus), on_trial)
+            trial = self._try(msgspec.structs.replace(first, gpus=gpus), on_trial)
         while trial.settings.gpus - short > 1:
             gpus = (trial.settings.gpus + short) // 2
-            middle = self._try(msgspec.structs.replace(self._first, gpus=gpus), on_trial)
+            middle = self._try(msgspec.structs.replace(first, gpus=gpus), on_trial)
             if middle.excess(self._goals) > 1:
                 short = middle.settings.gpus
             else:
@@ -206,6 +285,7 @@ class Planner:
             device=self._device,
             model=self._model,
             engines=engines,
+            batching=settings.batching,
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,

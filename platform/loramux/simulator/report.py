@@ -22,6 +22,7 @@ from loramux.engine.messages import TokenEvent
 from loramux.engine.scheduling.fairness import VirtualTokenCounter
 from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import Step
+from loramux.simulator.hardware import Front
 from loramux.simulator.scenario import ScenarioError
 from loramux.simulator.traffic import TrafficSource
 
@@ -120,11 +121,31 @@ class Share:
         return self.integral / self.seconds if self.seconds else 0.0
 
 
+class FrontQueue:
+    """A server's own process: it does one thing at a time, so that its work delays requests and tokens."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._free_at = 0.0
+
+    def pass_request(self, at: float) -> float:
+        """Return the time at which a request that comes `at` reaches the engine."""
+        begins = max(self._free_at, at)
+        self._free_at = begins + self._front.request_s
+        return begins + max(self._front.request_s, self._front.latency_s)
+
+    def pass_token(self, at: float) -> float:
+        """Return the time at which a token that an engine sends `at` reaches the client."""
+        self._free_at = max(self._free_at, at) + self._front.token_s
+        return self._free_at
+
+
 class Meter:
     """Takes the place of the sampler, and records the times."""
 
-    def __init__(self, warmup_s: float = 0.0) -> None:
-        """Requests that arrive before `warmup_s` are in no tally."""
+    def __init__(self, warmup_s: float = 0.0, fronts: Sequence[FrontQueue] = ()) -> None:
+        """Requests that arrive before `warmup_s` are in no tally. `fronts`: the servers, if they were measured."""
+        self._fronts = fronts
         self._warmup_s = warmup_s
         self._early = TenantTally()
         self.tallies: defaultdict[str, TenantTally] = defaultdict(TenantTally)
@@ -140,8 +161,13 @@ class Meter:
 
     def sample(self, step: Step, now: float) -> list[TokenEvent]:
         """Return the tokens of a step that ended `now`, one for each of `step.sampling`."""
-        self.last_token_at = now
-        return [self._next_token(self._runs[chunk.sequence.request.id], now) for chunk in step.sampling]
+        events = []
+        for chunk in step.sampling:
+            request_id = chunk.sequence.request.id
+            at = self._fronts[int(request_id) % len(self._fronts)].pass_token(now) if self._fronts else now
+            events.append(self._next_token(self._runs[request_id], at))
+            self.last_token_at = max(self.last_token_at, at)
+        return events
 
     def tokens_told(self, request_id: str) -> int:
         """Return the number of tokens that the client of an open request has."""

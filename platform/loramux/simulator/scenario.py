@@ -13,7 +13,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -98,6 +98,7 @@ def choose(rng: Rng, count: int, popularity: str, options: int) -> np.ndarray:
     raise ValueError(f"popularity {popularity!r} is none of identical, distinct, uniform, zipf:EXPONENT")
 
 
+Batching = Literal["continuous", "static"]
 ROUTINGS = ("router", "residency", "random", "least-loaded")
 _PRESETS: dict[str, Mapping[str, Device | Model]] = {"device": DEVICES, "model": MODELS}
 
@@ -110,6 +111,8 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """One kind of traffic, from one tenant or shared by many alike."""
 
     tenant: str
+    base: str = ""
+    """Name of the base that answers, in a plan of several; empty: the only one."""
     tenants: Count = 1
     """Number of tenants; more than one are named `tenant-0`, `tenant-1`, ..."""
     rate: Positive
@@ -198,6 +201,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Maximum number of prompt tokens in a step in which sequences decode; None: only the other limits apply."""
     policy: Policy = Policy()
     """The engine's policy, with the values that differ."""
+    batching: Batching = "continuous"
+    """`continuous` as in the engine; for comparison `static`: requests wait until all of a batch have ended."""
     order: str = "fair"
     """`fair` as in the engine; for comparison `fifo`: by arrival alone."""
     clients: Annotated[tuple[Client, ...], Meta(min_length=1)]
@@ -216,11 +221,16 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return self.model.kv_bytes_per_token * self.block_size
 
 
-def scenarios_folder() -> Path:
-    """Return `loramux/configs/scenarios` of an installed wheel, or `configs/scenarios` of the repository."""
+def configs_folder() -> Path:
+    """Return `loramux/configs` of an installed wheel, or `configs` of the repository."""
     package = Path(__file__).parents[1]
     installed = package / "configs"
-    return (installed if installed.is_dir() else package.parents[1] / "configs") / "scenarios"
+    return installed if installed.is_dir() else package.parents[1] / "configs"
+
+
+def scenarios_folder() -> Path:
+    """Return the folder with the shipped scenarios."""
+    return configs_folder() / "scenarios"
 
 
 def scenario_names() -> list[str]:
@@ -228,10 +238,13 @@ def scenario_names() -> list[str]:
     return sorted(path.stem for path in scenarios_folder().glob("*.toml"))
 
 
-def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
+def load_scenario(
+    name_or_path: str, overrides: Iterable[str] = (), devices: Mapping[str, Any] | None = None
+) -> Scenario:
     """Return a shipped scenario by its name, or the scenario of a TOML file, with `key=value` overrides.
 
-    Raises ScenarioError, which names the fault and the valid values.
+    `devices`: device and model, as plain data, that replace those of the file. Raises ScenarioError, which names the
+    fault and the valid values.
     """
     shipped = scenarios_folder() / f"{name_or_path}.toml"
     path = shipped if shipped.is_file() else Path(name_or_path)
@@ -242,9 +255,14 @@ def load_scenario(name_or_path: str, overrides: Iterable[str] = ()) -> Scenario:
         raise ScenarioError(f"no scenario {name_or_path!r}: give a TOML file or one of {names}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ScenarioError(f"{path} is not valid TOML: {error}") from None
+    return scenario_of({**data, **(devices or {})}, str(path), overrides)
+
+
+def scenario_of(data: dict[str, Any], source: str, overrides: Iterable[str]) -> Scenario:
+    """Return the scenario of plain data with overrides, which change `data`. Raises ScenarioError."""
     for override in overrides:
         _override(data, override)
-    return make_scenario(data, str(path))
+    return make_scenario(data, source)
 
 
 def make_scenario(data: Mapping[str, Any], source: str) -> Scenario:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,8 +17,10 @@ from loramux.fleet.shares import ShareExchange
 from loramux.fleet.view import EngineState, EngineView, RoutingRequest
 from loramux.simulator.baselines import ROUTERS
 from loramux.simulator.engine import NEVER, SimulatedEngine
+from loramux.simulator.hardware import ESTIMATED_FRONT
 from loramux.simulator.report import (
     FleetGap,
+    FrontQueue,
     Meter,
     Resource,
     Share,
@@ -33,10 +36,6 @@ FULL = 0.9
 """Share of a resource in use above which it counts as the one that binds."""
 FULL_POOL = 0.75
 """The same for the pool while requests wait: a part of it is kept for answers that grow."""
-FRONT_TOKEN_S, FRONT_REQUEST_S = 30e-6, 3e-3
-"""Processor seconds of the server's own process for a streamed token and for a request, as `benchmarks/front.py` has
-measured them.
-"""
 
 
 class Stalled(RuntimeError):
@@ -51,7 +50,10 @@ class Simulation:
         drawn = draw_arrivals(scenario.clients, scenario.duration_s, scenario.seed) if arrivals is None else arrivals
         self.arrivals = drawn
         self.scenario = scenario
-        self.meter = Meter(scenario.warmup_s)
+        front = scenario.device.front
+        self._fronts = [FrontQueue(front) for _ in range(scenario.fronts)] if front else []
+        """The servers, if they were measured; an estimated server delays nothing."""
+        self.meter = Meter(scenario.warmup_s, self._fronts)
         self.now = 0.0
         self._ranks = {ref.digest: rank for ref, rank in drawn.adapters.items()}
         self.engines = [self._start(f"engine-{number}", 0.0) for number in range(scenario.engines)]
@@ -61,6 +63,8 @@ class Simulation:
         """The engine of every request, in order of arrival; for a request that was sent twice, the first."""
         self._coming = drawn.requests()
         self._next = next(self._coming, None)
+        self._passing: list[tuple[float, int, Request]] = []
+        """Requests that a measured server works on, by the time at which they reach their engine."""
         self._prompts: dict[str, int] = {}
         self._front_of: dict[str, int] = {}
         self._unstarted: set[str] = set()
@@ -101,8 +105,9 @@ class Simulation:
         engine = min(self.engines, key=attrgetter("wake_at"))
         arrives_at = self._next[0] if self._next else NEVER
         fault_at = self._faults[0][0] if self._faults else NEVER
-        due = min(arrives_at, engine.wake_at, fault_at)
-        if due == NEVER or (not self._next and due == fault_at and self._is_idle):
+        passes_at = self._passing[0][0] if self._passing else NEVER
+        due = min(arrives_at, passes_at, engine.wake_at, fault_at)
+        if due == NEVER or (not self._next and not self._passing and due == fault_at and self._is_idle):
             self._ensure_idle()
             return False
         # An exchange of service while nothing happens moves no flow.
@@ -115,6 +120,9 @@ class Simulation:
         elif arrives_at <= due:
             self.now = due
             self._let_in()
+        elif passes_at <= due:
+            self.now = due
+            self._route(heapq.heappop(self._passing)[2])
         else:
             self.now = due
             self._step(engine)
@@ -140,7 +148,11 @@ class Simulation:
         if len(self.engines) > 1 and self.scenario.policy.prefix_cache:
             digests = prefix_digests(b"", request.tenant, request.prompt_token_ids, self.scenario.block_size)
             request = msgspec.structs.replace(request, prefix_digests=digests)
-        self._route(request)
+        if self._fronts:
+            front = self._fronts[int(request.id) % len(self._fronts)]
+            heapq.heappush(self._passing, (front.pass_request(at), int(request.id), request))
+        else:
+            self._route(request)
 
     def _route(self, request: Request) -> None:
         number = 0
@@ -266,7 +278,8 @@ class Simulation:
         tokens.
         """
         requests, tokens = served
-        if seconds and (requests * FRONT_REQUEST_S + tokens * FRONT_TOKEN_S) / seconds > FULL:
+        front = self.scenario.device.front or ESTIMATED_FRONT
+        if seconds and (requests * front.request_s + tokens * front.token_s) / seconds > FULL:
             return "front"
         if waited and pool.mean > FULL_POOL:
             return "memory"

@@ -36,6 +36,8 @@ class TrafficSource:
     preload: bool
     system_tokens: int = 0
     """Tokens with which all prompts begin."""
+    base: str = ""
+    """Name of the base that answers the requests; empty: the only one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,14 @@ class Arrivals:
             self.output_tokens[which],
             self.max_tokens[which],
         )
+
+    def of_base(self, base: str) -> Arrivals:
+        """Return the requests to one base. Raises ScenarioError if there is none."""
+        wanted = np.array([source.base == base for source in self.sources])[self.source]
+        if not wanted.any():
+            names = ", ".join(sorted({source.base or "(none)" for source in self.sources}))
+            raise ScenarioError(f"the workload has no request to the base {base!r}; its bases are {names}")
+        return self.only(wanted)
 
     def on_engine(self, engine: int, engines: int) -> Arrivals:
         """Return the share of one of `engines` equal engines: a source uses as few engines as its part allows."""
@@ -194,10 +204,11 @@ def _sources(client: Client, generations: int) -> list[TrafficSource]:
     lengths = client.system_tokens.draw(np.random.default_rng(count), count).tolist() if client.system_tokens else None
     systems = lengths or [0] * count
     if not client.adapters:
-        return [TrafficSource(name, None, 0, *common, tokens) for name, tokens in zip(names, systems, strict=True)]
+        named = zip(names, systems, strict=True)
+        return [TrafficSource(name, None, 0, *common, tokens, client.base) for name, tokens in named]
     refs = [AdapterRef(f"{client.tenant}/{i}", "") for i in range(count)]
     return [
-        TrafficSource(names[i % len(names)], ref, client.ranks[i % len(client.ranks)], *common, systems[i])
+        TrafficSource(names[i % len(names)], ref, client.ranks[i % len(client.ranks)], *common, systems[i], client.base)
         for i, ref in enumerate(refs)
     ]
 
@@ -212,6 +223,8 @@ class LoggedRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     """Name of the adapter; empty: the base model."""
     rank: Count = 16
+    base: str = ""
+    """Name of the base; empty: the only one."""
     service_class: ServiceClass = ServiceClass.STANDARD
     weight: Annotated[float, Meta(gt=0)] = 1.0
     max_tokens: Count | None = None
@@ -232,16 +245,24 @@ def read_workload(path: Path) -> Arrivals:
 
     Raises ScenarioError, which names the file, the line and the field.
     """
+    if path.suffix != ".toml":
+        return arrivals_of_log(read_log(path))
+    try:
+        traffic = msgspec.convert(tomllib.loads(path.read_text()), Traffic)
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        raise ScenarioError(f"workload {path}: {error}") from None
+    return draw_arrivals(traffic.clients, traffic.duration_s, traffic.seed)
+
+
+def read_log(path: Path) -> list[LoggedRequest]:
+    """Read the requests of a .jsonl or .csv log. Raises ScenarioError, as `read_workload` does."""
     try:
         match path.suffix:
-            case ".toml":
-                traffic = msgspec.convert(tomllib.loads(path.read_text()), Traffic)
-                return draw_arrivals(traffic.clients, traffic.duration_s, traffic.seed)
             case ".jsonl":
-                return arrivals_of_log(_lines(path, _json_rows(path), strict=True))
+                return _lines(path, _json_rows(path), strict=True)
             case ".csv":
-                return arrivals_of_log(_lines(path, _csv_rows(path), strict=False))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+                return _lines(path, _csv_rows(path), strict=False)
+    except (OSError, UnicodeDecodeError) as error:
         raise ScenarioError(f"workload {path}: {error}") from None
     raise ScenarioError(f"workload {path} is none of .toml (a description), .jsonl and .csv (a log of requests)")
 
@@ -295,4 +316,5 @@ def arrivals_of_log(requests: Sequence[LoggedRequest]) -> Arrivals:
 
 def _source(request: LoggedRequest) -> TrafficSource:
     adapter = AdapterRef(f"{request.tenant}/{request.adapter}", "") if request.adapter else None
-    return TrafficSource(request.tenant, adapter, request.rank, request.service_class, request.weight, None, False)
+    common = (request.service_class, request.weight, None, False)
+    return TrafficSource(request.tenant, adapter, request.rank, *common, base=request.base)

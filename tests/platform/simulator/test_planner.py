@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import tomllib
 from pathlib import Path
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
+from loramux.simulator.description import describe_log, traffic_as_toml
 from loramux.simulator.hardware import DEVICES, MODELS
+from loramux.simulator.plan_report import alternative_text
 from loramux.simulator.planner import Goals, Planner
-from loramux.simulator.scenario import ScenarioError, model_of
-from loramux.simulator.traffic import read_workload
+from loramux.simulator.scenario import Client, LogNormal, ScenarioError, model_of
+from loramux.simulator.traffic import LoggedRequest, Traffic, draw_arrivals, read_workload
 from loramux_api.cli.main import main
 
 TRAFFIC = """
@@ -212,6 +215,101 @@ def test_plan_prints_settings_that_can_be_pasted(traffic: Path) -> None:
     best = plan["recommended"]
     assert best["dollars_per_million_tokens"] == pytest.approx(0.01e6 / best["tokens_per_s"])
     assert plan["goals_met"]
+
+
+def test_description_of_a_log_draws_the_same_traffic() -> None:
+    client = {
+        "tenant": "t",
+        "tenants": 5,
+        "rate": 20,
+        "cv": 2.0,
+        "adapters": 30,
+        "popularity": "zipf:1.2",
+        "ranks": (8, 64),
+        "base": "chat",
+        "prompt_tokens": {"distribution": "lognormal", "mu": 5.0, "sigma": 0.5},
+        "output_tokens": {"distribution": "lognormal", "mu": 3.0, "sigma": 0.7},
+    }
+    plain = client | {"tenant": "u", "adapters": 0, "rate": 5, "service_class": "batch", "cv": 1.0, "base": "code"}
+    drawn = draw_arrivals(msgspec.convert([client, plain], list[Client]), 200.0, 1)
+    log = [
+        LoggedRequest(
+            arrival_s=at,
+            prompt_tokens=len(request.prompt_token_ids),
+            output_tokens=output,
+            tenant=source.tenant,
+            adapter=source.adapter.digest if source.adapter else "",
+            rank=source.rank or 16,
+            base=source.base,
+            service_class=source.service_class,
+        )
+        for at, source, output, request in drawn.requests()
+    ]
+    described = msgspec.convert(tomllib.loads(traffic_as_toml(describe_log(log, 'a "quoted" name'))), Traffic)
+    assert described.description == 'a "quoted" name'
+    by_base = {one.base: one for one in described.clients}
+    chat, code = by_base["chat"], by_base["code"]
+    assert (chat.rate, code.rate) == (pytest.approx(20, rel=0.1), pytest.approx(5, rel=0.1))
+    assert (chat.cv, code.cv) == (pytest.approx(2.0, rel=0.15), pytest.approx(1.0, rel=0.15))
+    assert (chat.adapters, code.adapters) == (30, 0)
+    assert float(chat.popularity.removeprefix("zipf:")) == pytest.approx(1.2, abs=0.1)
+    assert set(chat.ranks) == {8, 64}
+    assert code.service_class == "batch"
+    assert isinstance(chat.prompt_tokens, LogNormal)
+    assert (chat.prompt_tokens.mu, chat.prompt_tokens.sigma) == (
+        pytest.approx(5.0, abs=0.05),
+        pytest.approx(0.5, abs=0.05),
+    )
+
+
+def test_plan_of_two_bases_plans_each_with_its_part(tmp_path: Path) -> None:
+    both = TRAFFIC + TRAFFIC.partition("[[clients]]")[2].replace("chat", "code").join(["[[clients]]", ""])
+    path = tmp_path / "both.toml"
+    path.write_text(
+        both.replace('tenant = "', 'base = "x"\ntenant = "', 1).replace(
+            'tenant = "code"', 'base = "y"\ntenant = "code"'
+        )
+    )
+    command = ["plan", "--workload", str(path), "--gpu", "h100", "--json"]
+    code, out, _ = run(*command, "--model", "x=qwen2.5-0.5b", "--model", "y=llama-3.1-8b")
+    assert code == 0
+    plans = json.loads(out)
+    assert plans["dollars_per_hour"] == sum(one["dollars_per_hour"] for one in plans["plans"].values())
+    weights = {name: one["memory"]["weight_bytes"] for name, one in plans["plans"].items()}
+    assert weights == {"x": MODELS["qwen2.5-0.5b"].weight_bytes, "y": MODELS["llama-3.1-8b"].weight_bytes}
+    assert "its bases are x, y" in run(*command, "--model", "z=qwen2.5-0.5b")[2]
+    assert "has a name" in run(*command, "--model", "qwen2.5-0.5b", "--model", "llama-3.1-8b")[2]
+
+
+def test_plan_names_what_is_cheaper_and_the_goal_that_it_misses(traffic: Path) -> None:
+    device = msgspec.structs.replace(DEVICES["a10g"].slowed(3.0), dollars_per_hour=1.0)
+    slower = msgspec.structs.replace(device.slowed(20.0), dollars_per_hour=0.9)
+    faster = msgspec.structs.replace(DEVICES["h100"], dollars_per_hour=1.1)
+    goals = Goals(ttft_ms=300, itl_ms=60)
+    planner = Planner(device, MODELS["qwen2.5-0.5b"], read_workload(traffic), goals)
+    plan = planner.plan(gpu="own", others={"slower": slower, "faster": faster})
+    assert plan.recommended.settings.gpus > 1
+    found = {one.gpu: one for one in plan.alternatives}
+    assert all(one.dollars_per_hour < plan.dollars_per_hour for one in plan.alternatives)
+    assert found["own"].trial.settings.gpus == plan.recommended.settings.gpus - 1
+    assert found["slower"].excess > 1
+    assert "misses" in alternative_text(found["slower"], goals)
+    assert "goal 60 ms" in alternative_text(found["slower"], goals) or "goal 300 ms" in alternative_text(
+        found["slower"], goals
+    )
+    assert "keeps both goals" in alternative_text(found["faster"], goals)
+
+
+def test_plan_compares_static_batching_in_one_table(traffic: Path) -> None:
+    command = ["plan", "--workload", str(traffic), "--gpu", "a10g", "--model", "qwen2.5-0.5b", "--ttft-ms", "400"]
+    out = run(*command, "--compare-static")[1]
+    rows = [line.split() for line in out.splitlines() if line.startswith("#   ")]
+    assert [row[1] for row in rows if row[1] in ("continuous", "static")][:2] == ["continuous", "static"]
+    plan = json.loads(run(*command, "--compare-static", "--json")[1])
+    assert all(trial["settings"]["batching"] == "continuous" for trial in plan["tried"])
+    same = plan["static"][0]
+    assert same["settings"]["gpus"] == plan["recommended"]["settings"]["gpus"]
+    assert same["ttft_ms_p50"] > plan["recommended"]["ttft_ms_p50"]
 
 
 def test_rank_of_a_plan_has_its_share_of_weights_pool_and_adapters() -> None:

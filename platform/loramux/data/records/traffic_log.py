@@ -28,6 +28,7 @@ class TrafficLogRepository(Repository):
                 LedgerRow.input_tokens + LedgerRow.waived_input_tokens,
                 LedgerRow.output_tokens + LedgerRow.waived_output_tokens,
                 RequestRow.max_tokens,
+                RequestRow.base_model,
             )
             .join(LedgerRow, LedgerRow.request_id == RequestRow.id)
             .outerjoin(rank, rank.c.digest == RequestRow.adapter_digest)
