@@ -20,8 +20,6 @@ from loramux_kernels.cuda.work_lists import LONG_RANKS, LORA_ITEM_WIDTH, SHORT, 
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
-    DeltaRows,
-    DeltaWeights,
     KvLayer,
     LogitBias,
     LoraGroup,
@@ -34,7 +32,9 @@ from loramux_kernels.tables import (
     SamplingBatch,
     Segments,
     StateLayer,
+    StateRows,
     StateShape,
+    StateWeights,
 )
 
 HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512), (64, 32))
@@ -257,15 +257,38 @@ def _linear_attention() -> Iterator[Variant]:
         value, gate = (part.unflatten(2, (repeats, 128)) for part in (value, gate))
         shape = StateShape(16 * repeats, 128, 128, 16 * (2 + repeats) * 128, 3)
         kernel, heads = torch.empty(shape.channels, 4, dtype=dtype), torch.empty(shape.heads)
-        weights = DeltaWeights(kernel, heads, heads.to(dtype))
+        weights = StateWeights(kernel, heads, heads.to(dtype))
         state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
         out = torch.empty(101, shape.heads, 128, dtype=dtype)
         name = f"{16 * repeats}-heads-{_short(dtype)}"
-        for launch in prepare_linear_attention(DeltaRows(query, key, value, b, a), weights, state, batch, out):
+        for launch in prepare_linear_attention(StateRows(query, key, value, b, a), weights, state, batch, out):
             stage = launch.kernel.__name__.split("_")[1]
             rows = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
             yield Variant(f"linear-attention-{stage}{rows}-{name}", launch)
         yield Variant(f"gated-norm-{name}", prepare_gated_norm(out, gate, torch.empty(128, dtype=dtype), 1e-6, out))
+    # Mamba 2 as published: Granite 4 has one group, Nemotron-H eight.
+    for dtype, groups, width in ((torch.bfloat16, 1, 128), (torch.bfloat16, 8, 128), (torch.float32, 1, 256)):
+        repeats = 48 // groups
+        widths = (48 * 64, 48 * 64, groups * width, groups * width, 48)
+        parts = torch.empty(101, sum(widths), dtype=dtype).split(widths, dim=-1)
+        gate, value, key, query, step = (part.unflatten(1, (groups, -1)) for part in parts)
+        shape = StateShape(48, width, 64, 48 * 64 + 2 * groups * width, 3)
+        heads = torch.empty(48)
+        weights = StateWeights(
+            torch.empty(shape.channels, 4, dtype=dtype), heads, heads.to(dtype),
+            torch.empty(shape.channels, dtype=dtype), heads, (0.001, float("inf")),
+        )  # fmt: skip
+        state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
+        out = torch.empty(101, 48, 64, dtype=dtype)
+        rows = StateRows(query, key, value.unflatten(2, (repeats, 64)), None, step)
+        name = f"{groups}-groups-of-{width}-{_short(dtype)}"
+        for launch in prepare_linear_attention(rows, weights, state, batch, out):
+            stage = launch.kernel.__name__.split("_")[1]
+            height = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
+            yield Variant(f"mamba2-{stage}{height}-{name}", launch)
+        x, weight = out.view(101, groups, -1), torch.empty(groups, 48 * 64 // groups, dtype=dtype)
+        norm = prepare_gated_norm(x, gate[:, :, None], weight, 1e-6, x, gates_first=True)
+        yield Variant(f"gated-norm-first-{name}", norm)
 
 
 def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:

@@ -159,6 +159,12 @@ class Sharding:
                 "its output head is not one linear over the embedding's tokens, so that the vocabulary cannot be "
                 "divided: engine.tensor_parallel_size must be 1."
             )
+        has_mamba = self.family.states is not None and self.family.states.rule == "mamba 2"
+        if has_mamba and any(name.endswith("mamba.in_proj") for name in base.modules):
+            raise CannotShard(
+                "its Mamba 2 layers share keys and queries between heads, and no test compares their shares with the "
+                "whole: engine.tensor_parallel_size must be 1."
+            )
         linears: dict[str, LinearShape | ParameterShape] = {**base.modules, **base.parameters}
         for name, shape in linears.items():
             self.width(name, shape.out_features, shape.in_features)

@@ -149,6 +149,11 @@ NEWER_MIXTURES = {
     "deepseek_v2": (transformers.DeepseekV2Config, ROUTED | LATENT),
     "deepseek_v3": (transformers.DeepseekV3Config, ROUTED | LATENT | {"n_group": 2}),
     "granitemoe": (transformers.GraniteMoeConfig, SIX_LOCAL | {"residual_multiplier": 0.5}),
+    "granite4_micro": (
+        transformers.GraniteMoeHybridConfig,
+        {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "num_local_experts": 0}
+        | {"shared_intermediate_size": 40, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    ),
     "granitemoeshared": (transformers.GraniteMoeSharedConfig, SIX_LOCAL | {"shared_intermediate_size": 40}),
     "olmoe": (transformers.OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
     "phimoe": (transformers.PhimoeConfig, SIX_LOCAL | {"num_experts_per_tok": 2}),
@@ -204,7 +209,7 @@ HYBRID = {
     "linear_value_head_dim": 20,
 }
 
-HYBRIDS = {
+DELTA_NETS = {
     "qwen3_5": (transformers.Qwen3_5TextConfig, HYBRID),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
@@ -216,6 +221,46 @@ HYBRIDS = {
     ),
 }
 """Some of the layers have linear attention."""
+
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 40,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 0.5,
+}
+
+NEMOTRON = {
+    "head_dim": 24,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 3,
+    "ssm_state_size": 12,
+    "chunk_size": 16,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+
+MAMBA_HYBRIDS = {
+    "granitemoehybrid": (transformers.GraniteMoeHybridConfig, MAMBA | SIX_LOCAL),
+    "granite4_h_micro": (
+        transformers.GraniteMoeHybridConfig,
+        MAMBA | {"num_local_experts": 0, "mamba_n_groups": 1, "tie_word_embeddings": True},
+    ),
+    "nemotron_h": (transformers.NemotronHConfig, NEMOTRON),
+}
+"""Some of the layers are Mamba 2's."""
+
+HYBRIDS = DELTA_NETS | MAMBA_HYBRIDS
 
 
 def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:
@@ -300,7 +345,7 @@ ON_RANKS = pytest.mark.parametrize(
 
 LINEARS = (
     r".*\.(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|q_b_proj|kv_b_proj|c_fc|c_proj"
-    r"|input_linear|output_linear|out_proj|in_proj_\w+)"
+    r"|input_linear|output_linear|out_proj|in_proj\w*)"
 )
 """Linears of every family, by their names."""
 
@@ -350,9 +395,13 @@ class Zoo:
         self.auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
         model = self.auto.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 # Norms that start at one and biases at zero would hide a missing multiplication.
-                if parameter.std() == 0:
+                if name.endswith(".dt_bias"):  # states that remember a token for long, and others that forget it
+                    parameter.copy_(torch.linspace(-8.0, 1.0, len(parameter)))
+                elif name.endswith(".A_log"):
+                    parameter.mul_(0.5)
+                elif parameter.std() == 0:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 else:
                     parameter.mul_(3.0)
