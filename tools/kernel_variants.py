@@ -276,7 +276,7 @@ def _linear_attention() -> Iterator[Variant]:
         heads = torch.empty(48)
         weights = StateWeights(
             torch.empty(shape.channels, 4, dtype=dtype), heads, heads.to(dtype),
-            torch.empty(shape.channels, dtype=dtype), heads, (0.001, float("inf")),
+            bias=torch.empty(shape.channels, dtype=dtype), skip=heads, limits=(0.001, float("inf")),
         )  # fmt: skip
         state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
         out = torch.empty(101, 48, 64, dtype=dtype)

@@ -91,8 +91,14 @@ class StateForm:
 
     module: str
     """Name of transformers' module in a decoder layer."""
-    rule: Literal["gated delta", "mamba 2"] = "gated delta"
+    rule: Literal["gated delta", "mamba 2", "short convolution"] = "gated delta"
     """The recurrence of the states."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of model, as docs/models.md names it."""
+        kinds = {"gated delta": "linear attention", "mamba 2": "Mamba 2", "short convolution": "short convolutions"}
+        return f"hybrid with {kinds[self.rule]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +144,7 @@ class Family:
         if self.experts:
             size = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
         if self.states:
-            kind = f"hybrid with {'Mamba 2' if self.states.rule == 'mamba 2' else 'linear attention'}"
-            return f"{kind}, {size}" if self.experts else kind
+            return f"{self.states.kind}, {size}" if self.experts else self.states.kind
         return size + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
 
 
@@ -209,6 +214,10 @@ ROWS = (
     Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states=DELTA_NET),
     # Granite 4; some sizes have attention in every layer, and no states
     Family("granitemoehybrid", experts=ExpertForm("router", is_optional=True), states=StateForm("mamba", "mamba 2")),
+    Family("bamba", states=StateForm("mamba", "mamba 2")),
+    Family("falcon_h1", states=StateForm("mamba", "mamba 2")),
+    Family("lfm2", states=StateForm("conv", "short convolution")),
+    Family("olmo_hybrid", states=DELTA_NET),
     Family("nemotron_h", experts=ExpertForm(is_optional=True), states=StateForm("mixer", "mamba 2")),
     Family("gemma3", text_type="gemma3_text"),
     Family("gemma4", text_type="gemma4_text"),
@@ -230,7 +239,6 @@ _INDEXED = (
 _ROUTER = (
     "PEFT saves pairs on its router's linear as those of a parameter, gate.weight, which the engine does not serve"
 )
-_MAMBA = "its layers keep states of Mamba 2, a recurrence that the engine does not compute"
 _CHUNKED = (
     "its attention is cut into chunks of attention_chunk_size tokens, which transformers applies in a mask alone: the "
     "engine would read the whole context"
@@ -246,9 +254,6 @@ NOT_SERVED: Mapping[str, str] = {
     "afmoe": _ROUTER,
     "hunyuan_v1_moe": _ROUTER,
     "nemotron": "transformers' layers do not pass the step on to attention, which needs its pages",
-    "bamba": _MAMBA,
-    "falcon_h1": _MAMBA,
-    "lfm2": "its layers keep the last inputs of convolutions as states, which the engine does not compute",
     "falcon": "its attention does not call the function that reads the page pool",
     "mistral4": "transformers has it only as the text of a model of images, and no test compares it with PEFT",
     "step3p7": "its layers differ in their number of heads and limit activations, and no test compares them with PEFT",

@@ -159,11 +159,10 @@ class Sharding:
                 "its output head is not one linear over the embedding's tokens, so that the vocabulary cannot be "
                 "divided: engine.tensor_parallel_size must be 1."
             )
-        has_mamba = self.family.states is not None and self.family.states.rule == "mamba 2"
-        if has_mamba and any(name.endswith("mamba.in_proj") for name in base.modules):
+        if "Conv1d" in base.others.values() and self.family.cut != "key heads":
             raise CannotShard(
-                "its Mamba 2 layers share keys and queries between heads, and no test compares their shares with the "
-                "whole: engine.tensor_parallel_size must be 1."
+                "its layers keep states whose division among ranks no test compares with the whole: "
+                "engine.tensor_parallel_size must be 1."
             )
         linears: dict[str, LinearShape | ParameterShape] = {**base.modules, **base.parameters}
         for name, shape in linears.items():

@@ -8,7 +8,7 @@ Semantics: t is a row of a sequence, h one of H heads, and x are the inputs (que
 
     gated delta rule (`gated_delta`), H / key heads heads of values share a head of queries and keys:
     q, k     = x' / |x'| by head, q times Dk ** -0.5
-    g, beta  = decay[h] * step, sigmoid(b[t, h])
+    g, beta  = decay[h] * step, delta_factor * sigmoid(b[t, h])
 
     Mamba 2 (`mamba2`), likewise:
     q, k     = x'
@@ -16,6 +16,8 @@ Semantics: t is a row of a sequence, h one of H heads, and x are the inputs (que
     g        = decay[h] * beta
 
     out      = the recurrence of q, k, v, g and beta with the sequence's own state, plus skip[h] * v
+
+    short convolution (LFM2): out = bias + sum over j = 0 .. taps of kernel[:, taps - j] * x[t - j]
 
     gated_norm(x, gate)             = x / sqrt(mean(x^2) + eps) * weight * silu(gate), by head
     gated_norm(x, gate, gate first) = y / sqrt(mean(y^2) + eps) * weight, with y = x * silu(gate)
@@ -25,6 +27,8 @@ rows begin with zeros and read nothing from the pool. Matrices and products with
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from torch.nn import functional
@@ -51,51 +55,89 @@ def linear_attention_reference(
     rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch
 ) -> torch.Tensor:
     """Compute `linear_attention` in torch, on any device and in any floating dtype."""
-    shape, tables = state.shape, batch.state_tables
-    assert tables is not None, "a step of a model whose layers keep states has the pages of its states"
+    shape = state.shape
     inputs = torch.cat([part.flatten(1) for part in (rows.query, rows.key, rows.value)], dim=-1)
     decay, beta = _rates(rows, weights, batch)
     is_delta, key_heads = rows.b is not None, rows.query.shape[1]
     of_step, of_prompt = (gated_delta_step, gated_delta_prompt) if is_delta else (mamba2_step, mamba2_prompt)
     out = inputs.new_empty(len(inputs), shape.heads, shape.value_dim)
+    for own_rows, own_tables, matrices, window in _windows(inputs, state, batch):
+        mixed = _convolve(window, weights.kernel, weights.bias)
+        if isinstance(own_rows, slice):
+            values = _split(functional.silu(mixed)[0].T, shape, key_heads, normalises=is_delta)
+            found, after = of_prompt(*values, decay[own_rows], beta[own_rows], matrices[0])
+            after = after[None]
+        else:
+            values = _split(functional.silu(mixed)[..., 0], shape, key_heads, normalises=is_delta)
+            found, after = of_step(*values, decay[own_rows], beta[own_rows], matrices)
+        if weights.skip is not None:
+            found = found + weights.skip[:, None] * values[2]
+        out[own_rows] = found.to(out.dtype)
+        state.write(own_tables, after, window[..., -shape.taps :])
+    return out
+
+
+def short_convolution(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, batch: AttentionBatch
+) -> torch.Tensor:
+    """Return `[T, channels]` of the dtype of `x`, and store the inputs after the step.
+
+    `x` `[T, channels]`, last dimension contiguous; `kernel` `[channels, taps + 1]`, contiguous; `bias` `[channels]`.
+    The state has no matrices. Rows that are in no sequence of the batch are undefined, and change no state.
+    """
+    if runs_triton(x):
+        from loramux_kernels.cuda import short_convolution as triton
+
+        return triton.short_convolution(x, kernel, bias, state, batch)
+    return short_convolution_reference(x, kernel, bias, state, batch)
+
+
+def short_convolution_reference(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, batch: AttentionBatch
+) -> torch.Tensor:
+    """Compute `short_convolution` in torch, on any device and in any floating dtype."""
+    out = torch.empty_like(x)
+    for rows, tables, matrices, window in _windows(x, state, batch):
+        found = _convolve(window, kernel, bias).to(x.dtype)
+        out[rows] = found[0].T if isinstance(rows, slice) else found[..., 0]
+        state.write(tables, matrices, window[..., -state.shape.taps :])
+    return out
+
+
+Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _windows(inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch) -> Iterator[Window]:
+    """Yield rows, state tables, matrices and the convolution's inputs `[n, channels, taps + t]`, of all sequences that
+    decode one row together (rows are a tensor), then of each other sequence (a slice). `inputs` is `[T, channels]`."""
+    shape, tables = state.shape, batch.state_tables
+    assert tables is not None, "a step of a model whose layers keep states has the pages of its states"
     if batch.decoding is not None:
         single, own = batch.decoding
         matrices, earlier = state.read(own)
-        window = torch.cat((earlier, inputs[single, :, None]), dim=-1)
-        values = _split(_convolve(window, weights)[..., 0], shape, key_heads, normalises=is_delta)
-        found, matrices = of_step(*values, decay[single], beta[single], matrices)
-        out[single] = _with_skip(found, values[2], weights).to(out.dtype)
-        state.write(own, matrices, window[..., 1:])
+        yield single, own, matrices, torch.cat((earlier, inputs[single, :, None]), dim=-1)
     for i, (start, stop, context) in enumerate(batch.spans):
         if stop - start == 1 < context:
             continue
-        span, own = slice(start, stop), tables[i : i + 1]
+        own = tables[i : i + 1]
         matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
-        window = torch.cat((earlier, inputs[None, span].mT), dim=-1)
-        values = _split(_convolve(window, weights)[0].T, shape, key_heads, normalises=is_delta)
-        found, after = of_prompt(*values, decay[span], beta[span], matrices[0])
-        out[span] = _with_skip(found, values[2], weights).to(out.dtype)
-        state.write(own, after[None], window[..., -shape.taps :])
-    return out
+        yield slice(start, stop), own, matrices, torch.cat((earlier, inputs[None, start:stop].mT), dim=-1)
 
 
 def _rates(rows: StateRows, weights: StateWeights, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the decays g and the step sizes beta of every row and head, float32`[T, heads]` each."""
     step = functional.softplus(rows.a.flatten(1).float() + weights.shift)
     if rows.b is not None:
-        return weights.decay * step, rows.b.flatten(1).sigmoid().float()
+        return weights.decay * step, rows.b.flatten(1).sigmoid().float() * weights.delta_factor
     if weights.is_limited:
         for (start, *_), end in zip(batch.spans, batch.prompt_ends, strict=True):
             step[start : max(start, end)].clamp_(*weights.limits)
     return weights.decay * step, step
 
 
-def _convolve(window: torch.Tensor, weights: StateWeights) -> torch.Tensor:
+def _convolve(window: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Map inputs `[n, channels, taps + t]` to `[n, channels, t]`."""
-    kernel = weights.kernel
-    return functional.silu(
-        functional.conv1d(window.to(kernel.dtype), kernel[:, None], weights.bias, groups=len(kernel))
-    )
+    return functional.conv1d(window.to(kernel.dtype), kernel[:, None], bias, groups=len(kernel))
 
 
 def _split(
@@ -113,10 +155,6 @@ def _split(
         repeats = shape.heads // key_heads
         query, key = (part.repeat_interleave(repeats, dim=1) for part in (query * shape.key_dim**-0.5, key))
     return query, key, value.unflatten(1, (-1, shape.value_dim))
-
-
-def _with_skip(out: torch.Tensor, value: torch.Tensor, weights: StateWeights) -> torch.Tensor:
-    return out if weights.skip is None else out + weights.skip[:, None] * value
 
 
 def _zeros(shape: StateShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

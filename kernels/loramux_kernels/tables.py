@@ -417,6 +417,8 @@ class StateWeights:
     """[channels]: added to the convolution's sums."""
     skip: torch.Tensor | None = None
     """float32[heads]: factor with which a head's value is added to its result."""
+    delta_factor: float = 1.0
+    """Factor of the gated delta rule's step sizes."""
     limits: tuple[float, float] = NO_LIMITS
     """Least and largest step size of Mamba 2 in the rows of a prompt. Generated tokens have no limits: see `mamba2`."""
 

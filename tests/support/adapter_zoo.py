@@ -209,7 +209,7 @@ HYBRID = {
     "linear_value_head_dim": 20,
 }
 
-DELTA_NETS = {
+CUT_HYBRIDS = {
     "qwen3_5": (transformers.Qwen3_5TextConfig, HYBRID),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
@@ -220,7 +220,7 @@ DELTA_NETS = {
         HYBRID | SIX_EXPERTS | {"shared_expert_intermediate_size": 48},
     ),
 }
-"""Some of the layers have linear attention."""
+"""Some of the layers have linear attention, which ranks divide."""
 
 MAMBA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -250,6 +250,31 @@ NEMOTRON = {
     "routed_scaling_factor": 2.5,
 }
 
+FALCON = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_chunk_size": 16,
+    "mamba_proj_bias": True,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.7,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 1.3],
+    "mlp_multipliers": [0.7, 1.2],
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+}
+OLMO_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 24,
+}
+
 MAMBA_HYBRIDS = {
     "granitemoehybrid": (transformers.GraniteMoeHybridConfig, MAMBA | SIX_LOCAL),
     "granite4_h_micro": (
@@ -257,10 +282,18 @@ MAMBA_HYBRIDS = {
         MAMBA | {"num_local_experts": 0, "mamba_n_groups": 1, "tie_word_embeddings": True},
     ),
     "nemotron_h": (transformers.NemotronHConfig, NEMOTRON),
+    "bamba": (
+        transformers.BambaConfig,
+        {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 12, "mamba_conv_bias": False},
+    ),
+    "falcon_h1": (transformers.FalconH1Config, FALCON | {"mamba_norm_before_gate": False}),
+    "falcon_h1_norm_first": (transformers.FalconH1Config, FALCON | {"mamba_rms_norm": True, "num_hidden_layers": 2}),
+    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
+    "olmo_hybrid": (transformers.OlmoHybridConfig, OLMO_HYBRID),
 }
-"""Some of the layers are Mamba 2's."""
+"""Other families some of whose layers keep states."""
 
-HYBRIDS = DELTA_NETS | MAMBA_HYBRIDS
+HYBRIDS = CUT_HYBRIDS | MAMBA_HYBRIDS
 
 
 def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:

@@ -133,6 +133,7 @@ def _convolve_launch(
         "a_group": rows.a.stride(1),
         "kernel": weights.kernel,
         "bias": weights.bias,
+        "delta_factor": weights.delta_factor,
         "least": weights.limits[0],
         "most": weights.limits[1],
         "IS_LIMITED": weights.is_limited,
@@ -207,7 +208,7 @@ def _inputs(
 
 
 @triton.jit
-def _keep(
+def keep_inputs(
     source: tl.tensor, stride: tl.tensor, states: tl.tensor, table: tl.tensor, page_stride: tl.tensor,
     unit: tl.tensor, first: tl.tensor, stop: tl.tensor, begins: tl.tensor, channel: tl.tensor, d: tl.tensor,
     DIM: tl.constexpr, TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr,
@@ -244,26 +245,27 @@ def _keep_heads(
     e = tl.arange(0, BLOCK_VALUE)[None, :]
     inputs = unit + HEADS
     if head % repeats == 0:
-        _keep(
+        keep_inputs(
             query + group * query_head, query_row, states, table, page_stride, inputs, first, stop, begins,
             group * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
         )  # fmt: skip
-        _keep(
+        keep_inputs(
             key + group * key_head, key_row, states, table, page_stride, inputs, first, stop, begins,
             (KEY_HEADS + group) * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
         )  # fmt: skip
-    _keep(
+    keep_inputs(
         value + group * value_group + (head % repeats) * VALUE_DIM, value_row, states, table, page_stride, inputs,
         first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e, VALUE_DIM, TAPS, PER_PAGE, UNIT,
     )  # fmt: skip
 
 
 @triton.jit
-def _convolved(
+def convolved(
     source: tl.tensor, stride: tl.tensor, kernel: tl.tensor, bias: tl.tensor, states: tl.tensor, table: tl.tensor,
     page_stride: tl.tensor, unit: tl.tensor, row: tl.tensor, first: tl.tensor, stop: tl.tensor, begins: tl.tensor,
     channel: tl.tensor, d: tl.tensor,
     DIM: tl.constexpr, TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr,
+    ACTIVATES: tl.constexpr = True,
 ) -> tl.tensor:  # fmt: skip
     """Return `[R, D]`, rounded twice to the inputs' dtype, as the reference's two operators round."""
     dtype: tl.constexpr = source.dtype.element_ty
@@ -277,7 +279,9 @@ def _convolved(
     if bias is not None:
         total += tl.load(bias + channel + d, mask=d < DIM, other=0.0).to(tl.float32)
     total = total.to(dtype).to(tl.float32)
-    return (total / (1.0 + tl.exp(-total))).to(dtype).to(tl.float32)
+    if ACTIVATES:
+        total = (total / (1.0 + tl.exp(-total))).to(dtype).to(tl.float32)
+    return total
 
 
 @triton.jit(do_not_specialize=["unit"])
@@ -287,7 +291,7 @@ def _convolve_heads(
     beta: tl.tensor, states: tl.tensor, tables: tl.tensor, work: tl.tensor, unit: tl.tensor, query_row: tl.tensor,
     query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor, value_group: tl.tensor,
     b_row: tl.tensor, b_group: tl.tensor, a_row: tl.tensor, a_group: tl.tensor, table_row: tl.tensor,
-    page_stride: tl.tensor, least: tl.tensor, most: tl.tensor,
+    page_stride: tl.tensor, delta_factor: tl.tensor, least: tl.tensor, most: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, IS_DELTA: tl.constexpr, IS_LIMITED: tl.constexpr,
@@ -310,12 +314,12 @@ def _convolve_heads(
             if part < 2 * KEY_HEADS:
                 # Two calls: the pointers' alignment would be lost if they were merged.
                 if part < KEY_HEADS:
-                    x = _convolved(
+                    x = convolved(
                         query + part * query_head, query_row, kernel, bias, states, table, page_stride, inputs, row,
                         first, stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
                     )  # fmt: skip
                 else:
-                    x = _convolved(
+                    x = convolved(
                         key + (part - KEY_HEADS) * key_head, key_row, kernel, bias, states, table, page_stride,
                         inputs, row, first, stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
                     )  # fmt: skip
@@ -327,7 +331,7 @@ def _convolve_heads(
                 head = part - 2 * KEY_HEADS
                 group = head // repeats
                 member = head % repeats
-                x = _convolved(
+                x = convolved(
                     value + group * value_group + member * VALUE_DIM, value_row, kernel, bias, states, table,
                     page_stride, inputs, row, first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e,
                     VALUE_DIM, TAPS, PER_PAGE, UNIT,
@@ -345,7 +349,7 @@ def _convolve_heads(
                 size = grown
                 if IS_DELTA:
                     of_b = tl.load(b + row * b_row + group * b_group + member, mask=exists, other=0.0).to(tl.float32)
-                    size = (1.0 / (1.0 + tl.exp(-of_b))).to(b.dtype.element_ty).to(tl.float32)
+                    size = (1.0 / (1.0 + tl.exp(-of_b))).to(b.dtype.element_ty).to(tl.float32) * delta_factor
                 tl.store(beta + row * HEADS + head, size, mask=exists)
                 tl.store(decay + row * HEADS + head, tl.load(factors + head) * grown, mask=exists)
 

@@ -1,11 +1,11 @@
-"""Layers that keep a state of fixed size for each sequence instead of KV: linear attention and Mamba 2.
+"""Layers that keep a state of fixed size for each sequence: linear attention, Mamba 2, short convolutions.
 
-The state of a sequence in such a layer is one matrix a head and the last inputs of a short convolution; its size does
-not depend on the sequence's length. The states of all these layers together take a fixed number of pages, which the
-sequence holds before those of its KV (`PageBudget.state_pages`). They are cut into *units* as large as one head's
-matrix, and a unit never straddles a page. A sequence's first chunk begins with zeros and reads nothing, so pages need
-no clearing, and a preempted sequence is computed again from its tokens. Chunks of a prompt carry the state on. See
-decision 30.
+The state of a sequence in such a layer is one matrix a head and the last inputs of a short convolution, or these inputs
+alone; its size does not depend on the sequence's length. The states of all these layers together take a fixed number of
+pages, which the sequence holds before those of its KV (`PageBudget.state_pages`). They are cut into *units* as large as
+one head's matrix, and a unit never straddles a page. A sequence's first chunk begins with zeros and reads nothing, so
+pages need no clearing, and a preempted sequence is computed again from its tokens. Chunks of a prompt carry the state
+on. See decision 30.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from transformers import PreTrainedModel
 from loramux.engine.execution.attention import AttentionStep, UnsupportedModel
 from loramux_adapters.families import family_of
 from loramux_kernels.layer_operators import gated
-from loramux_kernels.linear_attention import gated_norm, linear_attention
+from loramux_kernels.linear_attention import gated_norm, linear_attention, short_convolution
 from loramux_kernels.tables import STATE_DTYPE, StateLayer, StateRows, StateShape, StateWeights
 
 
 def state_shape(net: Any) -> StateShape:
     """Return the shape of a sequence's state in one of transformers' modules."""
     taps = net.conv_kernel_size - 1
+    if hasattr(net, "conv"):  # inputs alone, which are one unit
+        channels: int = net.conv.in_channels
+        return StateShape(0, 1, channels * taps, channels, taps)
     if hasattr(net, "ssm_state_size"):
         return StateShape(net.num_heads, net.ssm_state_size, net.head_dim, net.conv_dim, taps)
     return StateShape(net.num_v_heads, net.head_k_dim, net.head_v_dim, net.conv_dim, taps)
@@ -95,23 +98,32 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.net = net
         self._layer = layer
-        decay = -net.A_log.detach().float().exp()
-        self._weights = StateWeights(net.conv1d.weight.detach()[:, 0].contiguous(), decay, net.dt_bias.detach())
+        self._weights = StateWeights(
+            net.conv1d.weight.detach()[:, 0].contiguous(),
+            -net.A_log.detach().float().exp(),
+            net.dt_bias.detach(),
+            delta_factor=2.0 if getattr(net, "allow_neg_eigval", False) else 1.0,
+        )
+        has_own_names = hasattr(net, "g_proj")
+        self._norm = net.o_norm if has_own_names else net.norm
+        self._out: nn.Module = net.o_proj if has_own_names else net.out_proj
 
     def forward(self, hidden_states: torch.Tensor, *, attention_step: AttentionStep, **_: Any) -> torch.Tensor:
         """Map `[1, T, hidden_size]` to the same shape."""
         rows, gate = self._project(hidden_states)
         out = linear_attention(rows, self._weights, attention_step.states[self._layer], attention_step.batch)
-        norm = self.net.norm
-        y = gated_norm(out, gate, norm.weight, norm.variance_epsilon)
-        result: torch.Tensor = self.net.out_proj(y.flatten(1)[None])
+        y = gated_norm(out, gate, self._norm.weight, self._norm.variance_epsilon)
+        result: torch.Tensor = self._out(y.flatten(1)[None])
         return result
 
     def _project(self, x: torch.Tensor) -> tuple[StateRows, torch.Tensor]:
         """Return the linears' results, and the gate `[T, key heads, R, Dv]`, as views."""
         net = self.net
         heads, repeats = net.num_k_heads, net.num_v_heads // net.num_k_heads
-        if hasattr(net, "in_proj_qkv"):
+        if hasattr(net, "g_proj"):
+            linears = (net.q_proj, net.k_proj, net.v_proj, net.g_proj, net.b_proj, net.a_proj)
+            query, key, value, z, b, a = (linear(x)[0].unflatten(1, (heads, -1)) for linear in linears)
+        elif hasattr(net, "in_proj_qkv"):
             query, key, value = net.in_proj_qkv(x)[0].split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
             parts = (query, key, value, net.in_proj_z(x)[0], net.in_proj_b(x)[0], net.in_proj_a(x)[0])
             query, key, value, z, b, a = (part.unflatten(1, (heads, -1)) for part in parts)
@@ -128,6 +140,10 @@ class Mamba2(nn.Module):
 
     def __init__(self, net: Any, layer: int) -> None:
         super().__init__()
+        if net.activation not in ("silu", "swish"):
+            raise UnsupportedModel(
+                f"its Mamba 2 layers activate their convolutions by {net.activation!r}, and the engine computes 'silu'."
+            )
         self.net = net
         self._layer = layer
         self._groups: int = net.n_groups
@@ -141,9 +157,9 @@ class Mamba2(nn.Module):
             net.conv1d.weight.detach()[channels, 0].contiguous(),
             -net.A_log.detach().float().exp(),
             net.dt_bias.detach(),
-            None if bias is None else bias.detach()[channels],
-            net.D.detach().float(),
-            tuple(net.time_step_limit),
+            bias=None if bias is None else bias.detach()[channels],
+            skip=net.D.detach().float(),
+            limits=(float(net.time_step_limit[0]), float(net.time_step_limit[1])),
         )
 
     def forward(self, hidden_states: torch.Tensor, *, attention_step: AttentionStep, **_: Any) -> torch.Tensor:
@@ -177,13 +193,34 @@ class Mamba2(nn.Module):
         return gated_norm(by_group, gates, weight, norm.variance_epsilon, gates_first=gates_first).flatten(1)
 
 
+class ShortConvolution(nn.Module):
+    """Replaces a gated short convolution (LFM2), whose state is its last inputs."""
+
+    def __init__(self, net: Any, layer: int) -> None:
+        super().__init__()
+        self.net = net
+        self._layer = layer
+        self._kernel = net.conv.weight.detach()[:, 0].contiguous()
+
+    def forward(self, hidden_states: torch.Tensor, *, attention_step: AttentionStep, **_: Any) -> torch.Tensor:
+        """Map `[1, T, hidden_size]` to the same shape."""
+        net, state = self.net, attention_step.states[self._layer]
+        before, after, x = net.in_proj(hidden_states)[0].chunk(3, dim=-1)
+        y = short_convolution(before * x, self._kernel, net.conv.bias, state, attention_step.batch)
+        result: torch.Tensor = net.out_proj((after * y)[None])
+        return result
+
+
+MODULES = {"gated delta": GatedDeltaNet, "mamba 2": Mamba2, "short convolution": ShortConvolution}
+"""Modules that replace transformers', by the rule of the family's states."""
+
+
 def install_state_layers(model: PreTrainedModel) -> None:
     """Replace the model's layers that keep states by modules whose states are in the pool."""
     form = family_of(model.config).states
     for index, net in _nets(model).items():
         assert form is not None, "only a family with states has such nets"
-        module = Mamba2(net, index) if form.rule == "mamba 2" else GatedDeltaNet(net, index)
-        setattr(model.get_decoder().layers[index], form.module, module)
+        setattr(model.get_decoder().layers[index], form.module, MODULES[form.rule](net, index))
 
 
 def _nets(model: PreTrainedModel) -> dict[int, Any]:
@@ -191,4 +228,8 @@ def _nets(model: PreTrainedModel) -> dict[int, Any]:
     if (form := family_of(model.config).states) is None:
         return {}
     nets = ((index, getattr(layer, form.module, None)) for index, layer in enumerate(model.get_decoder().layers))
-    return {index: net for index, net in nets if hasattr(net, "conv1d")}
+    return {index: net for index, net in nets if net is not None and _has_convolution(net)}
+
+
+def _has_convolution(net: nn.Module) -> bool:
+    return any(isinstance(child, nn.Conv1d) for child in net.children())

@@ -17,15 +17,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
 RECIPES = {
     "all": peft.LoraConfig(r=5, target_modules="all-linear", **LORA),
-    "inputs": peft.LoraConfig(r=19, target_modules=r".*\.in_proj_\w+", **LORA),
+    "inputs": peft.LoraConfig(r=19, target_modules=r".*\.(in_proj\w*|[bag]_proj)", **LORA),
 }
-FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_5_moe")) for name in HYBRIDS]
+QUICK = ("qwen3_5", "qwen3_next", "granitemoehybrid", "nemotron_h")
+FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in HYBRIDS]
+KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+TWO_LAYERS = {
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {},
+    "falcon_h1_norm_first": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
 
 
 def make_zoo(family: str, root) -> FormatZoo:
     """Make a model of one layer of each kind: the interpreter is slow."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
-    zoo = FormatZoo(family, root, [], **layers)
+    layers = TWO_LAYERS.get(family, KINDS) | {"mlp_only_layers": []}
+    zoo = FormatZoo(family, root, [], num_hidden_layers=2, **layers)
     for seed, (name, config) in enumerate(RECIPES.items()):
         zoo.make_format(name, copy.deepcopy(config), seed)
     return zoo
