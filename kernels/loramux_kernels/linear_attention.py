@@ -28,6 +28,7 @@ rows begin with zeros and read nothing from the pool. Matrices and products with
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,8 @@ from torch.nn import functional
 from loramux_kernels.device import runs_triton
 from loramux_kernels.gated_delta import gated_delta_prompt, gated_delta_step
 from loramux_kernels.mamba2 import mamba2_prompt, mamba2_step
+from loramux_kernels.native.abi import DTYPES, MAX_TAPS, StateStepAbi
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.tables import AttentionBatch, StateLayer, StateRows, StateShape, StateWeights
 
 
@@ -48,33 +51,88 @@ def linear_attention(rows: StateRows, weights: StateWeights, state: StateLayer, 
         from loramux_kernels.cuda import linear_attention as triton
 
         return triton.linear_attention(rows, weights, state, batch)
-    return linear_attention_reference(rows, weights, state, batch)
+    out = rows.value.new_empty(len(rows.value), state.shape.heads, state.shape.value_dim)
+    native = native_for(rows.value) if state.shape.taps <= MAX_TAPS else None
+    if native is not None and batch.decoding is not None:
+        _step_natively(native, rows, weights, state, batch, out)
+    if native is None or len(batch.decoding[0] if batch.decoding else ()) < len(batch.spans):
+        _compute(rows, weights, state, batch, out, decodes=native is None)
+    return out
 
 
 def linear_attention_reference(
     rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch
 ) -> torch.Tensor:
     """Compute `linear_attention` in torch, on any device and in any floating dtype."""
+    out = rows.value.new_empty(len(rows.value), state.shape.heads, state.shape.value_dim)
+    _compute(rows, weights, state, batch, out, decodes=True)
+    return out
+
+
+def _compute(
+    rows: StateRows,
+    weights: StateWeights,
+    state: StateLayer,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    *,
+    decodes: bool,
+) -> None:
+    """Fill the rows of `out` and store the states; without `decodes`, only those of sequences that do not decode."""
     shape = state.shape
     inputs = torch.cat([part.flatten(1) for part in (rows.query, rows.key, rows.value)], dim=-1)
     decay, beta = _rates(rows, weights, batch)
     is_delta, key_heads = rows.b is not None, rows.query.shape[1]
     of_step, of_prompt = (gated_delta_step, gated_delta_prompt) if is_delta else (mamba2_step, mamba2_prompt)
-    out = inputs.new_empty(len(inputs), shape.heads, shape.value_dim)
-    for own_rows, own_tables, matrices, window in _windows(inputs, state, batch):
-        mixed = _convolve(window, weights.kernel, weights.bias)
+    for own_rows, own_tables, matrices, window in _windows(inputs, state, batch, decodes=decodes):
+        mixed = functional.silu(_convolve(window, weights.kernel, weights.bias))
         if isinstance(own_rows, slice):
-            values = _split(functional.silu(mixed)[0].T, shape, key_heads, normalises=is_delta)
+            values = _split(mixed[0].T, shape, key_heads, normalises=is_delta)
             found, after = of_prompt(*values, decay[own_rows], beta[own_rows], matrices[0])
             after = after[None]
         else:
-            values = _split(functional.silu(mixed)[..., 0], shape, key_heads, normalises=is_delta)
+            values = _split(mixed[..., 0], shape, key_heads, normalises=is_delta)
             found, after = of_step(*values, decay[own_rows], beta[own_rows], matrices)
         if weights.skip is not None:
             found = found + weights.skip[:, None] * values[2]
         out[own_rows] = found.to(out.dtype)
         state.write(own_tables, after, window[..., -shape.taps :])
-    return out
+
+
+def _step_natively(
+    native: ctypes.CDLL,
+    rows: StateRows,
+    weights: StateWeights,
+    state: StateLayer,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+) -> None:
+    """Compute the sequences that decode one row, in place in their pages."""
+    assert batch.decoding is not None, "some sequence decodes"
+    (single, own), shape = batch.decoding, state.shape
+    kernel, bias, shift = weights.in_float32
+    parts = (rows.query, rows.key, rows.value, rows.a, *(() if rows.b is None else (rows.b,)))
+    assert all(part.stride(-1) == 1 for part in parts), "each head's vector is contiguous"
+    assert rows.value.stride(2) == shape.value_dim, "the heads that share a key head are next to each other"
+    single = single.contiguous()
+
+    def address(tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    call = StateStepAbi(
+        *(address(part) for part in (rows.query, rows.key, rows.value, rows.a, rows.b, shift, kernel, bias)),
+        *(
+            address(part)
+            for part in (weights.decay, weights.skip, state.units, own, single, batch.decoding_prompts, out)
+        ),
+        *(stride for part in (rows.query, rows.key, rows.value, rows.a) for stride in part.stride()[:2]),
+        *((0, 0) if rows.b is None else rows.b.stride()[:2]),
+        *(own.stride(0), state.units.stride(0), state.units.shape[1], state.units.shape[2], state.first),
+        *(len(single), rows.query.shape[1], shape.heads, shape.key_dim, shape.value_dim),
+        *(shape.channels, shape.taps, rows.b is not None),
+        *(weights.delta_factor, *weights.limits),
+    )
+    native.loramux_state_step(DTYPES[out.dtype], call, torch.get_num_threads())
 
 
 def short_convolution(
@@ -107,12 +165,15 @@ def short_convolution_reference(
 Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _windows(inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch) -> Iterator[Window]:
+def _windows(
+    inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True
+) -> Iterator[Window]:
     """Yield rows, state tables, matrices and the convolution's inputs `[n, channels, taps + t]`, of all sequences that
-    decode one row together (rows are a tensor), then of each other sequence (a slice). `inputs` is `[T, channels]`."""
+    decode one row together (rows are a tensor), if `decodes`, then of each other sequence (a slice). `inputs` is
+    `[T, channels]`."""
     shape, tables = state.shape, batch.state_tables
     assert tables is not None, "a step of a model whose layers keep states has the pages of its states"
-    if batch.decoding is not None:
+    if decodes and batch.decoding is not None:
         single, own = batch.decoding
         matrices, earlier = state.read(own)
         yield single, own, matrices, torch.cat((earlier, inputs[single, :, None]), dim=-1)

@@ -302,6 +302,12 @@ class AttentionBatch:
         return rows, self.state_tables[sequences]
 
     @cached_property
+    def decoding_prompts(self) -> torch.Tensor:
+        """int64[n], on the host: 1 for each sequence of `decoding` whose row is one of its prompt."""
+        rows = zip(self.spans, self.prompt_ends, strict=True)
+        return torch.tensor([int(start < end) for (start, stop, n), end in rows if stop - start == 1 < n])
+
+    @cached_property
     def abi(self) -> AttentionBatchAbi:
         """Addresses of the tensors for the C++ operators."""
         tensors = (self.cu_seqlens, self.context_lens, self.block_table)
@@ -421,6 +427,12 @@ class StateWeights:
     """Factor of the gated delta rule's step sizes."""
     limits: tuple[float, float] = NO_LIMITS
     """Least and largest step size of Mamba 2 in the rows of a prompt. Generated tokens have no limits: see `mamba2`."""
+
+    @cached_property
+    def in_float32(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """The kernel `[taps + 1, channels]`, the bias and the shift as the C++ operator reads them: contiguous."""
+        bias = None if self.bias is None else self.bias.float()
+        return self.kernel.float().T.contiguous(), bias, self.shift.float()
 
     @property
     def is_limited(self) -> bool:

@@ -46,7 +46,7 @@ def test_mamba2_steps_of_several_sequences_equal_each_alone() -> None:
 
 
 def test_mamba2_limits_the_step_sizes_of_a_prompt_alone() -> None:
-    """Of 9 tokens the first 5 are the prompt, however the tokens are cut into steps."""
+    """The first 5 of 9 tokens are the prompt, however the tokens are cut into steps."""
     sizes = Sizes(1, 2, 8, 16)
     whole = make_linear_case(sizes, [(9, 0)], torch.float32, torch.device("cpu"), is_mamba=True)
     whole.batch.prompt_lens[0] = 5

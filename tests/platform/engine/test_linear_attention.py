@@ -111,7 +111,7 @@ def test_hybrid_answer_that_another_engine_began_goes_on_with_the_same_tokens(de
 
 def test_hybrid_with_drafts_and_swap_set_uses_neither_and_says_so(dense: Zoo, caplog) -> None:
     engine = preempting(dense.engine(speculation="ngram", swap_bytes=1 << 20))
-    assert 'engine.speculation = "ngram" has no effect: the model has linear attention' in caplog.text
+    assert 'engine.speculation = "ngram" has no effect: the model keeps states' in caplog.text
     asked = [Asked(f"r{i}", None, (5, 6, 5, 6, 5, 6), 20) for i in range(3)]
     assert serve(dense, engine, asked) == {request.name: dense.answer(request) for request in asked}
     stats = engine.stats()

@@ -156,7 +156,7 @@ class StepBuffers:
 
 class ReservedAttention:
     """Work lists at fixed addresses, for each kind of attention that a model's layers use in one forward, and for
-    linear attention."""
+    states of fixed size."""
 
     def __init__(self, shapes: Iterable[AttentionShape], buffers: StepBuffers, device: torch.device) -> None:
         sequences, rows = buffers.max_sequences, min(buffers.max_rows, MOST_RECORDED_ROWS)
