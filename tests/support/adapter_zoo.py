@@ -275,7 +275,7 @@ OLMO_HYBRID = {
     "linear_value_head_dim": 24,
 }
 
-MAMBA_HYBRIDS = {
+WHOLE_HYBRIDS = {
     "granitemoehybrid": (transformers.GraniteMoeHybridConfig, MAMBA | SIX_LOCAL),
     "granite4_h_micro": (
         transformers.GraniteMoeHybridConfig,
@@ -291,9 +291,9 @@ MAMBA_HYBRIDS = {
     "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
     "olmo_hybrid": (transformers.OlmoHybridConfig, OLMO_HYBRID),
 }
-"""Other families some of whose layers keep states."""
+"""Hybrids that one rank serves: with Mamba 2, convolutions, or linear attention in another form."""
 
-HYBRIDS = CUT_HYBRIDS | MAMBA_HYBRIDS
+HYBRIDS = CUT_HYBRIDS | WHOLE_HYBRIDS
 
 
 def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:
