@@ -14,7 +14,7 @@ GROUPS, HEADS, KEY, VALUE = 2, 6, 8, 5
 
 def case(tokens: int, seed: int = 0) -> tuple[torch.Tensor, ...]:
     torch.manual_seed(seed)
-    query, key = torch.randn(2, tokens, GROUPS, KEY)
+    query, key = torch.randn(2, tokens, GROUPS, KEY) * KEY**-0.5
     beta = torch.rand(tokens, HEADS) * torch.tensor([0.001, 0.1, 1.0] * 2)
     decay = -beta * torch.tensor([1.0, 3.0, 40.0] * 2)  # the last forgets nearly all at each token
     return query, key, torch.randn(tokens, HEADS, VALUE), decay, beta

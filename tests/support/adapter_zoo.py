@@ -264,7 +264,7 @@ FALCON = {
     "ssm_out_multiplier": 0.7,
     "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 1.3],
     "mlp_multipliers": [0.7, 1.2],
-    "embedding_multiplier": 2.0,
+    "embedding_multiplier": 0.3,
     "lm_head_multiplier": 0.5,
 }
 OLMO_HYBRID = {
@@ -505,7 +505,9 @@ class Zoo:
         return made.sequences[0, len(asked.prompt) :].tolist(), torch.cat(made.logits)
 
     def engine(self, **engine_settings: Any) -> Engine:
-        return make_engine(self.base, **engine_settings)
+        # One layer with attention and wide linears: pages of 16 tokens could not hold an adapter's tile.
+        own = {"block_size": 128} if self.family in WHOLE_HYBRIDS else {}
+        return make_engine(self.base, **own | engine_settings)
 
 
 def make_engine(base: Path, **engine_settings: Any) -> Engine:

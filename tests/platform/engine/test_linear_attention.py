@@ -22,21 +22,26 @@ from loramux_adapters.sharding import CannotShard
 from loramux_kernels.tables import StateLayer, StateShape
 
 LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
-IN_PROJECTIONS = r".*\.in_proj\w*"
+IN_PROJECTIONS = r".*\.(in_proj\w*|[abg]_proj)"
+WITHOUT_OUTPUTS = ("nemotron_h", "falcon_h1")
+"""Families whose `out_proj` PEFT refuses to adapt: a fused kernel would read its weight alone."""
 NORMS = ["input_layernorm", "operator_norm", "norm_f"]
 RECIPES: dict[str, peft.LoraConfig] = {
     "all": peft.LoraConfig(r=5, target_modules="all-linear", **LORA),
     "linear attention": peft.LoraConfig(r=19, use_rslora=True, target_modules=IN_PROJECTIONS, **LORA),
     "outputs": peft.LoraConfig(r=4, target_modules=["out_proj", "o_proj"], rank_pattern={"o_proj": 17}, **LORA),
-    "norm": peft.LoraConfig(r=3, target_modules=["out_proj"], modules_to_save=NORMS, **LORA),
+    "norm": peft.LoraConfig(r=3, target_modules=["out_proj", "k_proj"], modules_to_save=NORMS, **LORA),
 }
 
 
 @pytest.fixture(scope="module", params=HYBRIDS)
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FormatZoo:
     made = FormatZoo(request.param, tmp_path_factory.mktemp(request.param), [])
-    for seed, (name, config) in enumerate(RECIPES.items()):
-        made.make_format(name, copy.deepcopy(config), seed)  # PEFT writes what it found into it
+    for seed, (name, recipe) in enumerate(RECIPES.items()):
+        config = copy.deepcopy(recipe)  # PEFT writes what it found into it
+        if request.param.startswith(WITHOUT_OUTPUTS):
+            config.exclude_modules = ["out_proj"]
+        made.make_format(name, config, seed)
     return made
 
 
