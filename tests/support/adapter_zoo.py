@@ -228,6 +228,7 @@ MAMBA = {
     "mamba_n_groups": 2,
     "mamba_d_state": 12,
     "mamba_chunk_size": 16,
+    "time_step_limit": [0.05, 0.4],
     "shared_intermediate_size": 40,
     "attention_multiplier": 0.2,
     "residual_multiplier": 0.5,
@@ -243,6 +244,7 @@ NEMOTRON = {
     "n_groups": 3,
     "ssm_state_size": 12,
     "chunk_size": 16,
+    "time_step_min": 0.05,
     "n_routed_experts": 6,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 40,
@@ -260,11 +262,11 @@ FALCON = {
     "key_multiplier": 0.6,
     "attention_in_multiplier": 0.8,
     "attention_out_multiplier": 0.9,
-    "ssm_in_multiplier": 1.2,
-    "ssm_out_multiplier": 0.7,
+    "ssm_in_multiplier": 3.0,
+    "ssm_out_multiplier": 8.0,
     "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 1.3],
     "mlp_multipliers": [0.7, 1.2],
-    "embedding_multiplier": 0.3,
+    "embedding_multiplier": 2.0,
     "lm_head_multiplier": 0.5,
 }
 OLMO_HYBRID = {
@@ -432,8 +434,8 @@ class Zoo:
                 # Norms that start at one and biases at zero would hide a missing multiplication.
                 if name.endswith(".dt_bias"):  # states that remember a token for long, and others that forget it
                     parameter.copy_(torch.linspace(-8.0, 1.0, len(parameter)))
-                elif name.endswith(".A_log"):
-                    parameter.mul_(0.5)
+                elif name.endswith((".A_log", ".D")):  # states matter more than the value that is added to them
+                    parameter.mul_(0.2)
                 elif parameter.std() == 0:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 else:

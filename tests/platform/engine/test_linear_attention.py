@@ -30,7 +30,7 @@ RECIPES: dict[str, peft.LoraConfig] = {
     "all": peft.LoraConfig(r=5, target_modules="all-linear", **LORA),
     "linear attention": peft.LoraConfig(r=19, use_rslora=True, target_modules=IN_PROJECTIONS, **LORA),
     "outputs": peft.LoraConfig(r=4, target_modules=["out_proj", "o_proj"], rank_pattern={"o_proj": 17}, **LORA),
-    "norm": peft.LoraConfig(r=3, target_modules=["out_proj", "k_proj"], modules_to_save=NORMS, **LORA),
+    "norm": peft.LoraConfig(r=3, target_modules=["out_proj", "o_proj"], modules_to_save=NORMS, **LORA),
 }
 
 
