@@ -384,8 +384,11 @@ LINEARS = (
 )
 """Linears of every family, by their names."""
 
-NOT_FOR_PEFT = {"gemma4_images": r".*vision_tower.*"}
-"""Modules on which PEFT itself fails: linears that clip their results."""
+NOT_FOR_PEFT = {
+    "gemma4_images": r".*vision_tower.*",
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "falcon_h1_norm_first"), r".*\.out_proj"),
+}
+"""Modules on which PEFT itself fails: linears that clip their results, or whose weight alone a fused kernel reads."""
 
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 

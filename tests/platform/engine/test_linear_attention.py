@@ -9,7 +9,7 @@ import msgspec
 import peft
 import pytest
 import torch
-from adapter_zoo import CUT_HYBRIDS, HYBRIDS, ON_RANKS, Asked, Zoo, load, make_engine, serve, to_request
+from adapter_zoo import CUT_HYBRIDS, HYBRIDS, NOT_FOR_PEFT, ON_RANKS, Asked, Zoo, load, make_engine, serve, to_request
 from formats import FormatZoo
 from preempting import preempting
 
@@ -23,8 +23,6 @@ from loramux_kernels.tables import StateLayer, StateShape
 
 LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
 IN_PROJECTIONS = r".*\.(in_proj\w*|[abg]_proj)"
-WITHOUT_OUTPUTS = ("nemotron_h", "falcon_h1")
-"""Families whose `out_proj` PEFT refuses to adapt: a fused kernel would read its weight alone."""
 NORMS = ["input_layernorm", "operator_norm", "norm_f"]
 RECIPES: dict[str, peft.LoraConfig] = {
     "all": peft.LoraConfig(r=5, target_modules="all-linear", **LORA),
@@ -39,8 +37,7 @@ def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     made = FormatZoo(request.param, tmp_path_factory.mktemp(request.param), [])
     for seed, (name, recipe) in enumerate(RECIPES.items()):
         config = copy.deepcopy(recipe)  # PEFT writes what it found into it
-        if request.param.startswith(WITHOUT_OUTPUTS):
-            config.exclude_modules = ["out_proj"]
+        config.exclude_modules = NOT_FOR_PEFT.get(request.param)
         made.make_format(name, config, seed)
     return made
 
