@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -113,6 +114,11 @@ NEWER_FAMILIES = {
             }
         },
     ),
+    "granite4_micro": (
+        transformers.GraniteMoeHybridConfig,
+        {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "num_local_experts": 0}
+        | {"shared_intermediate_size": 40, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    ),
     "granite_swa": (transformers.GraniteSWAConfig, WINDOW),
     "glm": (transformers.GlmConfig, WIDE_HEADS),
     "glm4": (transformers.Glm4Config, WIDE_HEADS),
@@ -149,11 +155,6 @@ NEWER_MIXTURES = {
     "deepseek_v2": (transformers.DeepseekV2Config, ROUTED | LATENT),
     "deepseek_v3": (transformers.DeepseekV3Config, ROUTED | LATENT | {"n_group": 2}),
     "granitemoe": (transformers.GraniteMoeConfig, SIX_LOCAL | {"residual_multiplier": 0.5}),
-    "granite4_micro": (
-        transformers.GraniteMoeHybridConfig,
-        {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "num_local_experts": 0}
-        | {"shared_intermediate_size": 40, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
-    ),
     "granitemoeshared": (transformers.GraniteMoeSharedConfig, SIX_LOCAL | {"shared_intermediate_size": 40}),
     "olmoe": (transformers.OlmoeConfig, {"num_experts": 6, "num_experts_per_tok": 3, "clip_qkv": 0.5}),
     "phimoe": (transformers.PhimoeConfig, SIX_LOCAL | {"num_experts_per_tok": 2}),
@@ -510,14 +511,16 @@ class Zoo:
         return made.sequences[0, len(asked.prompt) :].tolist(), torch.cat(made.logits)
 
     def engine(self, **engine_settings: Any) -> Engine:
-        # One layer with attention and wide linears: pages of 16 tokens could not hold an adapter's tile.
-        own = {"block_size": 128} if self.family in WHOLE_HYBRIDS else {}
-        return make_engine(self.base, **own | engine_settings)
+        return make_engine(self.base, **engine_settings)
 
 
 def make_engine(base: Path, **engine_settings: Any) -> Engine:
     loaded, settings = load(base, **engine_settings)
     return build_engine(loaded, settings, wake=lambda: None)
+
+
+def _model_type(base: Path) -> str:
+    return json.loads((base / "config.json").read_text())["model_type"]
 
 
 def load(
@@ -526,7 +529,8 @@ def load(
     defaults: dict[str, Any] = {
         "device": os.environ.get("LORAMUX_TEST_DEVICE", "cpu"),
         "num_threads": 1,
-        "block_size": 16,
+        # A hybrid with one layer of attention and wide linears needs larger pages; the engine chooses them.
+        "block_size": None if _model_type(base) in {config.model_type for config, _ in WHOLE_HYBRIDS.values()} else 16,
         "pool_bytes": 4 << 20,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,
