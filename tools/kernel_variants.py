@@ -280,9 +280,9 @@ def _linear_attention() -> Iterator[Variant]:
         )  # fmt: skip
         state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
         out = torch.empty(101, 48, 64, dtype=dtype)
-        rows = StateRows(query, key, value.unflatten(2, (repeats, 64)), None, step)
+        parts_of_rows = StateRows(query, key, value.unflatten(2, (repeats, 64)), None, step)
         name = f"{groups}-groups-of-{width}-{_short(dtype)}"
-        for launch in prepare_linear_attention(rows, weights, state, batch, out):
+        for launch in prepare_linear_attention(parts_of_rows, weights, state, batch, out):
             stage = launch.kernel.__name__.split("_")[1]
             height = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
             yield Variant(f"mamba2-{stage}{height}-{name}", launch)
