@@ -16,6 +16,7 @@ from loramux_kernels.cuda.lora import new_intermediate, prepare_expand, prepare_
 from loramux_kernels.cuda.mixture import prepare_combine, prepare_expert_items, prepare_grouped_linear, prepare_route
 from loramux_kernels.cuda.paged_attention import prepare_attention, prepare_write_kv
 from loramux_kernels.cuda.sampling import prepare_forbid, prepare_sample
+from loramux_kernels.cuda.short_convolution import prepare_short_convolution
 from loramux_kernels.cuda.work_lists import LONG_RANKS, LORA_ITEM_WIDTH, SHORT, TileMap, TileShape, attach_tile_map
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
@@ -55,7 +56,7 @@ def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
         *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_coded()),
-        *(*_mixture(), *_sampling(), *_token_mask(), *_linear_attention()),
+        *(*_mixture(), *_sampling(), *_token_mask(), *_linear_attention(), *_mamba2()),
     ]
 
 
@@ -266,7 +267,18 @@ def _linear_attention() -> Iterator[Variant]:
             rows = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
             yield Variant(f"linear-attention-{stage}{rows}-{name}", launch)
         yield Variant(f"gated-norm-{name}", prepare_gated_norm(out, gate, torch.empty(128, dtype=dtype), 1e-6, out))
-    # Mamba 2 as published: Granite 4 has one group, Nemotron-H eight.
+
+
+def _mamba2() -> Iterator[Variant]:
+    """Yield the same step of Mamba 2 and of a short convolution, as published: Granite 4 has one group, Nemotron-H
+    eight."""
+    batch = AttentionBatch(
+        cu_seqlens=torch.tensor([0, 1, 101], dtype=torch.int32),
+        context_lens=torch.tensor([300, 100], dtype=torch.int32),
+        block_table=torch.zeros(2, 16, dtype=torch.int32),
+        slot_mapping=torch.zeros(101, dtype=torch.int64),
+        state_tables=torch.zeros(2, 16, dtype=torch.int32),
+    )
     for dtype, groups, width in ((torch.bfloat16, 1, 128), (torch.bfloat16, 8, 128), (torch.float32, 1, 256)):
         repeats = 48 // groups
         widths = (48 * 64, 48 * 64, groups * width, groups * width, 48)
@@ -289,6 +301,10 @@ def _linear_attention() -> Iterator[Variant]:
         x, weight = out.view(101, groups, -1), torch.empty(groups, 48 * 64 // groups, dtype=dtype)
         norm = prepare_gated_norm(x, gate[:, :, None], weight, 1e-6, x, gates_first=True)
         yield Variant(f"gated-norm-first-{name}", norm)
+    shape = StateShape(0, 1, 2 * 2048, 2048, 2)
+    state, x = StateLayer(shape, torch.empty(2, 6, shape.unit), 0), torch.empty(101, 2048, dtype=torch.bfloat16)
+    for launch in prepare_short_convolution(x, torch.empty(2048, 3, dtype=x.dtype), None, state, batch, x):
+        yield Variant(f"short-convolution-{launch.arguments['BLOCK_ROWS']}-bf16", launch)
 
 
 def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:
