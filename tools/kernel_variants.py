@@ -279,7 +279,7 @@ def _mamba2() -> Iterator[Variant]:
         slot_mapping=torch.zeros(101, dtype=torch.int64),
         state_tables=torch.zeros(2, 16, dtype=torch.int32),
     )
-    for dtype, groups, width in ((torch.bfloat16, 1, 128), (torch.bfloat16, 8, 128), (torch.float32, 1, 256)):
+    for dtype, groups, width in ((torch.bfloat16, 1, 128), (torch.bfloat16, 8, 128), (torch.float32, 1, 128)):
         repeats = 48 // groups
         widths = (48 * 64, 48 * 64, groups * width, groups * width, 48)
         parts = torch.empty(101, sum(widths), dtype=dtype).split(widths, dim=-1)

@@ -331,13 +331,13 @@ def _convolve_heads(
                 head = part - 2 * KEY_HEADS
                 group = head // repeats
                 member = head % repeats
-                x = convolved(
+                v = convolved(  # another name than that of the other branch, whose width may differ
                     value + group * value_group + member * VALUE_DIM, value_row, kernel, bias, states, table,
                     page_stride, inputs, row, first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e,
                     VALUE_DIM, TAPS, PER_PAGE, UNIT,
                 )  # fmt: skip
                 to = mixed + (row * HEADS + head) * VALUE_DIM + e
-                tl.store(to, x.to(mixed.dtype.element_ty), mask=(row < stop) & (e < VALUE_DIM))
+                tl.store(to, v.to(mixed.dtype.element_ty), mask=(row < stop) & (e < VALUE_DIM))
                 exists = row < stop
                 of_a = tl.load(a + row * a_row + group * a_group + member, mask=exists, other=0.0).to(tl.float32)
                 of_a += tl.load(shifts + head).to(tl.float32)
@@ -508,12 +508,13 @@ def _scan_prompts(
             reach = tl.cumsum(steps, axis=0)
             whole = tl.sum(steps)
             q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM + d
+            if IS_DELTA:
+                k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
             place = (row * HEADS + head)[:, None]
             v = tl.load(mixed + place * VALUE_DIM + e[None, :], mask=is_value, other=0.0).to(tl.float32)
             weights = tl.load(scores + place * _CHUNK + j, mask=exists[:, None], other=0.0)
             left = tl.exp(reach)[:, None]
             if IS_DELTA:
-                k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
                 wanted = v - left * tl.dot(k, tl.trans(s), input_precision=PRECISION)
                 solved = tl.load(corrected + place * _CHUNK + j, mask=exists[:, None], other=0.0)
                 change = tl.dot(solved, wanted, input_precision=PRECISION)
