@@ -16,12 +16,11 @@ from loramux_kernels.cuda.lora import new_intermediate, prepare_expand, prepare_
 from loramux_kernels.cuda.mixture import prepare_combine, prepare_expert_items, prepare_grouped_linear, prepare_route
 from loramux_kernels.cuda.paged_attention import prepare_attention, prepare_write_kv
 from loramux_kernels.cuda.sampling import prepare_forbid, prepare_sample
+from loramux_kernels.cuda.short_convolution import prepare_short_convolution
 from loramux_kernels.cuda.work_lists import LONG_RANKS, LORA_ITEM_WIDTH, SHORT, TileMap, TileShape, attach_tile_map
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
-    DeltaRows,
-    DeltaWeights,
     KvLayer,
     LogitBias,
     LoraGroup,
@@ -34,7 +33,9 @@ from loramux_kernels.tables import (
     SamplingBatch,
     Segments,
     StateLayer,
+    StateRows,
     StateShape,
+    StateWeights,
 )
 
 HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512), (64, 32))
@@ -55,7 +56,7 @@ def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
         *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_coded()),
-        *(*_mixture(), *_sampling(), *_token_mask(), *_linear_attention()),
+        *(*_mixture(), *_sampling(), *_token_mask(), *_linear_attention(), *_mamba2()),
     ]
 
 
@@ -257,15 +258,53 @@ def _linear_attention() -> Iterator[Variant]:
         value, gate = (part.unflatten(2, (repeats, 128)) for part in (value, gate))
         shape = StateShape(16 * repeats, 128, 128, 16 * (2 + repeats) * 128, 3)
         kernel, heads = torch.empty(shape.channels, 4, dtype=dtype), torch.empty(shape.heads)
-        weights = DeltaWeights(kernel, heads, heads.to(dtype))
+        weights = StateWeights(kernel, heads, heads.to(dtype))
         state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
         out = torch.empty(101, shape.heads, 128, dtype=dtype)
         name = f"{16 * repeats}-heads-{_short(dtype)}"
-        for launch in prepare_linear_attention(DeltaRows(query, key, value, b, a), weights, state, batch, out):
+        for launch in prepare_linear_attention(StateRows(query, key, value, b, a), weights, state, batch, out):
             stage = launch.kernel.__name__.split("_")[1]
             rows = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
             yield Variant(f"linear-attention-{stage}{rows}-{name}", launch)
         yield Variant(f"gated-norm-{name}", prepare_gated_norm(out, gate, torch.empty(128, dtype=dtype), 1e-6, out))
+
+
+def _mamba2() -> Iterator[Variant]:
+    """Yield the same step of Mamba 2 and of a short convolution, as published: Granite 4 has one group, Nemotron-H
+    eight."""
+    batch = AttentionBatch(
+        cu_seqlens=torch.tensor([0, 1, 101], dtype=torch.int32),
+        context_lens=torch.tensor([300, 100], dtype=torch.int32),
+        block_table=torch.zeros(2, 16, dtype=torch.int32),
+        slot_mapping=torch.zeros(101, dtype=torch.int64),
+        state_tables=torch.zeros(2, 16, dtype=torch.int32),
+    )
+    for dtype, groups, width in ((torch.bfloat16, 1, 128), (torch.bfloat16, 8, 128), (torch.float32, 1, 128)):
+        repeats = 48 // groups
+        widths = (48 * 64, 48 * 64, groups * width, groups * width, 48)
+        parts = torch.empty(101, sum(widths), dtype=dtype).split(widths, dim=-1)
+        gate, value, key, query, step = (part.unflatten(1, (groups, -1)) for part in parts)
+        shape = StateShape(48, width, 64, 48 * 64 + 2 * groups * width, 3)
+        heads = torch.empty(48)
+        weights = StateWeights(
+            torch.empty(shape.channels, 4, dtype=dtype), heads, heads.to(dtype),
+            bias=torch.empty(shape.channels, dtype=dtype), skip=heads, limits=(0.001, float("inf")),
+        )  # fmt: skip
+        state = StateLayer(shape, torch.empty(2, 6, shape.unit), 0)
+        out = torch.empty(101, 48, 64, dtype=dtype)
+        parts_of_rows = StateRows(query, key, value.unflatten(2, (repeats, 64)), None, step)
+        name = f"{groups}-groups-of-{width}-{_short(dtype)}"
+        for launch in prepare_linear_attention(parts_of_rows, weights, state, batch, out):
+            stage = launch.kernel.__name__.split("_")[1]
+            height = f"-{launch.arguments['BLOCK_ROWS']}" if "BLOCK_ROWS" in launch.arguments else ""
+            yield Variant(f"mamba2-{stage}{height}-{name}", launch)
+        x, weight = out.view(101, groups, -1), torch.empty(groups, 48 * 64 // groups, dtype=dtype)
+        norm = prepare_gated_norm(x, gate[:, :, None], weight, 1e-6, x, gates_first=True)
+        yield Variant(f"gated-norm-first-{name}", norm)
+    shape = StateShape(0, 1, 2 * 2048, 2048, 2)
+    state, x = StateLayer(shape, torch.empty(2, 6, shape.unit), 0), torch.empty(101, 2048, dtype=torch.bfloat16)
+    for launch in prepare_short_convolution(x, torch.empty(2048, 3, dtype=x.dtype), None, state, batch, x):
+        yield Variant(f"short-convolution-{launch.arguments['BLOCK_ROWS']}-bf16", launch)
 
 
 def _kv(key_dim: int, value_dim: int, dtype: torch.dtype) -> KvLayer:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.errors import BaseUnusable
-from loramux_adapters.families import EXPERT_PARAMETERS, ROUTERS, SAME_INPUT
+from loramux_adapters.families import EXPERT_PARAMETERS, ROUTERS, SAME_INPUT, UNGATED_PARAMETERS
 from loramux_adapters.joined import JoinedLinear, joined_linears
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def mixtures(model: nn.Module) -> Iterator[Mixture]:
     """Yield every mixture of `model`."""
     for name, module in model.named_modules():
         experts = getattr(module, "experts", None)
-        weights = [getattr(experts, parameter, None) for parameter in EXPERT_PARAMETERS]
+        weights = [getattr(experts, parameter, None) for parameter in expert_parameters(experts)]
         if not all(getattr(weight, "ndim", 0) == 3 for weight in weights):
             continue
         routers = [attribute for attribute in ROUTERS if getattr(module, attribute, None) is not None]
@@ -275,13 +275,18 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, ParameterShape]]:
         if mixture.router is not None:
             rows, columns = getattr(mixture.module, mixture.router).weight.shape
             yield mixture.router_parameter, ParameterShape(1, columns, rows, layer)
-        for parameter in EXPERT_PARAMETERS:
+        for parameter in expert_parameters(mixture.module.experts):
             num_experts, rows, columns = expert_weights(mixture.module.experts, parameter).shape
             yield f"{name}.experts.{parameter}", ParameterShape(num_experts, columns, rows, layer)
 
 
+def expert_parameters(experts: Any) -> tuple[str, str]:
+    """Return the names of the stacked weights of transformers' experts."""
+    return EXPERT_PARAMETERS if getattr(experts, "has_gate", True) else UNGATED_PARAMETERS
+
+
 def expert_weights(experts: Any, parameter: str) -> torch.Tensor:
-    """Return a view `[experts, out_features, in_features]` of one of EXPERT_PARAMETERS."""
+    """Return a view `[experts, out_features, in_features]` of one of `expert_parameters`."""
     weight: torch.Tensor = getattr(experts, parameter).data
     return weight.transpose(1, 2) if getattr(experts, "is_transposed", False) else weight
 

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 
 from loramux_adapters.bank import AdapterBank, Site
-from loramux_adapters.base import ParameterShape, expert_name, expert_weights, mixtures
-from loramux_adapters.families import EXPERT_PARAMETERS
+from loramux_adapters.base import ParameterShape, expert_name, expert_parameters, expert_weights, mixtures
 from loramux_adapters.ranks import Ranks
 from loramux_kernels.device import runs_triton
 from loramux_kernels.lora import lora_expand, lora_shrink
@@ -136,42 +135,43 @@ class GroupedExpertLinear:
 LinearT = TypeVar("LinearT", ExpertLinear, GroupedExpertLinear)
 
 
-class _GatedExperts(nn.Module, Generic[LinearT]):
-    """A gated feed-forward network for each expert, and the adapters of their linears."""
+class _FeedForwardExperts(nn.Module, Generic[LinearT]):
+    """A feed-forward network for each expert, and the adapters of their linears."""
 
     def __init__(
-        self, gate_up: LinearT, down: LinearT, gate: Callable[[torch.Tensor], torch.Tensor], bank: AdapterBank
+        self, up: LinearT, down: LinearT, activate: Callable[[torch.Tensor], torch.Tensor], bank: AdapterBank
     ) -> None:
-        """`gate`: the family's own function from the rows of `gate_up` to those that `down` takes."""
+        """`up` makes gate and up together if the family's experts have gates. `activate` is the family's own function
+        from its rows to those that `down` takes."""
         super().__init__()
-        self._gate_up: LinearT = gate_up
+        self._up: LinearT = up
         self._down: LinearT = down
-        self._gate = gate
+        self._activate = activate
         self._bank = bank
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the experts' weights."""
-        return self._gate_up.num_bytes + self._down.num_bytes
+        return self._up.num_bytes + self._down.num_bytes
 
 
-class Experts(_GatedExperts[ExpertLinear]):
-    """Replaces a mixture's experts: a gated feed-forward network for each."""
+class Experts(_FeedForwardExperts[ExpertLinear]):
+    """Replaces a mixture's experts: a feed-forward network for each."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Map `[T, hidden_size]` to the same shape with the chosen experts `[T, k]` and their weights."""
-        routes = route(top_k_index, len(self._gate_up.linears))
+        routes = route(top_k_index, len(self._up.linears))
         starts, segments = routes.starts.tolist(), self._bank.segments
         runs = ExpertRuns.of(routes, segments) if segments is not None else None
-        rows = self._down(self._gate(self._gate_up(hidden_states[routes.tokens], starts, runs)), starts, runs)
+        rows = self._down(self._activate(self._up(hidden_states[routes.tokens], starts, runs)), starts, runs)
         # Not `combine`, whose sums are float32: transformers adds up in the common dtype of rows and weights.
         weighted = rows[routes.places] * top_k_weights[..., None]
         return weighted.sum(dim=1).to(hidden_states.dtype)
 
 
-class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
+class GroupedExperts(_FeedForwardExperts[GroupedExpertLinear]):
     """Replaces a mixture's experts on a GPU, which routes, multiplies and adds up without waiting for the host."""
 
     def forward(
@@ -182,12 +182,12 @@ class GroupedExperts(_GatedExperts[GroupedExpertLinear]):
         from loramux_kernels.cuda.mixture import expert_segments
 
         bank = self._bank
-        routes = route(top_k_index, self._gate_up.num_experts, bank.kv_slots)
+        routes = route(top_k_index, self._up.num_experts, bank.kv_slots)
         segments = None
         if bank.segments is not None:
             segments = expert_segments(routes, bank.segments, len(bank.sites), bank.max_rank)
-        rows = self._gate_up(hidden_states[routes.tokens], routes, segments)
-        rows = self._down(self._gate(rows), routes, segments)
+        rows = self._up(hidden_states[routes.tokens], routes, segments)
+        rows = self._down(self._activate(rows), routes, segments)
         return combine(rows, routes, top_k_weights)
 
 
@@ -260,16 +260,17 @@ def install_mixtures(
         if mixture.router is not None:
             site = bank.sites[expert_name(mixture.router_parameter, 0)]
             setattr(module, mixture.router, ExpertRouter(getattr(module, mixture.router), site, bank))
-        gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate
-        is_grouped = quantization == "none" and runs_triton(expert_weights(experts, EXPERT_PARAMETERS[0]))
+        activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
+        parameters = expert_parameters(experts)
+        is_grouped = quantization == "none" and runs_triton(expert_weights(experts, parameters[0]))
         # One after the other: the weights of the first mixture are freed before those of the second are packed.
-        parts = (_take(experts, f"{mixture.name}.experts", parameter, bank) for parameter in EXPERT_PARAMETERS)
+        parts = (_take(experts, f"{mixture.name}.experts", parameter, bank) for parameter in parameters)
         if is_grouped:
             first, second = (GroupedExpertLinear(*part, bank) for part in parts)
-            module.experts = GroupedExperts(first, second, gate, bank)
+            module.experts = GroupedExperts(first, second, activate, bank)
         else:
-            gate_up, down = (ExpertLinear(*part, bank, quantization) for part in parts)
-            module.experts = Experts(gate_up, down, gate, bank)
+            up, down = (ExpertLinear(*part, bank, quantization) for part in parts)
+            module.experts = Experts(up, down, activate, bank)
         summed, whole = (
             (f"{mixture.name}.experts.", module.experts) if mixture.is_layer else (f"{mixture.name}.", module)
         )

@@ -55,6 +55,9 @@ EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Stacked weights of a mixture's experts, `[experts, out_features, in_features]` each, in the order in which
 transformers registers them; see `ExpertForm.is_transposed`."""
 
+UNGATED_PARAMETERS = ("up_proj", "down_proj")
+"""The same for experts without a gate."""
+
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
@@ -83,6 +86,22 @@ class ExpertForm:
 
 
 @dataclass(frozen=True, slots=True)
+class StateForm:
+    """The layers of a family that keep a state of fixed size for each sequence instead of KV."""
+
+    module: str
+    """Name of transformers' module in a decoder layer."""
+    rule: Literal["gated delta", "mamba 2", "short convolution"] = "gated delta"
+    """The recurrence of the states."""
+
+    @property
+    def kind(self) -> str:
+        """The kind of model, as docs/models.md names it."""
+        kinds = {"gated delta": "linear attention", "mamba 2": "Mamba 2", "short convolution": "short convolutions"}
+        return f"hybrid with {kinds[self.rule]}"
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One model family."""
 
@@ -108,9 +127,8 @@ class Family:
     derives_head_width: bool = False
     """True if transformers' classes derive a head's width from the number of heads, which a narrower config would
     change. Then a rank's model is made from the whole config, without memory, and its parameters are cut."""
-    states: Literal["gated delta"] | None = None
-    """The recurrence of layers with linear attention, which keep states instead of KV; None: the family has no such
-    layers."""
+    states: StateForm | None = None
+    """Layers that keep states; None: the family has no such layers."""
     ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
     """The rope types that are served."""
     recomputes_rope: bool = False
@@ -122,12 +140,12 @@ class Family:
         """The kind of model, as docs/models.md names it."""
         if self.text_type:
             return "the text of a model of text and images"
-        if self.states:
-            return "hybrid with linear attention" + (", mixture of experts" if self.experts else "")
+        size = "dense"
         if self.experts:
-            kind = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
-            return kind + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
-        return "dense"
+            size = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
+        if self.states:
+            return f"{self.states.kind}, {size}" if self.experts else self.states.kind
+        return size + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
 
 
 GEMMA_NORM = NormForm(rounds_last=True, stores_distance_from_one=True)
@@ -137,6 +155,7 @@ HYBRID_SIBLINGS = (
     frozenset(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
     frozenset(("in_proj_qkvz", "in_proj_ba")),
 )
+DELTA_NET = StateForm("linear_attn")
 
 ROWS = (
     Family("llama", fuses_layers=True),
@@ -190,9 +209,16 @@ ROWS = (
     Family("exaone_moe", experts=ExpertForm()),  # rotates in some layers
     Family("granitemoe_swa", experts=ExpertForm("router")),
     Family("cohere2_moe", experts=ExpertForm()),
-    Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states="gated delta"),
-    Family("qwen3_next", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
-    Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states="gated delta"),
+    Family("qwen3_5_text", same_input=HYBRID_SIBLINGS, cut="key heads", states=DELTA_NET),
+    Family("qwen3_next", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states=DELTA_NET),
+    Family("qwen3_5_moe_text", same_input=HYBRID_SIBLINGS, experts=ExpertForm(), cut="key heads", states=DELTA_NET),
+    # Granite 4; some sizes have attention in every layer, and no states
+    Family("granitemoehybrid", experts=ExpertForm("router", is_optional=True), states=StateForm("mamba", "mamba 2")),
+    Family("bamba", states=StateForm("mamba", "mamba 2")),
+    Family("falcon_h1", states=StateForm("mamba", "mamba 2")),
+    Family("lfm2", states=StateForm("conv", "short convolution")),
+    Family("olmo_hybrid", states=DELTA_NET),
+    Family("nemotron_h", experts=ExpertForm(is_optional=True), states=StateForm("mixer", "mamba 2")),
     Family("gemma3", text_type="gemma3_text"),
     Family("gemma4", text_type="gemma4_text"),
     Family("mistral3", text_type="mistral"),
@@ -213,7 +239,6 @@ _INDEXED = (
 _ROUTER = (
     "PEFT saves pairs on its router's linear as those of a parameter, gate.weight, which the engine does not serve"
 )
-_MAMBA = "its layers keep states of Mamba 2, a recurrence that the engine does not compute"
 _CHUNKED = (
     "its attention is cut into chunks of attention_chunk_size tokens, which transformers applies in a mask alone: the "
     "engine would read the whole context"
@@ -229,11 +254,6 @@ NOT_SERVED: Mapping[str, str] = {
     "afmoe": _ROUTER,
     "hunyuan_v1_moe": _ROUTER,
     "nemotron": "transformers' layers do not pass the step on to attention, which needs its pages",
-    "granitemoehybrid": _MAMBA,
-    "nemotron_h": _MAMBA,
-    "bamba": _MAMBA,
-    "falcon_h1": _MAMBA,
-    "lfm2": "its layers keep the last inputs of convolutions as states, which the engine does not compute",
     "falcon": "its attention does not call the function that reads the page pool",
     "mistral4": "transformers has it only as the text of a model of images, and no test compares it with PEFT",
     "step3p7": "its layers differ in their number of heads and limit activations, and no test compares them with PEFT",

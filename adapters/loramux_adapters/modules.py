@@ -150,6 +150,11 @@ class AdaptedNorm(nn.Module):
         self._name = name
         self._bank = bank
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The base's weight."""
+        return self.base.get_parameter("weight")
+
     def own_weights(self, vectors: int = 1, added: float = 0.0) -> OwnWeights | None:
         """Return the weights with which the step's adapters replace this norm's; see OwnWeights."""
         return self._bank.own_weights(self._name, vectors, added)
@@ -165,7 +170,7 @@ class AdaptedNorm(nn.Module):
             return y
         # A linear wrote the heads of a row one after the other, so the row dimension has the largest stride.
         rows = 1 if x.ndim == 3 or x.stride(1) >= x.stride(2) else 2
-        weights = own.of_rows(self.base.get_parameter("weight"), x.shape[rows])
+        weights = own.of_rows(self.weight, x.shape[rows])
         if x.ndim == 4 and rows == 1:
             weights = weights[:, None]
         replaced: torch.Tensor = functional_call(self.base, {"weight": weights}, (x,))

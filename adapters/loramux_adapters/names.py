@@ -52,6 +52,7 @@ _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.", ""),
+    ("backbone.", "model."),
     ("model.", "model.language_model."),
     ("model.", "language_model.model."),
     ("", "language_model."),
@@ -133,8 +134,12 @@ class TensorNames:
         return TensorPlace(module, place + module.removeprefix(stem), tail)
 
     def _of_expert(self, module: str, match: re.Match[str], tail: str) -> TensorPlace | None:
-        leaf, part = _PARTS.get(match["linear"] or match["list"], (DOWN, ALL))
+        written = match["linear"] or match["list"]
+        leaf, part = _PARTS.get(written, (DOWN, ALL))
         parameter = self._renamed(f"{match['mixture']}.experts.{leaf}", self._base.parameters)
+        if parameter is None:  # experts without a gate
+            part = ALL
+            parameter = self._renamed(f"{match['mixture']}.experts.{written}", self._base.parameters)
         expert = int(match["expert"] or match["item"])
         if parameter is None or expert >= self._base.parameters[parameter].num_experts:
             return None

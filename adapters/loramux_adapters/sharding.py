@@ -159,6 +159,11 @@ class Sharding:
                 "its output head is not one linear over the embedding's tokens, so that the vocabulary cannot be "
                 "divided: engine.tensor_parallel_size must be 1."
             )
+        if "Conv1d" in base.others.values() and self.family.cut != "key heads":
+            raise CannotShard(
+                "its layers keep states whose division among ranks no test compares with the whole: "
+                "engine.tensor_parallel_size must be 1."
+            )
         linears: dict[str, LinearShape | ParameterShape] = {**base.modules, **base.parameters}
         for name, shape in linears.items():
             self.width(name, shape.out_features, shape.in_features)

@@ -30,8 +30,8 @@ because the host does not know the chosen experts.
 penalties, bias, temperature, top-k, top-p and min-p, and draws a token. A GPU draws by an exponential race (`sample`),
 a CPU by one random number for each row (`draw_tokens`).
 
-**Linear attention** (`gated_delta`) keeps one matrix per head instead of keys and values. It is implemented in torch on
-every device.
+**States of fixed size** (`linear_attention`): linear attention (`gated_delta`) and Mamba 2 (`mamba2`) keep one matrix
+per head instead of keys and values, and the last inputs of a short convolution.
 
 Each paragraph describes one module. An operator has a *Semantics* line, a public function that chooses the
 implementation by device (`cuda/`: Triton, `native/`: C++), and the torch reference that every fast path is tested

@@ -1,13 +1,26 @@
-"""Linear attention over a step's packed rows: a short convolution, the gated delta rule, and a norm with a gate.
+"""Layers whose states have a fixed size, over a step's packed rows: a short convolution, a recurrence (linear attention
+by the gated delta rule, or Mamba 2), and a norm with a gate.
 
 Semantics: t is a row of a sequence, h one of H heads, and x are the inputs (queries, keys, values) of all heads.
 
-    x'       = silu(sum over j = 0 .. taps of kernel[:, taps - j] * x[t - j])
-    q, k     = x' / |x'| by head, q times Dk ** -0.5; H / key heads heads of values share a head of queries and keys
-    g, beta  = decay[h] * softplus(a[t, h] + shift[h]), sigmoid(b[t, h])
-    out      = the gated delta rule (`gated_delta`) of q, k, v, g and beta, with the sequence's own state
+    x'       = silu(bias + sum over j = 0 .. taps of kernel[:, taps - j] * x[t - j])
+    step     = softplus(a[t, h] + shift[h])
 
-    gated_norm(x, gate) = x / sqrt(mean(x^2) + eps) * weight * silu(gate), by head
+    gated delta rule (`gated_delta`), H / key heads heads of values share a head of queries and keys:
+    q, k     = x' / |x'| by head, q times Dk ** -0.5
+    g, beta  = decay[h] * step, delta_factor * sigmoid(b[t, h])
+
+    Mamba 2 (`mamba2`), likewise:
+    q, k     = x'
+    beta     = step, within the limits if t is a row of the prompt
+    g        = decay[h] * beta
+
+    out      = the recurrence of q, k, v, g and beta with the sequence's own state, plus skip[h] * v
+
+    short convolution (LFM2): out = bias + sum over j = 0 .. taps of kernel[:, taps - j] * x[t - j]
+
+    gated_norm(x, gate)             = x / sqrt(mean(x^2) + eps) * weight * silu(gate), by head
+    gated_norm(x, gate, gate first) = y / sqrt(mean(y^2) + eps) * weight, with y = x * silu(gate)
 
 A sequence's state is its matrices and the last `taps` inputs, in pages of the pool (`StateLayer`). A sequence's first
 rows begin with zeros and read nothing from the pool. Matrices and products with them are float32.
@@ -15,15 +28,21 @@ rows begin with zeros and read nothing from the pool. Matrices and products with
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional
 
 from loramux_kernels.device import runs_triton
 from loramux_kernels.gated_delta import gated_delta_prompt, gated_delta_step
-from loramux_kernels.tables import AttentionBatch, DeltaRows, DeltaWeights, StateLayer, StateShape
+from loramux_kernels.mamba2 import mamba2_prompt, mamba2_step
+from loramux_kernels.native.abi import DTYPES, MAX_TAPS, StateStepAbi
+from loramux_kernels.native.loader import native_for
+from loramux_kernels.tables import AttentionBatch, StateLayer, StateRows, StateShape, StateWeights
 
 
-def linear_attention(rows: DeltaRows, weights: DeltaWeights, state: StateLayer, batch: AttentionBatch) -> torch.Tensor:
+def linear_attention(rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch) -> torch.Tensor:
     """Return `[T, heads, Dv]` of the rows' dtype, and store the states after the step.
 
     Rows that are in no sequence of the batch (they pad a recorded step) are undefined, and change no state.
@@ -32,55 +51,170 @@ def linear_attention(rows: DeltaRows, weights: DeltaWeights, state: StateLayer, 
         from loramux_kernels.cuda import linear_attention as triton
 
         return triton.linear_attention(rows, weights, state, batch)
-    return linear_attention_reference(rows, weights, state, batch)
-
-
-def linear_attention_reference(
-    rows: DeltaRows, weights: DeltaWeights, state: StateLayer, batch: AttentionBatch
-) -> torch.Tensor:
-    """Compute `linear_attention` in torch, on any device and in any floating dtype."""
-    shape, tables = state.shape, batch.state_tables
-    assert tables is not None, "a step of a model with linear attention has the pages of its states"
-    inputs = torch.cat([part.flatten(1) for part in (rows.query, rows.key, rows.value)], dim=-1)
-    a, b = rows.a.flatten(1), rows.b.flatten(1)
-    decay = weights.decay * functional.softplus(a.float() + weights.shift)
-    beta = b.sigmoid().float()
-    out = inputs.new_empty(len(inputs), shape.heads, shape.value_dim)
-    if batch.decoding is not None:
-        single, own = batch.decoding
-        matrices, earlier = state.read(own)
-        window = torch.cat((earlier, inputs[single, :, None]), dim=-1)
-        parts = _heads(_convolve(window, weights.kernel)[..., 0], shape, rows.query.shape[1])
-        found, matrices = gated_delta_step(*parts, decay[single], beta[single], matrices)
-        out[single] = found.to(out.dtype)
-        state.write(own, matrices, window[..., 1:])
-    for i, (start, stop, context) in enumerate(batch.spans):
-        if stop - start == 1 < context:
-            continue
-        span, own = slice(start, stop), tables[i : i + 1]
-        matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
-        window = torch.cat((earlier, inputs[None, span].mT), dim=-1)
-        parts = _heads(_convolve(window, weights.kernel)[0].T, shape, rows.query.shape[1])
-        found, after = gated_delta_prompt(*parts, decay[span], beta[span], matrices[0])
-        out[span] = found.to(out.dtype)
-        state.write(own, after[None], window[..., -shape.taps :])
+    out = rows.value.new_empty(len(rows.value), state.shape.heads, state.shape.value_dim)
+    native = native_for(rows.value) if state.shape.taps <= MAX_TAPS else None
+    if native is not None and batch.decoding is not None:
+        _step_natively(native, rows, weights, state, batch, out)
+    if native is None or len(batch.decoding[0] if batch.decoding else ()) < len(batch.spans):
+        _compute(rows, weights, state, batch, out, decodes=native is None)
     return out
 
 
-def _convolve(window: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+def linear_attention_reference(
+    rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch
+) -> torch.Tensor:
+    """Compute `linear_attention` in torch, on any device and in any floating dtype."""
+    out = rows.value.new_empty(len(rows.value), state.shape.heads, state.shape.value_dim)
+    _compute(rows, weights, state, batch, out, decodes=True)
+    return out
+
+
+def _compute(
+    rows: StateRows,
+    weights: StateWeights,
+    state: StateLayer,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+    *,
+    decodes: bool,
+) -> None:
+    """Fill the rows of `out` and store the states; without `decodes`, only those of sequences that do not decode."""
+    shape = state.shape
+    inputs = torch.cat([part.flatten(1) for part in (rows.query, rows.key, rows.value)], dim=-1)
+    decay, beta = _rates(rows, weights, batch)
+    is_delta, key_heads = rows.b is not None, rows.query.shape[1]
+    of_step, of_prompt = (gated_delta_step, gated_delta_prompt) if is_delta else (mamba2_step, mamba2_prompt)
+    for own_rows, own_tables, matrices, window in _windows(inputs, state, batch, decodes=decodes):
+        mixed = functional.silu(_convolve(window, weights.kernel, weights.bias))
+        if isinstance(own_rows, slice):
+            values = _split(mixed[0].T, shape, key_heads, normalises=is_delta)
+            found, after = of_prompt(*values, decay[own_rows], beta[own_rows], matrices[0])
+            after = after[None]
+        else:
+            values = _split(mixed[..., 0], shape, key_heads, normalises=is_delta)
+            found, after = of_step(*values, decay[own_rows], beta[own_rows], matrices)
+        if weights.skip is not None:
+            found = found + weights.skip[:, None] * values[2]
+        out[own_rows] = found.to(out.dtype)
+        state.write(own_tables, after, window[..., -shape.taps :])
+
+
+def _step_natively(
+    native: ctypes.CDLL,
+    rows: StateRows,
+    weights: StateWeights,
+    state: StateLayer,
+    batch: AttentionBatch,
+    out: torch.Tensor,
+) -> None:
+    """Compute the sequences that decode one row, in place in their pages."""
+    assert batch.decoding is not None, "some sequence decodes"
+    (single, own), shape = batch.decoding, state.shape
+    kernel, bias, shift = weights.in_float32
+    parts = (rows.query, rows.key, rows.value, rows.a, *(() if rows.b is None else (rows.b,)))
+    assert all(part.stride(-1) == 1 for part in parts), "each head's vector is contiguous"
+    assert rows.value.stride(2) == shape.value_dim, "the heads that share a key head are next to each other"
+    single = single.contiguous()
+
+    def address(tensor: torch.Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    call = StateStepAbi(
+        *(address(part) for part in (rows.query, rows.key, rows.value, rows.a, rows.b, shift, kernel, bias)),
+        *(
+            address(part)
+            for part in (weights.decay, weights.skip, state.units, own, single, batch.decoding_prompts, out)
+        ),
+        *(stride for part in (rows.query, rows.key, rows.value, rows.a) for stride in part.stride()[:2]),
+        *((0, 0) if rows.b is None else rows.b.stride()[:2]),
+        *(own.stride(0), state.units.stride(0), state.units.shape[1], state.units.shape[2], state.first),
+        *(len(single), rows.query.shape[1], shape.heads, shape.key_dim, shape.value_dim),
+        *(shape.channels, shape.taps, rows.b is not None),
+        *(weights.delta_factor, *weights.limits),
+    )
+    native.loramux_state_step(DTYPES[out.dtype], call, torch.get_num_threads())
+
+
+def short_convolution(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, batch: AttentionBatch
+) -> torch.Tensor:
+    """Return `[T, channels]` of the dtype of `x`, and store the inputs after the step.
+
+    `x` `[T, channels]`, last dimension contiguous; `kernel` `[channels, taps + 1]`, contiguous; `bias` `[channels]`.
+    The state has no matrices. Rows that are in no sequence of the batch are undefined, and change no state.
+    """
+    if runs_triton(x):
+        from loramux_kernels.cuda import short_convolution as triton
+
+        return triton.short_convolution(x, kernel, bias, state, batch)
+    return short_convolution_reference(x, kernel, bias, state, batch)
+
+
+def short_convolution_reference(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None, state: StateLayer, batch: AttentionBatch
+) -> torch.Tensor:
+    """Compute `short_convolution` in torch, on any device and in any floating dtype."""
+    out = torch.empty_like(x)
+    for rows, tables, matrices, window in _windows(x, state, batch):
+        found = _convolve(window, kernel, bias).to(x.dtype)
+        out[rows] = found[0].T if isinstance(rows, slice) else found[..., 0]
+        state.write(tables, matrices, window[..., -state.shape.taps :])
+    return out
+
+
+Window = tuple[torch.Tensor | slice, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _windows(
+    inputs: torch.Tensor, state: StateLayer, batch: AttentionBatch, *, decodes: bool = True
+) -> Iterator[Window]:
+    """Yield rows, state tables, matrices and the convolution's inputs `[n, channels, taps + t]`, of all sequences that
+    decode one row together (rows are a tensor), if `decodes`, then of each other sequence (a slice). `inputs` is
+    `[T, channels]`."""
+    shape, tables = state.shape, batch.state_tables
+    assert tables is not None, "a step of a model whose layers keep states has the pages of its states"
+    if decodes and batch.decoding is not None:
+        single, own = batch.decoding
+        matrices, earlier = state.read(own)
+        yield single, own, matrices, torch.cat((earlier, inputs[single, :, None]), dim=-1)
+    for i, (start, stop, context) in enumerate(batch.spans):
+        if stop - start == 1 < context:
+            continue
+        own = tables[i : i + 1]
+        matrices, earlier = _zeros(shape, tables.device) if stop - start == context else state.read(own)
+        yield slice(start, stop), own, matrices, torch.cat((earlier, inputs[None, start:stop].mT), dim=-1)
+
+
+def _rates(rows: StateRows, weights: StateWeights, batch: AttentionBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the decays g and the step sizes beta of every row and head, float32`[T, heads]` each."""
+    step = functional.softplus(rows.a.flatten(1).float() + weights.shift)
+    if rows.b is not None:
+        return weights.decay * step, rows.b.flatten(1).sigmoid().float() * weights.delta_factor
+    if weights.is_limited:
+        for (start, *_), end in zip(batch.spans, batch.prompt_ends, strict=True):
+            step[start : max(start, end)].clamp_(*weights.limits)
+    return weights.decay * step, step
+
+
+def _convolve(window: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Map inputs `[n, channels, taps + t]` to `[n, channels, t]`."""
-    return functional.silu(functional.conv1d(window.to(kernel.dtype), kernel[:, None], groups=len(kernel)))
+    return functional.conv1d(window.to(kernel.dtype), kernel[:, None], bias, groups=len(kernel))
 
 
-def _heads(mixed: torch.Tensor, shape: StateShape, key_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split rows `[n, channels]` into queries, keys and values of every head, float32; the first two of length one,
-    queries scaled."""
+def _split(
+    mixed: torch.Tensor, shape: StateShape, key_heads: int, *, normalises: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split rows `[n, channels]` into queries, keys `[n, key heads, Dk]` and values `[n, heads, Dv]`, float32.
+
+    With `normalises`, the first two are of length one, the queries scaled, and both are repeated for every head.
+    """
     width = key_heads * shape.key_dim
     query, key, value = mixed.float().split([width, width, shape.heads * shape.value_dim], dim=-1)
     query, key = (part.unflatten(1, (-1, shape.key_dim)) for part in (query, key))
-    query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
-    repeats = shape.heads // key_heads
-    query, key = (part.repeat_interleave(repeats, dim=1) for part in (query * shape.key_dim**-0.5, key))
+    if normalises:
+        query, key = (part * (part.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for part in (query, key))
+        repeats = shape.heads // key_heads
+        query, key = (part.repeat_interleave(repeats, dim=1) for part in (query * shape.key_dim**-0.5, key))
     return query, key, value.unflatten(1, (-1, shape.value_dim))
 
 
@@ -89,22 +223,28 @@ def _zeros(shape: StateShape, device: torch.device) -> tuple[torch.Tensor, torch
     return matrices, torch.zeros(1, shape.channels, shape.taps, device=device)
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise the heads of `x` `[T, heads, Dv]`, contiguous, and multiply with `weight` `[Dv]` and the activated
-    gate.
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, gates_first: bool = False
+) -> torch.Tensor:
+    """Normalise the heads of `x` `[T, heads, Dv]`, contiguous, multiply with the weight, and with the activated gate
+    after or before the norm.
 
-    `gate` is `[T, key heads, R, Dv]`, last dimension contiguous. The normalised values and their product with the
-    weight are rounded as separate operators would.
+    `gate` is `[T, key heads, R, Dv]`, last dimension contiguous. `weight` is `[Dv]`, or `[heads, Dv]`, contiguous. The
+    normalised values and their product with the weight are rounded as separate operators would.
     """
     if runs_triton(x):
         from loramux_kernels.cuda import linear_attention as triton
 
-        return triton.gated_norm(x, gate, weight, eps)
-    return gated_norm_reference(x, gate, weight, eps)
+        return triton.gated_norm(x, gate, weight, eps, gates_first=gates_first)
+    return gated_norm_reference(x, gate, weight, eps, gates_first=gates_first)
 
 
-def gated_norm_reference(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm_reference(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, gates_first: bool = False
+) -> torch.Tensor:
     """Compute `gated_norm` in torch, on any device and in any floating dtype."""
-    values = x.float()
+    factor = functional.silu(gate.flatten(1, 2).float())
+    values = x.float() * factor if gates_first else x.float()
     values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
-    return (weight * values.to(x.dtype) * functional.silu(gate.flatten(1, 2).float())).to(x.dtype)
+    normed = weight * values.to(x.dtype)
+    return (normed if gates_first else normed * factor).to(x.dtype)

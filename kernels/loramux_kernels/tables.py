@@ -5,8 +5,8 @@
 - `Routes`: the rows of a step that each expert of a mixture computes.
 - `KvLayer`: one layer's keys and values as views of the pool. `AttentionBatch`: the pages with the context of each
   sequence.
-- `StateLayer`: one layer's states of linear attention as units of the pool, of `StateShape`. `DeltaRows`,
-  `DeltaWeights`: the other arguments of linear attention.
+- `StateLayer`: one layer's states of fixed size as units of the pool, of `StateShape`. `StateRows`, `StateWeights`: the
+  other arguments of layers that keep such states (linear attention, Mamba 2).
 - `Norm`, `OwnWeights`, `Rotation`: the normalisation of rows, the weights for it, and the rotation of heads by
   position.
 - `Penalties`, `LogitBias`, `SamplingBatch`: the choice of a token from each row of logits.
@@ -18,7 +18,7 @@ with them.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -275,13 +275,22 @@ class AttentionBatch:
     slot_mapping: torch.Tensor
     """int64[T]; page * block_size + offset of each new token."""
     state_tables: torch.Tensor | None = None
-    """int32[S, state pages]: the pages of each sequence's states of linear attention; None if the model has none."""
+    """int32[S, state pages]: the pages of each sequence's states of fixed size; None if the model has none."""
+    prompt_lens: torch.Tensor | None = None
+    """int32[S], on the host: tokens of each sequence's prompt; None: every row is one of a prompt."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
         """(first query row, one past the last, context length) of each sequence, on the host."""
         rows = self.cu_seqlens.tolist()
         return tuple(zip(rows, rows[1:], self.context_lens.tolist(), strict=False))
+
+    @cached_property
+    def prompt_ends(self) -> list[int]:
+        """The end of each sequence's prompt among the step's rows; see the function of this name."""
+        if self.prompt_lens is None:
+            return [stop for _, stop, _ in self.spans]
+        return prompt_ends(self.spans, self.prompt_lens.tolist())
 
     @cached_property
     def decoding(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -293,11 +302,23 @@ class AttentionBatch:
         return rows, self.state_tables[sequences]
 
     @cached_property
+    def decoding_prompts(self) -> torch.Tensor:
+        """int64[n], on the host: 1 for each sequence of `decoding` whose row is one of its prompt."""
+        rows = zip(self.spans, self.prompt_ends, strict=True)
+        return torch.tensor([int(start < end) for (start, stop, n), end in rows if stop - start == 1 < n])
+
+    @cached_property
     def abi(self) -> AttentionBatchAbi:
         """Addresses of the tensors for the C++ operators."""
         tensors = (self.cu_seqlens, self.context_lens, self.block_table)
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors), "tables are contiguous and int32"
         return AttentionBatchAbi(*(tensor.data_ptr() for tensor in tensors), *self.block_table.shape)
+
+
+def prompt_ends(spans: Iterable[tuple[int, int, int]], prompt_lens: Iterable[int]) -> list[int]:
+    """Return one past the last row of each sequence's prompt; its first row or an earlier one if it has none in the
+    step. Spans are those of `AttentionBatch`."""
+    return [stop - max(0, context - length) for (_, stop, context), length in zip(spans, prompt_lens, strict=True)]
 
 
 STATE_DTYPE = torch.float32
@@ -365,10 +386,10 @@ class StateLayer:
 
 
 @dataclass(frozen=True, eq=False)
-class DeltaRows:
-    """A step's rows as the linears of linear attention leave them: views, whose last dimension is contiguous.
+class StateRows:
+    """A step's rows as the linears of a layer with states leave them: views, whose last dimension is contiguous.
 
-    R heads of values share a head of queries and keys.
+    R heads of values share a head of queries and keys. Mamba 2 calls these heads groups, queries C, keys B, values x.
     """
 
     query: torch.Tensor
@@ -377,15 +398,20 @@ class DeltaRows:
     """[T, key heads, Dk]"""
     value: torch.Tensor
     """[T, key heads, R, Dv]"""
-    b: torch.Tensor
-    """[T, key heads, R]: the step size is its sigmoid."""
+    b: torch.Tensor | None
+    """[T, key heads, R]: the step size of the gated delta rule is its sigmoid; None: the rule is Mamba 2's, whose step
+    size is the softplus of `a`."""
     a: torch.Tensor
     """[T, key heads, R]: the state decays by its softplus."""
 
 
+NO_LIMITS = (0.0, float("inf"))
+"""Limits of step sizes that change nothing."""
+
+
 @dataclass(frozen=True, eq=False)
-class DeltaWeights:
-    """The weights of linear attention, except its linears and its norm."""
+class StateWeights:
+    """The weights of a layer with states, except its linears and its norm."""
 
     kernel: torch.Tensor
     """[channels, taps + 1], contiguous: channels of all query heads, of all key heads, then of all value heads."""
@@ -393,6 +419,25 @@ class DeltaWeights:
     """float32[heads], below 0: factor of the softplus."""
     shift: torch.Tensor
     """[heads]: added to `a`."""
+    bias: torch.Tensor | None = None
+    """[channels]: added to the convolution's sums."""
+    skip: torch.Tensor | None = None
+    """float32[heads]: factor with which a head's value is added to its result."""
+    delta_factor: float = 1.0
+    """Factor of the gated delta rule's step sizes."""
+    limits: tuple[float, float] = NO_LIMITS
+    """Least and largest step size of Mamba 2 in the rows of a prompt. Generated tokens have no limits: see `mamba2`."""
+
+    @cached_property
+    def in_float32(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """The kernel `[taps + 1, channels]`, the bias and the shift as the C++ operator reads them: contiguous."""
+        bias = None if self.bias is None else self.bias.float()
+        return self.kernel.float().T.contiguous(), bias, self.shift.float()
+
+    @property
+    def is_limited(self) -> bool:
+        """True if the limits may change a step size, which is above 0."""
+        return self.limits[0] > 0.0 or self.limits[1] < NO_LIMITS[1]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -113,6 +114,11 @@ NEWER_FAMILIES = {
             }
         },
     ),
+    "granite4_micro": (
+        transformers.GraniteMoeHybridConfig,
+        {"layer_types": ["full_attention"] * 3, "position_embedding_type": "rope", "num_local_experts": 0}
+        | {"shared_intermediate_size": 40, "attention_multiplier": 0.2, "residual_multiplier": 0.5},
+    ),
     "granite_swa": (transformers.GraniteSWAConfig, WINDOW),
     "glm": (transformers.GlmConfig, WIDE_HEADS),
     "glm4": (transformers.Glm4Config, WIDE_HEADS),
@@ -204,7 +210,7 @@ HYBRID = {
     "linear_value_head_dim": 20,
 }
 
-HYBRIDS = {
+CUT_HYBRIDS = {
     "qwen3_5": (transformers.Qwen3_5TextConfig, HYBRID),
     "qwen3_next": (
         transformers.Qwen3NextConfig,
@@ -215,7 +221,82 @@ HYBRIDS = {
         HYBRID | SIX_EXPERTS | {"shared_expert_intermediate_size": 48},
     ),
 }
-"""Some of the layers have linear attention."""
+"""Some of the layers have linear attention, which ranks divide."""
+
+MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 12,
+    "mamba_chunk_size": 16,
+    "time_step_limit": [0.05, 0.4],
+    "shared_intermediate_size": 40,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "embedding_multiplier": 2.0,
+    "logits_scaling": 0.5,
+}
+
+NEMOTRON = {
+    "head_dim": 24,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 3,
+    "ssm_state_size": 12,
+    "chunk_size": 16,
+    "time_step_min": 0.05,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
+
+FALCON = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 20,
+    "mamba_chunk_size": 16,
+    "mamba_proj_bias": True,
+    "key_multiplier": 0.6,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 3.0,
+    "ssm_out_multiplier": 8.0,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 1.2, 1.3],
+    "mlp_multipliers": [0.7, 1.2],
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+}
+OLMO_HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 24,
+}
+
+WHOLE_HYBRIDS = {
+    "granitemoehybrid": (transformers.GraniteMoeHybridConfig, MAMBA | SIX_LOCAL),
+    "granite4_h_micro": (
+        transformers.GraniteMoeHybridConfig,
+        MAMBA | {"num_local_experts": 0, "mamba_n_groups": 1, "tie_word_embeddings": True},
+    ),
+    "nemotron_h": (transformers.NemotronHConfig, NEMOTRON),
+    "bamba": (
+        transformers.BambaConfig,
+        {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_state": 12, "mamba_conv_bias": False},
+    ),
+    "falcon_h1": (transformers.FalconH1Config, FALCON | {"mamba_norm_before_gate": False}),
+    "falcon_h1_norm_first": (transformers.FalconH1Config, FALCON | {"mamba_rms_norm": True, "num_hidden_layers": 2}),
+    "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
+    "olmo_hybrid": (transformers.OlmoHybridConfig, OLMO_HYBRID),
+}
+"""Hybrids that one rank serves: with Mamba 2, convolutions, or linear attention in another form."""
+
+HYBRIDS = CUT_HYBRIDS | WHOLE_HYBRIDS
 
 
 def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:
@@ -300,12 +381,15 @@ ON_RANKS = pytest.mark.parametrize(
 
 LINEARS = (
     r".*\.(qkv_proj|q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|q_b_proj|kv_b_proj|c_fc|c_proj"
-    r"|input_linear|output_linear|out_proj|in_proj_\w+)"
+    r"|input_linear|output_linear|out_proj|in_proj\w*)"
 )
 """Linears of every family, by their names."""
 
-NOT_FOR_PEFT = {"gemma4_images": r".*vision_tower.*"}
-"""Modules on which PEFT itself fails: linears that clip their results."""
+NOT_FOR_PEFT = {
+    "gemma4_images": r".*vision_tower.*",
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "falcon_h1_norm_first"), r".*\.out_proj"),
+}
+"""Modules on which PEFT itself fails: linears that clip their results, or whose weight alone a fused kernel reads."""
 
 ATTENTION = ["qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -350,9 +434,13 @@ class Zoo:
         self.auto = transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
         model = self.auto.from_config(config, dtype=torch.float32).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 # Norms that start at one and biases at zero would hide a missing multiplication.
-                if parameter.std() == 0:
+                if name.endswith(".dt_bias"):  # states that remember a token for long, and others that forget it
+                    parameter.copy_(torch.linspace(-8.0, 1.0, len(parameter)))
+                elif name.endswith((".A_log", ".D")):  # states matter more than the value that is added to them
+                    parameter.mul_(0.2)
+                elif parameter.std() == 0:
                     parameter.add_(torch.randn_like(parameter) * 0.1)
                 else:
                     parameter.mul_(3.0)
@@ -431,13 +519,18 @@ def make_engine(base: Path, **engine_settings: Any) -> Engine:
     return build_engine(loaded, settings, wake=lambda: None)
 
 
+def _model_type(base: Path) -> str:
+    return json.loads((base / "config.json").read_text())["model_type"]
+
+
 def load(
     base: Path, quantization: Any = "none", dtype: Any = "float32", **engine_settings: Any
 ) -> tuple[LoadedModel, Settings]:
     defaults: dict[str, Any] = {
         "device": os.environ.get("LORAMUX_TEST_DEVICE", "cpu"),
         "num_threads": 1,
-        "block_size": 16,
+        # A hybrid with one layer of attention and wide linears needs larger pages; the engine chooses them.
+        "block_size": None if _model_type(base) in {config.model_type for config, _ in WHOLE_HYBRIDS.values()} else 16,
         "pool_bytes": 4 << 20,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 16,

@@ -1,4 +1,4 @@
-"""Steps of linear attention: sequences of any lengths, their states in a pool, and rows as the linears leave them."""
+"""Steps of layers with states: sequences of any lengths, their states in a pool, and rows as the linears leave them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from loramux_kernels.tables import AttentionBatch, DeltaRows, DeltaWeights, StateLayer, StateShape
+from loramux_kernels.tables import AttentionBatch, StateLayer, StateRows, StateShape, StateWeights
 
 TAPS = 3
 
@@ -30,14 +30,14 @@ class Sizes:
 class Case:
     """The arguments of the operator."""
 
-    rows: DeltaRows
+    rows: StateRows
     gate: torch.Tensor
-    weights: DeltaWeights
+    weights: StateWeights
     state: StateLayer
     batch: AttentionBatch
 
     @property
-    def arguments(self) -> tuple[DeltaRows, DeltaWeights, StateLayer, AttentionBatch]:
+    def arguments(self) -> tuple[StateRows, StateWeights, StateLayer, AttentionBatch]:
         return self.rows, self.weights, self.state, self.batch
 
     def with_copied_pool(self) -> Case:
@@ -54,11 +54,13 @@ def make_linear_case(
     by_key_head: bool = False,
     padding: int = 0,
     seed: int = 0,
+    is_mamba: bool = False,
 ) -> Case:
     """Make a step of sequences of `spans`: rows of the step, and tokens before them.
 
     Pages that hold no state are NaN, and so are the states of sequences that begin. With `by_key_head` the parts of one
-    key head are next to each other in a row (Qwen3-Next), else those of one kind are (Qwen3.5).
+    key head are next to each other in a row (Qwen3-Next), else those of one kind are (Qwen3.5). With `is_mamba` the
+    rule is Mamba 2's, with a bias, a skip and limits; every third sequence has generated some of its tokens.
     """
     torch.manual_seed(seed)
     shape, repeats = sizes.shape, sizes.heads // sizes.key_heads
@@ -74,11 +76,19 @@ def make_linear_case(
         parts = tuple(part.unflatten(1, (sizes.key_heads, -1)) for part in whole)
     query, key, value, gate, b, a = parts
     value, gate = (part.unflatten(2, (repeats, sizes.value_dim)) for part in (value, gate))
-    weights = DeltaWeights(
+    weights = StateWeights(
         torch.randn(shape.channels, TAPS + 1, device=device).to(dtype) * 0.5,
         -torch.linspace(0.05, 8.0, sizes.heads, device=device),
         torch.randn(sizes.heads, device=device).to(dtype),
     )
+    if is_mamba:
+        weights = replace(
+            weights,
+            kernel=weights.kernel * 0.3,  # nothing is normalised: larger results would hide small differences
+            bias=torch.randn(shape.channels, device=device).to(dtype) * 0.3,
+            skip=torch.randn(sizes.heads, device=device),
+            limits=(0.4, 1.0),
+        )
     per_page, first = 3, 2  # another layer's units come first
     pages = -(-(first + shape.units) // per_page)
     num_pages = len(spans) * pages + 2
@@ -94,5 +104,7 @@ def make_linear_case(
         state.write(tables[running], matrices, inputs)
     ends = torch.cat((torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)))
     nothing = torch.zeros(0, dtype=torch.int64)
-    batch = AttentionBatch(ends, lengths + earlier, tables[:, :0], nothing, tables)
-    return Case(DeltaRows(query, key, value, b, a), gate, weights, state, batch)
+    contexts = lengths + earlier
+    prompts = torch.tensor([max(1, n - 2) if i % 3 == 0 else n for i, n in enumerate(contexts.tolist())])
+    batch = AttentionBatch(ends, contexts, tables[:, :0], nothing, tables, prompts)
+    return Case(StateRows(query, key, value, None if is_mamba else b, a), gate, weights, state, batch)

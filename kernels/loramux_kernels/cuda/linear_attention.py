@@ -1,12 +1,14 @@
-"""Linear attention as Triton kernels: a step's packed rows, with each sequence's state in pages of the pool.
+"""Linear attention and Mamba 2 as Triton kernels: a step's packed rows, with each sequence's state in pages of the
+pool.
 
 Semantics: those of `linear_attention` and `gated_norm` in the public module. Launches, over work lists of `StateTiles`:
 
     convolve   queries, keys and values after the convolution, decays and step sizes; for single rows and for chunks
-    step       single rows: S = e^g S + k (beta (v - e^g S^T k))^T; out = S^T q
-    solve      chunks: corrected = (1 + A)^-1 diag(beta), A[i, j] = beta_i (k_i . k_j) e^(G_i - G_j) below the diagonal
-    scan       prompts, chunk after chunk: D = corrected (V - e^G K S); out = e^G Q S + scores D;
-               S = e^G_last S + (e^(G_last - G) K)^T D
+    step       single rows: S = e^g S + k d^T; out = S^T q, with d = beta (v - e^g S^T k), for Mamba 2 d = beta v
+    solve      chunks: scores, and for the gated delta rule
+               corrected = (1 + A)^-1 diag(beta), A[i, j] = beta_i (k_i . k_j) e^(G_i - G_j) below the diagonal
+    scan       prompts, chunk after chunk: D = corrected (V - e^G K S), for Mamba 2 D = diag(beta) V;
+               out = e^G Q S + scores D; S = e^G_last S + (e^(G_last - G) K)^T D
 
 G is the sum of g since the chunk's start, scores[i, j] = (q_i . k_j) e^(G_i - G_j) up to the diagonal. This is the
 chunked form of Gated DeltaNet (Yang et al., 2025) with the UT transform (Joffrain et al., 2006). Nothing in `solve`
@@ -32,7 +34,7 @@ import triton.language as tl
 
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
 from loramux_kernels.cuda.work_lists import STATE_CHUNK, STATE_ITEM_WIDTH, WorkList, plan_states
-from loramux_kernels.tables import AttentionBatch, DeltaRows, DeltaWeights, StateLayer
+from loramux_kernels.tables import AttentionBatch, StateLayer, StateRows, StateWeights
 
 VALUE_COLUMNS = 16
 """Columns of a head's matrix that a program takes: more would not fit into registers."""
@@ -51,7 +53,7 @@ _CHUNK = tl.constexpr(STATE_CHUNK)
 _NEVER = tl.constexpr(float("-inf"))
 
 
-def linear_attention(rows: DeltaRows, weights: DeltaWeights, state: StateLayer, batch: AttentionBatch) -> torch.Tensor:
+def linear_attention(rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch) -> torch.Tensor:
     """Compute a layer's linear attention in two launches for single rows and three for chunks. Arguments as for the
     public operator, on a GPU."""
     shape = state.shape
@@ -62,13 +64,13 @@ def linear_attention(rows: DeltaRows, weights: DeltaWeights, state: StateLayer, 
 
 
 def prepare_linear_attention(
-    rows: DeltaRows, weights: DeltaWeights, state: StateLayer, batch: AttentionBatch, out: torch.Tensor
+    rows: StateRows, weights: StateWeights, state: StateLayer, batch: AttentionBatch, out: torch.Tensor
 ) -> list[Launch]:
     """Return the launches that fill `out` `[T, heads, Dv]` and change the pool."""
     shape, tiles = state.shape, plan_states(batch)
     count, key_heads = rows.query.shape[:2]
-    assert batch.state_tables is not None, "a step of a model with linear attention has the pages of its states"
-    parts = (rows.query, rows.key, rows.value, rows.b, rows.a)
+    assert batch.state_tables is not None, "a step of a model whose layers keep states has the pages of its states"
+    parts = (rows.query, rows.key, rows.value, rows.a, *(() if rows.b is None else (rows.b,)))
     assert all(part.stride(-1) == 1 for part in parts), "each head's vector is contiguous"
     assert rows.value.stride(2) == shape.value_dim, "the heads that share a key head are next to each other"
     assert weights.kernel.is_contiguous(), "taps are next to each other"
@@ -102,29 +104,39 @@ def prepare_linear_attention(
         "UNIT": state.units.shape[2],
         "BLOCK_KEY": max(16, triton.next_power_of_2(shape.key_dim)),
         "BLOCK_VALUE": triton.next_power_of_2(shape.value_dim),
+        "IS_DELTA": rows.b is not None,
     }
-    launches = [_convolve_launch(tiles.singles, 1, rows, weights, shared), _step_launch(tiles.singles, shared, out)]
+    launches = [
+        _convolve_launch(tiles.singles, 1, rows, weights, shared),
+        _step_launch(tiles.singles, weights, shared, out),
+    ]
     if tiles.chunks is not None and tiles.prompts is not None:
-        between = new((2, count, shape.heads, STATE_CHUNK))
+        # The gated delta rule needs two results of `solve`, Mamba 2 one.
+        between = new((1 if rows.b is None else 2, count, shape.heads, STATE_CHUNK))
         launches += [
             _convolve_launch(tiles.chunks, CONVOLVED_ROWS, rows, weights, shared),
             _solve_launch(tiles.chunks, shared, between),
-            _scan_launch(tiles.prompts, shared, between, out),
+            _scan_launch(tiles.prompts, weights, shared, between, out),
         ]
     return launches
 
 
 def _convolve_launch(
-    items: WorkList, height: int, rows: DeltaRows, weights: DeltaWeights, shared: dict[str, Any]
+    items: WorkList, height: int, rows: StateRows, weights: StateWeights, shared: dict[str, Any]
 ) -> Launch:
     arguments = shared | {
         "b": rows.b,
         "a": rows.a,
-        "b_row": rows.b.stride(0),
-        "b_group": rows.b.stride(1),
+        "b_row": 0 if rows.b is None else rows.b.stride(0),
+        "b_group": 0 if rows.b is None else rows.b.stride(1),
         "a_row": rows.a.stride(0),
         "a_group": rows.a.stride(1),
         "kernel": weights.kernel,
+        "bias": weights.bias,
+        "delta_factor": weights.delta_factor,
+        "least": weights.limits[0],
+        "most": weights.limits[1],
+        "IS_LIMITED": weights.is_limited,
         "factors": weights.decay,
         "shifts": weights.shift,
         "work": items.work,
@@ -134,24 +146,27 @@ def _convolve_launch(
     return Launch(_convolve_heads, grid, arguments, num_warps=1 if height == 1 else 4, num_stages=1)
 
 
-def _step_launch(items: WorkList, shared: dict[str, Any], out: torch.Tensor) -> Launch:
-    arguments = shared | {"out": out, "work": items.work, "COLUMNS": VALUE_COLUMNS}
+def _step_launch(items: WorkList, weights: StateWeights, shared: dict[str, Any], out: torch.Tensor) -> Launch:
+    arguments = shared | {"out": out, "work": items.work, "skip": weights.skip, "COLUMNS": VALUE_COLUMNS}
     grid = (resident_programs(out.device, SMALL_PROGRAMS),)
     return Launch(_step_rows, grid, arguments, num_warps=4, num_stages=1)
 
 
 def _solve_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor) -> Launch:
-    arguments = shared | {"corrected": between[0], "scores": between[1], "work": items.work}
+    arguments = shared | {"corrected": between[0], "scores": between[-1], "work": items.work}
     del arguments["mixed"]
     arguments["PRECISION"] = _precision(shared["query"].dtype)
     grid = (resident_programs(between.device, CHUNK_PROGRAMS),)
     return Launch(_solve_chunks, grid, arguments, num_warps=8, num_stages=1)
 
 
-def _scan_launch(items: WorkList, shared: dict[str, Any], between: torch.Tensor, out: torch.Tensor) -> Launch:
+def _scan_launch(
+    items: WorkList, weights: StateWeights, shared: dict[str, Any], between: torch.Tensor, out: torch.Tensor
+) -> Launch:
     arguments = {name: shared[name] for name in _SCANNED} | {
         "corrected": between[0],
-        "scores": between[1],
+        "scores": between[-1],
+        "skip": weights.skip,
         "out": out,
         "work": items.work,
         "COLUMNS": VALUE_COLUMNS,
@@ -193,7 +208,7 @@ def _inputs(
 
 
 @triton.jit
-def _keep(
+def keep_inputs(
     source: tl.tensor, stride: tl.tensor, states: tl.tensor, table: tl.tensor, page_stride: tl.tensor,
     unit: tl.tensor, first: tl.tensor, stop: tl.tensor, begins: tl.tensor, channel: tl.tensor, d: tl.tensor,
     DIM: tl.constexpr, TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr,
@@ -230,26 +245,27 @@ def _keep_heads(
     e = tl.arange(0, BLOCK_VALUE)[None, :]
     inputs = unit + HEADS
     if head % repeats == 0:
-        _keep(
+        keep_inputs(
             query + group * query_head, query_row, states, table, page_stride, inputs, first, stop, begins,
             group * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
         )  # fmt: skip
-        _keep(
+        keep_inputs(
             key + group * key_head, key_row, states, table, page_stride, inputs, first, stop, begins,
             (KEY_HEADS + group) * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
         )  # fmt: skip
-    _keep(
+    keep_inputs(
         value + group * value_group + (head % repeats) * VALUE_DIM, value_row, states, table, page_stride, inputs,
         first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e, VALUE_DIM, TAPS, PER_PAGE, UNIT,
     )  # fmt: skip
 
 
 @triton.jit
-def _convolved(
-    source: tl.tensor, stride: tl.tensor, kernel: tl.tensor, states: tl.tensor, table: tl.tensor,
+def convolved(
+    source: tl.tensor, stride: tl.tensor, kernel: tl.tensor, bias: tl.tensor, states: tl.tensor, table: tl.tensor,
     page_stride: tl.tensor, unit: tl.tensor, row: tl.tensor, first: tl.tensor, stop: tl.tensor, begins: tl.tensor,
     channel: tl.tensor, d: tl.tensor,
     DIM: tl.constexpr, TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr,
+    ACTIVATES: tl.constexpr = True,
 ) -> tl.tensor:  # fmt: skip
     """Return `[R, D]`, rounded twice to the inputs' dtype, as the reference's two operators round."""
     dtype: tl.constexpr = source.dtype.element_ty
@@ -260,21 +276,25 @@ def _convolved(
             DIM, TAPS, PER_PAGE, UNIT,
         )  # fmt: skip
         total += x * tl.load(kernel + (channel + d) * (TAPS + 1) + tap, mask=d < DIM, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel + d, mask=d < DIM, other=0.0).to(tl.float32)
     total = total.to(dtype).to(tl.float32)
-    return (total / (1.0 + tl.exp(-total))).to(dtype).to(tl.float32)
+    if ACTIVATES:
+        total = (total / (1.0 + tl.exp(-total))).to(dtype).to(tl.float32)
+    return total
 
 
 @triton.jit(do_not_specialize=["unit"])
 def _convolve_heads(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, b: tl.tensor, a: tl.tensor, kernel: tl.tensor,
-    factors: tl.tensor, shifts: tl.tensor, normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor, beta: tl.tensor,
-    states: tl.tensor, tables: tl.tensor, work: tl.tensor, unit: tl.tensor, query_row: tl.tensor,
+    bias: tl.tensor, factors: tl.tensor, shifts: tl.tensor, normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor,
+    beta: tl.tensor, states: tl.tensor, tables: tl.tensor, work: tl.tensor, unit: tl.tensor, query_row: tl.tensor,
     query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor, value_group: tl.tensor,
     b_row: tl.tensor, b_group: tl.tensor, a_row: tl.tensor, a_group: tl.tensor, table_row: tl.tensor,
-    page_stride: tl.tensor,
+    page_stride: tl.tensor, delta_factor: tl.tensor, least: tl.tensor, most: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, IS_DELTA: tl.constexpr, IS_LIMITED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute a head of queries, keys or values of an item's rows; with values, their decays and step sizes."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
@@ -294,49 +314,55 @@ def _convolve_heads(
             if part < 2 * KEY_HEADS:
                 # Two calls: the pointers' alignment would be lost if they were merged.
                 if part < KEY_HEADS:
-                    x = _convolved(
-                        query + part * query_head, query_row, kernel, states, table, page_stride, inputs, row, first,
-                        stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
-                    )  # fmt: skip
-                else:
-                    x = _convolved(
-                        key + (part - KEY_HEADS) * key_head, key_row, kernel, states, table, page_stride, inputs, row,
+                    x = convolved(
+                        query + part * query_head, query_row, kernel, bias, states, table, page_stride, inputs, row,
                         first, stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
                     )  # fmt: skip
-                scale = tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
-                x *= scale / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
+                else:
+                    x = convolved(
+                        key + (part - KEY_HEADS) * key_head, key_row, kernel, bias, states, table, page_stride,
+                        inputs, row, first, stop, begins, part * KEY_DIM, d, KEY_DIM, TAPS, PER_PAGE, UNIT,
+                    )  # fmt: skip
+                if IS_DELTA:
+                    scale = tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+                    x *= scale / tl.sqrt(tl.sum(x * x, axis=1) + 1e-6)[:, None]
                 tl.store(normed + (row * 2 * KEY_HEADS + part) * KEY_DIM + d, x, mask=(row < stop) & (d < KEY_DIM))
             else:
                 head = part - 2 * KEY_HEADS
                 group = head // repeats
                 member = head % repeats
-                x = _convolved(
-                    value + group * value_group + member * VALUE_DIM, value_row, kernel, states, table, page_stride,
-                    inputs, row, first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e,
+                v = convolved(  # another name than that of the other branch, whose width may differ
+                    value + group * value_group + member * VALUE_DIM, value_row, kernel, bias, states, table,
+                    page_stride, inputs, row, first, stop, begins, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM, e,
                     VALUE_DIM, TAPS, PER_PAGE, UNIT,
                 )  # fmt: skip
                 to = mixed + (row * HEADS + head) * VALUE_DIM + e
-                tl.store(to, x.to(mixed.dtype.element_ty), mask=(row < stop) & (e < VALUE_DIM))
+                tl.store(to, v.to(mixed.dtype.element_ty), mask=(row < stop) & (e < VALUE_DIM))
                 exists = row < stop
-                of_b = tl.load(b + row * b_row + group * b_group + member, mask=exists, other=0.0).to(tl.float32)
-                size = (1.0 / (1.0 + tl.exp(-of_b))).to(b.dtype.element_ty).to(tl.float32)
-                tl.store(beta + row * HEADS + head, size, mask=exists)
                 of_a = tl.load(a + row * a_row + group * a_group + member, mask=exists, other=0.0).to(tl.float32)
                 of_a += tl.load(shifts + head).to(tl.float32)
                 # softplus: log(1 + e^x), which is x for large x
                 grown = tl.where(of_a > 20.0, of_a, tl.log(1.0 + tl.exp(tl.minimum(of_a, 20.0))))
+                if IS_LIMITED:
+                    limited = tl.minimum(tl.maximum(grown, least), most)
+                    grown = tl.where(row < tl.load(item + 6), limited, grown)
+                size = grown
+                if IS_DELTA:
+                    of_b = tl.load(b + row * b_row + group * b_group + member, mask=exists, other=0.0).to(tl.float32)
+                    size = (1.0 / (1.0 + tl.exp(-of_b))).to(b.dtype.element_ty).to(tl.float32) * delta_factor
+                tl.store(beta + row * HEADS + head, size, mask=exists)
                 tl.store(decay + row * HEADS + head, tl.load(factors + head) * grown, mask=exists)
 
 
 @triton.jit(do_not_specialize=["unit"])
 def _step_rows(
     query: tl.tensor, key: tl.tensor, value: tl.tensor, normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor,
-    beta: tl.tensor, states: tl.tensor, tables: tl.tensor, out: tl.tensor, work: tl.tensor, unit: tl.tensor,
-    query_row: tl.tensor, query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor, value_row: tl.tensor,
-    value_group: tl.tensor, table_row: tl.tensor, page_stride: tl.tensor,
+    beta: tl.tensor, skip: tl.tensor, states: tl.tensor, tables: tl.tensor, out: tl.tensor, work: tl.tensor,
+    unit: tl.tensor, query_row: tl.tensor, query_head: tl.tensor, key_row: tl.tensor, key_head: tl.tensor,
+    value_row: tl.tensor, value_group: tl.tensor, table_row: tl.tensor, page_stride: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, COLUMNS: tl.constexpr, IS_DELTA: tl.constexpr,
 ) -> None:  # fmt: skip
     """Compute some columns of a head's matrix after a sequence's only row, and the row's result."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
@@ -360,9 +386,13 @@ def _step_rows(
         k = tl.load(k_row + d, mask=d < KEY_DIM, other=0.0)
         v = tl.load(mixed + (row * HEADS + head) * VALUE_DIM + e, mask=e < VALUE_DIM, other=0.0).to(tl.float32)
         s *= tl.exp(tl.load(decay + row * HEADS + head))
-        change = (v - tl.sum(s * k[:, None], axis=0)) * tl.load(beta + row * HEADS + head)
-        s += k[:, None] * change[None, :]
+        change = v
+        if IS_DELTA:
+            change -= tl.sum(s * k[:, None], axis=0)
+        s += k[:, None] * (change * tl.load(beta + row * HEADS + head))[None, :]
         result = tl.sum(s * q[:, None], axis=0)
+        if skip is not None:
+            result += tl.load(skip + head) * v
         tl.store(matrix, s, mask=inside)
         to = out + (row * HEADS + head) * VALUE_DIM + e
         tl.store(to, result.to(out.dtype.element_ty), mask=e < VALUE_DIM)
@@ -382,9 +412,10 @@ def _solve_chunks(
     value_group: tl.tensor, table_row: tl.tensor, page_stride: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     TAPS: tl.constexpr, PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, IS_DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Compute `corrected` and `scores` of a chunk and a head; the last chunk of a prompt stores the inputs."""
+    """Compute `scores` of a chunk and a head, and `corrected` for the gated delta rule; the last chunk of a prompt
+    stores the inputs."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
     i = tl.arange(0, _CHUNK)[:, None]
     j = tl.arange(0, _CHUNK)[None, :]
@@ -407,23 +438,25 @@ def _solve_chunks(
             q = tl.load(q_rows + d, mask=inside, other=0.0)
             k = tl.load(q_rows + KEY_HEADS * KEY_DIM + d, mask=inside, other=0.0)
             found = tl.dot(q, tl.trans(k), found, input_precision=PRECISION)
-            system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
+            if IS_DELTA:
+                system = tl.dot(k, tl.trans(k), system, input_precision=PRECISION)
         # Later tokens are masked before exp, because exp would overflow for them.
         weight = tl.exp(tl.where(i >= j, reach[:, None] - reach[None, :], _NEVER))
         found *= weight
-        system *= weight * size[:, None]
-        system = tl.where(i > j, system, 0.0)
-        # blocks of 2 rows, then of 4, ...
-        inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system, 0.0))
-        for level in tl.range(1, 5, loop_unroll_factor=1):
-            is_between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
-            part = tl.where(is_between, system, 0.0)
-            step = tl.dot(part, inverse, input_precision="tf32x3")
-            inverse -= tl.dot(inverse, step, input_precision="tf32x3")
         to = (row * HEADS + head)[:, None] * _CHUNK + j
-        # the columns' step sizes: a row of them, from the diagonal
-        tl.store(corrected + to, inverse * tl.sum(tl.where(i == j, size[:, None], 0.0), axis=0)[None, :],
-                 mask=exists[:, None])  # fmt: skip
+        if IS_DELTA:
+            system *= weight * size[:, None]
+            system = tl.where(i > j, system, 0.0)
+            # blocks of 2 rows, then of 4, ...
+            inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -system, 0.0))
+            for level in tl.range(1, 5, loop_unroll_factor=1):
+                is_between = (i >> (level + 1) == j >> (level + 1)) & (i >> level > j >> level)
+                part = tl.where(is_between, system, 0.0)
+                step = tl.dot(part, inverse, input_precision="tf32x3")
+                inverse -= tl.dot(inverse, step, input_precision="tf32x3")
+            # the columns' step sizes: a row of them, from the diagonal
+            sizes = tl.sum(tl.where(i == j, size[:, None], 0.0), axis=0)[None, :]
+            tl.store(corrected + to, inverse * sizes, mask=exists[:, None])
         tl.store(scores + to, found, mask=exists[:, None])
         if tl.load(item + 5) != 0:
             _keep_heads(
@@ -436,19 +469,19 @@ def _solve_chunks(
 
 _SCANNED = (
     *("normed", "mixed", "decay", "states", "tables", "unit", "table_row", "page_stride", "KEY_HEADS", "HEADS"),
-    *("KEY_DIM", "VALUE_DIM", "PER_PAGE", "UNIT", "BLOCK_KEY"),
+    *("KEY_DIM", "VALUE_DIM", "PER_PAGE", "UNIT", "BLOCK_KEY", "IS_DELTA", "beta"),
 )
 """Parameters of `_scan_prompts` that other launches have too."""
 
 
 @triton.jit(do_not_specialize=["unit"])
 def _scan_prompts(
-    normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor, states: tl.tensor, tables: tl.tensor,
-    corrected: tl.tensor, scores: tl.tensor, out: tl.tensor, work: tl.tensor, unit: tl.tensor, table_row: tl.tensor,
-    page_stride: tl.tensor,
+    normed: tl.tensor, mixed: tl.tensor, decay: tl.tensor, beta: tl.tensor, skip: tl.tensor, states: tl.tensor,
+    tables: tl.tensor, corrected: tl.tensor, scores: tl.tensor, out: tl.tensor, work: tl.tensor, unit: tl.tensor,
+    table_row: tl.tensor, page_stride: tl.tensor,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     PER_PAGE: tl.constexpr, UNIT: tl.constexpr, BLOCK_KEY: tl.constexpr, COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    IS_DELTA: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
     """Go through a prompt's chunks with some columns of a head's matrix, which is held transposed."""
     repeats: tl.constexpr = HEADS // KEY_HEADS
@@ -475,17 +508,23 @@ def _scan_prompts(
             reach = tl.cumsum(steps, axis=0)
             whole = tl.sum(steps)
             q_rows = normed + (row * 2 * KEY_HEADS + head // repeats)[:, None] * KEY_DIM + d
-            k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
+            if IS_DELTA:
+                k = tl.load(q_rows + KEY_HEADS * KEY_DIM, mask=inside, other=0.0)
             place = (row * HEADS + head)[:, None]
             v = tl.load(mixed + place * VALUE_DIM + e[None, :], mask=is_value, other=0.0).to(tl.float32)
             weights = tl.load(scores + place * _CHUNK + j, mask=exists[:, None], other=0.0)
             left = tl.exp(reach)[:, None]
-            wanted = v - left * tl.dot(k, tl.trans(s), input_precision=PRECISION)
-            solved = tl.load(corrected + place * _CHUNK + j, mask=exists[:, None], other=0.0)
-            change = tl.dot(solved, wanted, input_precision=PRECISION)
+            if IS_DELTA:
+                wanted = v - left * tl.dot(k, tl.trans(s), input_precision=PRECISION)
+                solved = tl.load(corrected + place * _CHUNK + j, mask=exists[:, None], other=0.0)
+                change = tl.dot(solved, wanted, input_precision=PRECISION)
+            else:
+                change = v * tl.load(beta + row * HEADS + head, mask=exists, other=0.0)[:, None]
             q = tl.load(q_rows, mask=inside, other=0.0)
             result = left * tl.dot(q, tl.trans(s), input_precision=PRECISION)
             result += tl.dot(weights, change, input_precision=PRECISION)
+            if skip is not None:
+                result += tl.load(skip + head) * v
             to = out + place * VALUE_DIM + e[None, :]
             tl.store(to, result.to(out.dtype.element_ty), mask=is_value)
             # Loaded again: kept, they would not fit into registers next to the queries.
@@ -494,22 +533,25 @@ def _scan_prompts(
         tl.store(matrix, s, mask=is_matrix)
 
 
-def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, *, gates_first: bool = False
+) -> torch.Tensor:
     """Normalise heads and multiply with the gate, in one launch. Arguments as for the public operator, on a GPU."""
     y = x.new_empty(x.shape)
     if len(x):
-        prepare_gated_norm(x, gate, weight, eps, y).run()
+        prepare_gated_norm(x, gate, weight, eps, y, gates_first=gates_first).run()
     return y
 
 
 def prepare_gated_norm(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, y: torch.Tensor, *, gates_first: bool = False
 ) -> Launch:
     """Return the launch that fills `y`: a program for each row."""
     repeats, value_dim = gate.shape[2:]
     assert gate.stride(3) == 1, "each head's vector is contiguous"
     assert gate.stride(2) == value_dim, "the heads that share a key head are next to each other"
     assert x.is_contiguous(), "heads are next to each other"
+    assert weight.is_contiguous(), "and so are their weights"
     block = triton.next_power_of_2(x.shape[1]) * triton.next_power_of_2(value_dim)
     arguments = {
         "x": x,
@@ -519,6 +561,8 @@ def prepare_gated_norm(
         "eps": eps,
         "gate_row": gate.stride(0),
         "gate_group": gate.stride(1),
+        "weight_head": 0 if weight.ndim == 1 else value_dim,
+        "GATES_FIRST": gates_first,
         "HEADS": x.shape[1],
         "REPEATS": repeats,
         "VALUE_DIM": value_dim,
@@ -531,20 +575,25 @@ def prepare_gated_norm(
 @triton.jit
 def _gated_norm(
     x: tl.tensor, gate: tl.tensor, weight: tl.tensor, y: tl.tensor, eps: tl.tensor, gate_row: tl.tensor,
-    gate_group: tl.tensor,
+    gate_group: tl.tensor, weight_head: tl.tensor,
     HEADS: tl.constexpr, REPEATS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, GATES_FIRST: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     e = tl.arange(0, BLOCK_VALUE)[None, :]
     inside = (head < HEADS) & (e < VALUE_DIM)
     place = (row * HEADS + head) * VALUE_DIM + e
-    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-    values *= 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / VALUE_DIM + eps)[:, None]
-    factors = tl.load(weight + e, mask=e < VALUE_DIM, other=0.0)
-    values = values.to(y.dtype.element_ty).to(tl.float32) * factors.to(tl.float32)
-    values = values.to(factors.dtype).to(tl.float32)
     source = gate + row * gate_row + head // REPEATS * gate_group + head % REPEATS * VALUE_DIM + e
     z = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + place, (values * z / (1.0 + tl.exp(-z))).to(y.dtype.element_ty), mask=inside)
+    factor = z / (1.0 + tl.exp(-z))
+    values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+    if GATES_FIRST:
+        values *= factor
+    values *= 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / VALUE_DIM + eps)[:, None]
+    weights = tl.load(weight + head * weight_head + e, mask=inside, other=0.0)
+    values = values.to(y.dtype.element_ty).to(tl.float32) * weights.to(tl.float32)
+    values = values.to(weights.dtype).to(tl.float32)
+    if not GATES_FIRST:
+        values *= factor
+    tl.store(y + place, values.to(y.dtype.element_ty), mask=inside)

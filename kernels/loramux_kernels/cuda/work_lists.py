@@ -417,10 +417,10 @@ def _cut_into(tiles: Ints, tokens: Ints, piece: int) -> tuple[Ints, Ints]:
 STATE_CHUNK = 32
 """Rows of a prompt that linear attention computes together."""
 
-STATE_ITEM_WIDTH = 6
+STATE_ITEM_WIDTH = 7
 """Columns of an item of linear attention: sequence, first row, one past the last row, first row of the sequence, 1 if
 the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has
-the sequence's last row of the step."""
+the sequence's last row of the step, one past the last row of the sequence's prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,9 +439,10 @@ class StateTiles:
         """The part that decode steps need."""
         return StateTiles(self.singles, None, None)
 
-    def refill(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Put another step's sequences into reserved tiles."""
-        for work, items in zip((self.singles, self.chunks, self.prompts), _state_items(spans), strict=True):
+    def refill(self, spans: Sequence[tuple[int, int, int]], prompt_ends: Sequence[int]) -> None:
+        """Put another step's sequences into reserved tiles; both arguments as in `AttentionBatch`."""
+        lists = _state_items(spans, prompt_ends)
+        for work, items in zip((self.singles, self.chunks, self.prompts), lists, strict=True):
             if work is not None:
                 work.refill(items)
 
@@ -450,7 +451,8 @@ def plan_states(batch: AttentionBatch) -> StateTiles:
     """Return the work of a step, made on first use and kept with the batch, as a cached property would be."""
     if "state_tiles" not in vars(batch):
         assert batch.state_tables is not None, "a step of a model with linear attention has the pages of its states"
-        attach_states(batch, StateTiles(*upload(_state_items(batch.spans), batch.state_tables.device)))
+        lists = _state_items(batch.spans, batch.prompt_ends)
+        attach_states(batch, StateTiles(*upload(lists, batch.state_tables.device)))
     found: StateTiles = vars(batch)["state_tiles"]
     return found
 
@@ -466,10 +468,11 @@ def attach_states(batch: AttentionBatch, tiles: StateTiles) -> None:
     vars(batch)["state_tiles"] = tiles
 
 
-def _state_items(spans: Sequence[tuple[int, int, int]]) -> tuple[Ints, Ints, Ints]:
+def _state_items(spans: Sequence[tuple[int, int, int]], prompt_ends: Sequence[int]) -> tuple[Ints, Ints, Ints]:
     """Return the items of sequences of one row, of the other sequences' chunks, and of these sequences."""
     start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-    whole = np.column_stack((np.arange(len(start)), start, stop, start, stop - start == context, np.ones_like(start)))
+    begins, ends = stop - start == context, np.array(prompt_ends, dtype=np.int64)
+    whole = np.column_stack((np.arange(len(start)), start, stop, start, begins, np.ones_like(start), ends))
     is_single = stop - start == 1
     prompts = whole[~is_single]
     owner, offset = cut(prompts[:, 2] - prompts[:, 1], STATE_CHUNK)

@@ -27,6 +27,7 @@ enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3 };
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
 constexpr int MAX_HEAD_DIM = 512;
+constexpr int MAX_TAPS = 7;
 
 // Packed codes; layouts in coded_linear.cpp.
 struct CodedWeightsAbi {
@@ -121,6 +122,20 @@ struct LayerStepAbi {
     const int64_t* kept;      // the rows that are read behind the last layer, ascending; null: all
     const int64_t* kept_segments;  // of the kept rows alone
     int64_t num_kept, dtype, rows, rotary_dim, rotation_is_float, max_rank;
+};
+
+// One token of sequences that decode, in a layer that keeps states. Strides in elements.
+struct StateStepAbi {
+    const void *query, *key, *value, *a, *b;  // b: null where the rule is not the gated delta rule
+    const float *shift, *kernel, *bias, *decay, *skip;  // kernel [taps + 1][channels]; bias, skip: null: none
+    float* units;
+    const int32_t* tables;
+    const int64_t *rows, *in_prompt;  // of each sequence
+    void* out;                        // [rows][heads][value_dim]
+    int64_t query_row, query_head, key_row, key_head, value_row, value_group, a_row, a_group, b_row, b_group;
+    int64_t table_row, page_stride, per_page, unit, first;
+    int64_t num_sequences, key_heads, heads, key_dim, value_dim, channels, taps, is_delta;
+    float delta_factor, least, most;
 };
 
 // How the token of one row of logits is drawn.

@@ -19,6 +19,9 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 MAX_HEAD_DIM = 512
 """Longest head that `loramux_rope` takes."""
 
+MAX_TAPS = 7
+"""Most earlier inputs of a convolution that `loramux_state_step` takes."""
+
 
 class CodedWeightsAbi(ctypes.Structure):
     """Addresses of coded weights and of their scales."""
@@ -129,6 +132,21 @@ class LayerStepAbi(ctypes.Structure):
     )
 
 
+class StateStepAbi(ctypes.Structure):
+    """One token of sequences that decode, in a layer that keeps states; without `b` the rule is Mamba 2's."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "key", "value", "a", "b", "shift", "kernel", "bias", "decay", "skip")),
+        *((name, c_void_p) for name in ("units", "tables", "rows", "in_prompt", "out")),
+        *((f"{tensor}_{axis}", c_int64) for tensor in ("query", "key") for axis in ("row", "head")),
+        *((f"{tensor}_{axis}", c_int64) for tensor in ("value", "a", "b") for axis in ("row", "group")),
+        *((name, c_int64) for name in ("table_row", "page_stride", "per_page", "unit", "first")),
+        *((name, c_int64) for name in ("num_sequences", "key_heads", "heads", "key_dim", "value_dim")),
+        *((name, c_int64) for name in ("channels", "taps", "is_delta")),
+        *((name, c_float) for name in ("delta_factor", "least", "most")),
+    )
+
+
 class DrawAbi(ctypes.Structure):
     """Parameters for drawing the token of one row of logits."""
 
@@ -169,6 +187,7 @@ SIGNATURES = {
     "loramux_gated": (
         c_int, c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int,
     ),
+    "loramux_state_step": (c_int, POINTER(StateStepAbi), c_int),
     "loramux_layers": (
         POINTER(LayerAbi), POINTER(c_void_p), c_int64, POINTER(LayerStepAbi), POINTER(AttentionBatchAbi), c_int,
     ),

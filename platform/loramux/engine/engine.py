@@ -126,7 +126,7 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
 def drafts_refused(runs_ahead: bool, has_states: bool) -> str | None:
     """Return the reason why this device or model does not allow drafts; None if drafts are possible."""
     if has_states:
-        return "the model has linear attention, whose states cannot go back over a draft that was refused"
+        return "the model keeps states (linear attention, Mamba 2), which cannot go back over a draft that was refused"
     if runs_ahead:
         return "on a GPU a step is launched before the host knows the tokens that a draft would follow"
     return None

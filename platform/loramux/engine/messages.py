@@ -519,7 +519,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int
     """Numbers in a prompt's vector."""
     state_pages: int = 0
-    """Pages that each running sequence holds for its recurrent states; 0 without linear attention."""
+    """Pages that each running sequence holds for its recurrent states; 0 for a model without."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Recommendations of the checkpoint's `generation_config.json`."""
 

@@ -41,26 +41,40 @@ def test_linear_attention_of_mixed_steps_equals_the_reference(device, sizes: Siz
     check(make_linear_case(sizes, MIXED, torch.float32, device, by_key_head=by_key_head, padding=3), torch.float32)
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_mamba2_of_mixed_steps_equals_the_reference(device, sizes: Sizes) -> None:
+    check(make_linear_case(sizes, MIXED, torch.float32, device, padding=3, is_mamba=True), torch.float32)
+
+
+@pytest.mark.parametrize("is_mamba", [False, True], ids=["gated delta", "mamba 2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_linear_attention_in_half_precision_equals_the_reference(device, dtype: torch.dtype) -> None:
-    check(make_linear_case(SIZES["two value heads a key head"], FEW, dtype, device), dtype)
+def test_linear_attention_in_half_precision_equals_the_reference(device, dtype: torch.dtype, is_mamba: bool) -> None:
+    check(make_linear_case(SIZES["two value heads a key head"], FEW, dtype, device, is_mamba=is_mamba), dtype)
 
 
 @pytest.mark.parametrize("spans", [[(1, 4), (1, 0)], [(40, 3)]], ids=["single rows", "a prompt"])
-def test_linear_attention_of_published_head_sizes_equals_the_reference(device, spans) -> None:
-    check(make_linear_case(Sizes(1, 2, 128, 128), spans, torch.float32, device), torch.float32)
+@pytest.mark.parametrize(
+    ("sizes", "is_mamba"),
+    [(Sizes(1, 2, 128, 128), False), (Sizes(1, 3, 128, 64), True), (Sizes(1, 1, 256, 64), True)],
+    ids=["gated delta", "mamba 2", "mamba 2, wide states"],
+)
+def test_linear_attention_of_published_head_sizes_equals_the_reference(device, spans, sizes, is_mamba: bool) -> None:
+    check(make_linear_case(sizes, spans, torch.float32, device, is_mamba=is_mamba), torch.float32)
 
 
+@pytest.mark.parametrize("is_mamba", [False, True], ids=["gated delta", "mamba 2"])
 @pytest.mark.parametrize("cuts", [(1, 99), (2, 31, 67), (STATE_CHUNK, 1, 1, 66), (50, 50)])
-def test_linear_attention_of_a_prompt_in_pieces_equals_the_whole(device, cuts: tuple[int, ...]) -> None:
+def test_linear_attention_of_a_prompt_in_pieces_equals_the_whole(device, cuts: tuple[int, ...], is_mamba) -> None:
     sizes = SIZES["two value heads a key head"]
-    whole = make_linear_case(sizes, [(100, 0)], torch.float32, device)
+    whole = make_linear_case(sizes, [(100, 0)], torch.float32, device, is_mamba=is_mamba)
     expected = linear_attention_reference(*whole.with_copied_pool().arguments)
     start = 0
     for length in cuts:
         piece = make_linear_case(sizes, [(length, start)], torch.float32, device)
-        rows = type(whole.rows)(*(part[start : start + length] for part in vars(whole.rows).values()))
-        batch = type(whole.batch)(**vars(piece.batch) | {"state_tables": whole.batch.state_tables})
+        parts = vars(whole.rows).values()
+        rows = type(whole.rows)(*(None if part is None else part[start : start + length] for part in parts))
+        tables = {"state_tables": whole.batch.state_tables, "prompt_lens": whole.batch.prompt_lens}
+        batch = type(whole.batch)(**vars(piece.batch) | tables)
         got = linear_attention(rows, whole.weights, whole.state, batch)
         torch.testing.assert_close(got, expected[start : start + length], atol=5e-5, rtol=5e-5)
         start += length
@@ -79,13 +93,22 @@ def test_linear_attention_lists_that_are_refilled_serve_every_step(device) -> No
     sizes, tiles = SIZES["one"], reserve_states(9, 400, device)
     for seed, spans in enumerate((FEW, [(1, 3)], [(6, 0), (1, 2)])):
         case = make_linear_case(sizes, spans, torch.float32, device, padding=5, seed=seed)
-        tiles.refill(case.batch.spans)
+        tiles.refill(case.batch.spans, case.batch.prompt_ends)
         attach_states(case.batch, tiles)
         check(case, torch.float32)
     case = make_linear_case(sizes, [(1, 3), (1, 0), (1, 8)], torch.float32, device, padding=2)
-    tiles.refill(case.batch.spans)
+    tiles.refill(case.batch.spans, case.batch.prompt_ends)
     attach_states(case.batch, tiles.of_single_rows)
     check(case, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gated_norm_after_the_gate_equals_the_reference(device, dtype: torch.dtype) -> None:
+    gate = torch.randn(7, 3 * 37, device=device).to(dtype)[:, :74].unflatten(1, (2, 1, 37))
+    x, weight = (torch.randn(*shape, device=device).to(dtype) for shape in ((7, 2, 37), (2, 37)))
+    got = gated_norm(x, gate, weight, 1e-6, gates_first=True)
+    expected = gated_norm_reference(x, gate, weight, 1e-6, gates_first=True)
+    torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from adapter_zoo import LINEARS, ON_RANKS, RECIPES, SERVED, Asked, Zoo, load, serve, to_request
+from adapter_zoo import HYBRIDS, LINEARS, ON_RANKS, RECIPES, SERVED, Asked, Zoo, load, serve, to_request
 from eager_drafts import draft_always
 from fp8_cache import Fp8Cache
 from preempting import preempting
@@ -96,7 +96,7 @@ def test_fp8_kv_of_every_family_answers_as_peft_does_over_such_a_cache(tmp_path,
     asked = some_requests(5, [None, "linears"])
     with closing(zoo.engine(**FP8)) as engine:
         got = serve(zoo, engine, asked, [i // 3 for i in range(len(asked))])
-    if family.startswith(("qwen3_5", "qwen3_next", "deepseek", "glm4_moe_lite")):
+    if family in HYBRIDS or family.startswith(("qwen3_5", "deepseek", "glm4_moe_lite")):
         with closing(zoo.engine(**FP8, max_num_batched_tokens=23)) as engine:
             assert {request.name: serve(zoo, engine, [request])[request.name] for request in asked} == got
     else:

@@ -30,7 +30,7 @@ KEPT = (
         "deepseek_v2",
         "deepseek_v3",
     ),
-    *("exaone_moe", "granitemoe_swa", "cohere2_moe"),
+    *("exaone_moe", "granitemoe_swa", "cohere2_moe", "granite4_micro"),
     *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe"),
     *HYBRIDS,
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen3_5_moe_images"),

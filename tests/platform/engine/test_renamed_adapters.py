@@ -369,3 +369,36 @@ def test_every_name_that_peft_writes_is_left_alone(dense: FormatZoo) -> None:
     for of in ("plain", "dora", "saved"):
         assert not names.are_other(load_file(dense.adapters / of / WEIGHTS_NAME))
     assert transformers.__version__.startswith("5.")
+
+
+def test_nemotron_of_the_published_module_names_answers_as_merged(tmp_path: Path) -> None:
+    """`backbone.` and experts as linears without a gate: the names of the checkpoint's own code."""
+    zoo = FormatZoo("nemotron_h", tmp_path, [])
+    merged, tensors = copy.deepcopy(zoo._base()), {}
+    torch.manual_seed(4)
+
+    @torch.no_grad()
+    def add(name: str, weight: torch.Tensor) -> None:
+        a, b = torch.randn(3, weight.shape[1]) * 0.2, torch.randn(weight.shape[0], 3) * 0.2
+        stem = f"{PREFIX}backbone.{name}"
+        tensors.update({f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b})
+        weight += 2 * b @ a
+
+    for index, layer in enumerate(merged.model.layers):
+        for name, linear in layer.mixer.named_modules():
+            if isinstance(linear, torch.nn.Linear):
+                add(f"layers.{index}.mixer.{name}", linear.weight.data)
+        if hasattr(layer.mixer, "experts"):
+            for parameter in ("up_proj", "down_proj"):
+                for expert, weight in enumerate(expert_weights(layer.mixer.experts, parameter)):
+                    add(f"layers.{index}.mixer.experts.{expert}.{parameter}", weight)
+    folder = zoo.adapters / "published"
+    folder.mkdir(parents=True)
+    targets = sorted({key.split(".")[-3] for key in tensors})
+    config = peft.LoraConfig(**LORA | {"r": 3, "lora_alpha": 6, "target_modules": targets})
+    (folder / CONFIG_NAME).write_text(json.dumps(config.to_dict(), default=list))
+    save_file(tensors, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    assert renamed(zoo, "published") is not None
+    wanted = [greedy(merged, prompt) for prompt in PROMPTS]
+    assert served(zoo, "published renamed") == wanted
+    assert wanted != [greedy(zoo._base(), prompt) for prompt in PROMPTS]

@@ -44,12 +44,12 @@ from loramux_adapters.base import (
     BaseDescription,
     VocabularyShape,
     auto_class,
+    expert_parameters,
     expert_weights,
     mixtures,
 )
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import AdapterConfig, LoraConfig, Task
-from loramux_adapters.families import EXPERT_PARAMETERS
 from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, read_config
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import read_header
@@ -257,7 +257,8 @@ def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, linear)
     if files.quantization != "none":
-        for weights in (expert_weights(one.module.experts, p) for one in mixtures(model) for p in EXPERT_PARAMETERS):
+        stacks = (one.module.experts for one in mixtures(model))
+        for weights in (expert_weights(experts, name) for experts in stacks for name in expert_parameters(experts)):
             for expert in weights:
                 expert.copy_(quantize(expert, files.quantization).dequantize())
     return model

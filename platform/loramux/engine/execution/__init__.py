@@ -9,9 +9,9 @@
 after the other, without padding. Only some modules are replaced. Linears, the embedding and the head add every row's
 own LoRA (`loramux_adapters.modules`). Decoder layers whose parts are all known become layers with fewer operators
 (`fused_layers`). In the other layers attention is one registered function over pages of KV (`attention`). Linear
-attention keeps its states in the same pages. Logits are computed only for rows that sample or are scored
-(`logits_to_keep`). So a new architecture needs no model code. It needs a row in `loramux_adapters.families`, and a test
-that compares its tokens with transformers'.
+attention and Mamba 2 keep their states in the same pages (`states`). Logits are computed only for rows that sample or
+are scored (`logits_to_keep`). So a new architecture needs no model code. It needs a row in `loramux_adapters.families`,
+and a test that compares its tokens with transformers'.
 
 **A row's result depends on its own sequence only.** Rows of one adapter are contiguous and served by segments. Every
 sequence reads its own pages. Rotary factors do not depend on the longest sequence. A sampled token depends on its
@@ -32,7 +32,7 @@ The modules, each importing only those below it or in its row:
     checkpoint                                a transformers model, refused where it would be served wrong
     quantized_checkpoint                      linears that are saved as codes
     sharded_checkpoint                        the part of a checkpoint that one rank reads
-    attention   fused_layers                  layers over the page pool
+    attention   states   fused_layers         layers over the page pool
 
 Sources: Orca (Yu et al., 2022) for batching by iteration, vLLM (Kwon et al., 2023) for paged KV, Sarathi-Serve (Agrawal
 et al., 2024) for prefill chunks in decode steps, Punica and S-LoRA (2023) for many adapters in one batch.

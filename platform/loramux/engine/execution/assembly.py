@@ -21,14 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from loramux.common.settings.file import Settings
-from loramux.engine.execution.attention import (
-    KvLayout,
-    StateLayout,
-    UnsupportedModel,
-    install_linear_attention,
-    probe_layers,
-    state_unit_bytes,
-)
+from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
     is_mxfp4,
@@ -40,6 +33,7 @@ from loramux.engine.execution.checkpoint import (
 from loramux.engine.execution.fused_layers import fuse_layers
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
+from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
 from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
@@ -143,7 +137,7 @@ def assemble_share(
     weights = install(model, base, bank, settings.model.quantization, shard, pack)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
-    install_linear_attention(model)
+    install_state_layers(model)
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     forward = Forward(model, [], bank)

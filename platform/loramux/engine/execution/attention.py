@@ -1,16 +1,9 @@
-"""Attention over the page pool: KV in pages, the registered attention function, and layers with linear attention.
+"""Attention over the page pool: KV in pages, and the registered attention function.
 
 transformers lets a registered function replace a model's attention. If no mask function is registered, the mask arrives
 as None. Queries and keys arrive rotated. `attend` writes the step's KV into its pages and reads each sequence's own
 pages, so the packed batch of one needs no mask and no cache object. It serves the layers that stay transformers' own;
 `fused_layers` calls the same kernels for the others.
-
-**Linear attention.** A hybrid model has layers that keep no KV. The state of a sequence in such a layer is one matrix a
-head and the last inputs of a short convolution; its size does not depend on the sequence's length. The states of all
-these layers together take a fixed number of pages, which the sequence holds before those of its KV
-(`PageBudget.state_pages`). They are cut into *units* as large as one head's matrix, and a unit never straddles a page.
-A sequence's first chunk begins with zeros and reads nothing, so pages need no clearing, and a preempted sequence is
-computed again from its tokens. Chunks of a prompt carry the state on. See decision 30.
 """
 
 from __future__ import annotations
@@ -26,18 +19,8 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_adapters.base import MODEL_LOCK
-from loramux_adapters.families import family_of
-from loramux_kernels.linear_attention import gated_norm, linear_attention
 from loramux_kernels.paged_attention import paged_attention, write_kv
-from loramux_kernels.tables import (
-    STATE_DTYPE,
-    AttentionBatch,
-    DeltaRows,
-    DeltaWeights,
-    KvLayer,
-    StateLayer,
-    StateShape,
-)
+from loramux_kernels.tables import AttentionBatch, KvLayer, StateLayer
 
 IMPLEMENTATION = "loramux"
 PROBE = "loramux_probe"
@@ -86,7 +69,10 @@ class LayerShape:
 
 
 NO_KV = LayerShape(0, 0, 0)
-"""Shape of a layer with linear attention, which keeps no KV."""
+"""Shape of a layer that keeps no KV."""
+
+KINDS_WITHOUT_KV = frozenset(("linear_attention", "conv", "mlp", "moe"))
+"""transformers' names of layers without attention, in a config's `layer_types`."""
 
 
 SCALE_BYTES = torch.float32.itemsize
@@ -179,7 +165,7 @@ class AttentionStep:
     layers: list[KvLayer]
     batch: AttentionBatch
     states: Mapping[int, StateLayer] = field(default_factory=dict)
-    """States of linear attention by the layer's index."""
+    """States of fixed size by the layer's index."""
     kept_rows: torch.Tensor | None = None
     """int64[n], ascending: the rows whose hidden states are read after the last layer; None: all."""
 
@@ -288,7 +274,12 @@ def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShap
     config = model.config.get_text_config()
     num_layers = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or [""] * num_layers
-    attending = [index for index, kind in enumerate(kinds) if kind != "linear_attention"]
+    attending = [index for index, kind in enumerate(kinds) if kind not in KINDS_WITHOUT_KV]
+    if not attending:
+        raise UnsupportedModel(
+            f"{_kind(model)} has no layer with attention, and the size of the pool's pages is that of the KV of "
+            "attention; serve a model some of whose layers have attention."
+        )
     if probe.calls != len(attending) or sorted(probe.seen) != attending:
         raise UnsupportedModel(
             f"{_kind(model)} called the attention function {probe.calls} times for {len(attending)} layers; "
@@ -316,112 +307,3 @@ def _layer_index(module: nn.Module) -> int:
     index = module.layer_idx
     assert isinstance(index, int), "transformers numbers its attention modules"
     return index
-
-
-def state_shape(net: Any) -> StateShape:
-    """Return the shape of a sequence's state in transformers' gated delta net."""
-    return StateShape(net.num_v_heads, net.head_k_dim, net.head_v_dim, net.conv_dim, net.conv_kernel_size - 1)
-
-
-def state_unit_bytes(model: PreTrainedModel) -> int:
-    """Return the bytes that a page must hold for the states of linear attention; 0 for a model without."""
-    return max((state_shape(net).unit * STATE_DTYPE.itemsize for net in _nets(model).values()), default=0)
-
-
-@dataclass(frozen=True, slots=True)
-class StateLayout:
-    """Places of each layer's units in the pages of a sequence's states."""
-
-    layers: Mapping[int, StateShape]
-    """Shapes by the layer's index; empty for a model without linear attention."""
-    page_bytes: int
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, page_bytes: int) -> StateLayout:
-        """Find the layers with linear attention. Raises UnsupportedModel if a page cannot hold a unit."""
-        layout = cls({layer: state_shape(net) for layer, net in _nets(model).items()}, page_bytes)
-        if layout.layers and not layout.units_per_page:
-            raise UnsupportedModel(
-                f"engine.block_size makes pages of {page_bytes} bytes, and one head's state of this base takes "
-                f"{layout.unit * STATE_DTYPE.itemsize}; raise engine.block_size."
-            )
-        return layout
-
-    @property
-    def unit(self) -> int:
-        """Elements of a unit; of the largest one if layers differ."""
-        return max(shape.unit for shape in self.layers.values())
-
-    @property
-    def units_per_page(self) -> int:
-        """Whole units in a page."""
-        return self.page_bytes // (self.unit * STATE_DTYPE.itemsize)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of one sequence's states."""
-        units = sum(shape.units for shape in self.layers.values())
-        return -(-units // self.units_per_page) if units else 0
-
-    def views(self, pool: torch.Tensor) -> dict[int, StateLayer]:
-        """Return each layer's states as views of the flat pool; none for a model without linear attention."""
-        if not self.layers:
-            return {}
-        flat = pool.view(STATE_DTYPE)
-        per_page = self.page_bytes // STATE_DTYPE.itemsize
-        shape = (flat.numel() // per_page, self.units_per_page, self.unit)
-        units = flat.as_strided(shape, (per_page, self.unit, 1))
-        views, first = {}, 0
-        for layer, state in self.layers.items():
-            views[layer] = StateLayer(state, units, first)
-            first += state.units
-        return views
-
-
-class GatedDeltaNet(nn.Module):
-    """Replaces a gated delta net: the same parts over the packed rows of many sequences, each with its own state."""
-
-    def __init__(self, net: Any, layer: int) -> None:
-        super().__init__()
-        self.net = net
-        self._layer = layer
-        decay = -net.A_log.detach().float().exp()
-        self._weights = DeltaWeights(net.conv1d.weight.detach()[:, 0].contiguous(), decay, net.dt_bias.detach())
-
-    def forward(self, hidden_states: torch.Tensor, *, attention_step: AttentionStep, **_: Any) -> torch.Tensor:
-        """Map `[1, T, hidden_size]` to the same shape."""
-        rows, gate = self._project(hidden_states)
-        out = linear_attention(rows, self._weights, attention_step.states[self._layer], attention_step.batch)
-        norm = self.net.norm
-        y = gated_norm(out, gate, norm.weight, norm.variance_epsilon)
-        result: torch.Tensor = self.net.out_proj(y.flatten(1)[None])
-        return result
-
-    def _project(self, x: torch.Tensor) -> tuple[DeltaRows, torch.Tensor]:
-        """Return the linears' results, and the gate `[T, key heads, R, Dv]`, as views."""
-        net = self.net
-        heads, repeats = net.num_k_heads, net.num_v_heads // net.num_k_heads
-        if hasattr(net, "in_proj_qkv"):
-            query, key, value = net.in_proj_qkv(x)[0].split([net.key_dim, net.key_dim, net.value_dim], dim=-1)
-            parts = (query, key, value, net.in_proj_z(x)[0], net.in_proj_b(x)[0], net.in_proj_a(x)[0])
-            query, key, value, z, b, a = (part.unflatten(1, (heads, -1)) for part in parts)
-        else:  # the parts of one key head are next to each other
-            widths = [net.head_k_dim, net.head_k_dim, *[repeats * net.head_v_dim] * 2]
-            query, key, value, z = net.in_proj_qkvz(x)[0].unflatten(1, (heads, -1)).split(widths, dim=-1)
-            b, a = net.in_proj_ba(x)[0].unflatten(1, (heads, -1)).chunk(2, dim=-1)
-        value, z = (part.unflatten(2, (repeats, net.head_v_dim)) for part in (value, z))
-        return DeltaRows(query, key, value, b, a), z
-
-
-def install_linear_attention(model: PreTrainedModel) -> None:
-    """Replace the model's linear attention by modules whose states are in the pool."""
-    for index, net in _nets(model).items():
-        model.get_decoder().layers[index].linear_attn = GatedDeltaNet(net, index)
-
-
-def _nets(model: PreTrainedModel) -> dict[int, Any]:
-    """Return transformers' modules of linear attention by layer."""
-    if family_of(model.config).states is None:
-        return {}
-    nets = ((index, getattr(layer, "linear_attn", None)) for index, layer in enumerate(model.get_decoder().layers))
-    return {index: net for index, net in nets if net is not None}

@@ -53,7 +53,7 @@ from loramux_kernels.cuda.work_lists import (
     reserve_states,
 )
 from loramux_kernels.device import stage, to_device
-from loramux_kernels.tables import AttentionBatch, Segments
+from loramux_kernels.tables import AttentionBatch, Segments, prompt_ends
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ MOST_RECORDED_ROWS = 2048
 
 class StepBuffers:
     """Inputs of steps up to `max_rows` rows and `max_sequences` sequences of `max_blocks` pages each, on the device;
-    a sequence also has `state_pages` pages with its states of linear attention.
+    a sequence also has `state_pages` pages with its states of fixed size.
 
     The tensors are allocated once, so views of them keep their addresses. They are filled from pinned memory without
     waiting.
@@ -122,6 +122,7 @@ class StepBuffers:
                 block_table=self._block_table[:sequences],
                 slot_mapping=self._rows[2, :length],
                 state_tables=self._state_tables[:sequences],
+                prompt_lens=torch.from_numpy(packed.prompt_lens),
             ),
             sampled_rows=to_device(packed.sampled_rows, self._device),
         )
@@ -155,7 +156,7 @@ class StepBuffers:
 
 class ReservedAttention:
     """Work lists at fixed addresses, for each kind of attention that a model's layers use in one forward, and for
-    linear attention."""
+    states of fixed size."""
 
     def __init__(self, shapes: Iterable[AttentionShape], buffers: StepBuffers, device: torch.device) -> None:
         sequences, rows = buffers.max_sequences, min(buffers.max_rows, MOST_RECORDED_ROWS)
@@ -182,7 +183,8 @@ class ReservedAttention:
         for shape, tiles in self._tiles.items():
             refill_attention(tiles[:heights], spans, shape)
         if self._states is not None:
-            (self._states.of_single_rows if heights == 1 else self._states).refill(spans)
+            lists = self._states.of_single_rows if heights == 1 else self._states
+            lists.refill(spans, prompt_ends(spans, packed.prompt_lens.tolist()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def _served(
     )
     if states.layers:
         logger.info(
-            "%d layers have linear attention: each running sequence holds %d pages for their states; prompts are not "
+            "%d layers keep states: each running sequence holds %d pages for them; prompts are not "
             "reused (engine.prefix_cache), KV is not swapped (engine.swap_bytes) and nothing is drafted",
             len(states.layers),
             states.num_pages,

@@ -106,6 +106,8 @@ class PackedStep:
     """int32[S, most pages of a sequence]; 0 after a sequence's last page, which is never read."""
     state_tables: Ints
     """int32[S, pages of a sequence's recurrent states]; no columns if the model has none."""
+    prompt_lens: Ints
+    """int32[S]; tokens of each sequence's prompt."""
     sampled_rows: Ints
     """int64: the rows whose logits are needed, in row order. These are the last own row of each chunk that samples, its
     drafts' rows, and the rows of prompts in `scored`."""
@@ -148,6 +150,7 @@ def pack(step: Step, block_size: int, state_pages: int = 0) -> PackedStep:
         context_lens=np.array([c.end for c in chunks], dtype=np.int32),
         block_table=block_table,
         state_tables=held[:, :state_pages],
+        prompt_lens=np.array([c.sequence.num_prompt_tokens for c in chunks], dtype=np.int32),
         sampled_rows=np.array(sampled, dtype=np.int64),
         segments=_segments(step),
         scored=scored if scored.rows else None,
@@ -390,7 +393,10 @@ class OtherRanks(Protocol):
 @torch.inference_mode()
 def run_forward(forward: Forward, packed: PackedStep) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
-    tables = (packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping, packed.state_tables)
+    tables = (
+        *(packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping),
+        *(packed.state_tables, packed.prompt_lens),
+    )
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
         position_ids=torch.from_numpy(packed.position_ids),

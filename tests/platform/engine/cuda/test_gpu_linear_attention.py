@@ -7,7 +7,7 @@ import copy
 import peft
 import pytest
 import torch
-from adapter_zoo import HYBRIDS, Asked, serve
+from adapter_zoo import CUT_HYBRIDS, HYBRIDS, NOT_FOR_PEFT, Asked, serve
 from formats import FormatZoo
 from preempting import preempting
 
@@ -17,17 +17,28 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LORA = {"lora_alpha": 10, "task_type": "CAUSAL_LM"}
 RECIPES = {
     "all": peft.LoraConfig(r=5, target_modules="all-linear", **LORA),
-    "inputs": peft.LoraConfig(r=19, target_modules=r".*\.in_proj_\w+", **LORA),
+    "inputs": peft.LoraConfig(r=19, target_modules=r".*\.(in_proj\w*|[bag]_proj)", **LORA),
 }
-FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name == "qwen3_5_moe")) for name in HYBRIDS]
+QUICK = ("qwen3_5", "qwen3_next", "granite4_h_micro")
+FAMILIES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in HYBRIDS]
+KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+TWO_LAYERS = {
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {},
+    "falcon_h1_norm_first": {},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}
 
 
 def make_zoo(family: str, root) -> FormatZoo:
     """Make a model of one layer of each kind: the interpreter is slow."""
-    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": []}
-    zoo = FormatZoo(family, root, [], **layers)
-    for seed, (name, config) in enumerate(RECIPES.items()):
-        zoo.make_format(name, copy.deepcopy(config), seed)
+    layers = TWO_LAYERS.get(family, KINDS) | {"mlp_only_layers": []}
+    zoo = FormatZoo(family, root, [], num_hidden_layers=2, **layers)
+    for seed, (name, recipe) in enumerate(RECIPES.items()):
+        config = copy.deepcopy(recipe)
+        config.exclude_modules = NOT_FOR_PEFT.get(family)
+        zoo.make_format(name, config, seed)
     return zoo
 
 
@@ -38,7 +49,8 @@ def test_gpu_hybrid_mixed_steps_answer_as_peft_does(tmp_path, family: str, caplo
     prompts = [(5, 6, 7), (11,), tuple(range(3, 40)), (9, 8)]
     adapters = ["all", None, "inputs", None]
     asked = [Asked(f"r{i}", a, p, 4 + i) for i, (a, p) in enumerate(zip(adapters, prompts, strict=True))]
-    engine = zoo.engine(device=DEVICE, max_num_seqs=3, block_size=32, max_model_len=64, max_num_batched_tokens=36)
+    sizes = {"block_size": 32, "max_model_len": 64} if family in CUT_HYBRIDS else {"max_model_len": 128}
+    engine = zoo.engine(device=DEVICE, max_num_seqs=3, max_num_batched_tokens=36, **sizes)
     assert isinstance(engine._runner, GpuRunner)
     engine._runner.bank.pool.fill_(float("nan"))
     engine = preempting(engine)
