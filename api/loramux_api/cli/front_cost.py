@@ -158,7 +158,8 @@ def _running(settings: Settings) -> Iterator[BaseProcess]:
 
 
 def _serve(settings: Settings) -> None:
-    from loramux_api.server import exit_now, serve
+    from loramux_api.process import exit_now
+    from loramux_api.server import serve
 
     logs.configure(settings.logging.format, "error")
     exit_now(serve(settings, lambda _: None))

@@ -141,10 +141,13 @@ def choose_hardware(
     tensor_parallel_size: int,
 ) -> Hardware:
     """Return the device and the models that the options choose. Raises ScenarioError."""
-    if (gpu is None) == (profile is None):
-        raise click.UsageError("give either --gpu, an estimate from a data sheet, or --profile, a measured device")
     measured = None if profile is None else read_profile(profile)
-    device = DEVICES[gpu] if measured is None else measured.device
+    if measured is not None and gpu is None:
+        device = measured.device
+    elif measured is None and gpu is not None:
+        device = DEVICES[gpu]
+    else:
+        raise click.UsageError("give either --gpu, an estimate from a data sheet, or --profile, a measured device")
     if dollars_per_hour is not None:
         device = msgspec.structs.replace(device, dollars_per_hour=dollars_per_hour)
     named = _named_models(models, measured)
