@@ -54,7 +54,8 @@ def make_template(folder: Path) -> Template:
         await database.close()
         return tuple(principals)
 
-    principals = asyncio.run(fill())
+    with seeded_names(random.Random(0)):  # routing depends on tenants' ids
+        principals = asyncio.run(fill())
     with sqlite3.connect(file) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     return Template(file, principals)
