@@ -34,7 +34,7 @@ FLOOR = $(shell sed -nE 's/^ *"(torch|transformers|peft)>=([0-9.]+),.*/\1==\2/p'
 floor:  ## the tests of adapters and of families, with the oldest torch, transformers and peft that are allowed
 	@sh tools/check_python.sh "$(PYTHON)" >&2
 	@$(PYTHON) -m venv --clear build/floor
-	build/floor/bin/python -m pip install --quiet --disable-pip-version-check -e ./client -e . pytest pytest-xdist hypothesis $(FLOOR)
+	build/floor/bin/python -m pip install --quiet --disable-pip-version-check -e ./client -e . pytest pytest-xdist hypothesis uvicorn $(FLOOR)
 	build/floor/bin/python -m pytest -p no:cacheprovider -m "not slow" tests/adapters tests/platform/engine/test_families.py tests/platform/serving/test_tokenizer.py $(ARGS)
 
 simulate: $(VENV)/.dev  ## the whole server on a virtual clock, many seeds (ARGS="0:100000 --jobs 2", ARGS=42 for one)

@@ -17,7 +17,7 @@ Semantics: t is a row of a sequence, h one of H heads, and x are the inputs (que
 
     out      = the recurrence of q, k, v, g and beta with the sequence's own state, plus skip[h] * v
 
-    short convolution (LFM2): out = bias + sum over j = 0 .. taps of kernel[:, taps - j] * x[t - j]
+    short convolution: out = bias + sum over j = 0 .. taps of kernel[:, taps - j] * x[t - j]
 
     gated_norm(x, gate)             = x / sqrt(mean(x^2) + eps) * weight * silu(gate), by head
     gated_norm(x, gate, gate first) = y / sqrt(mean(y^2) + eps) * weight, with y = x * silu(gate)

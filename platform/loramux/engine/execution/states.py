@@ -194,7 +194,7 @@ class Mamba2(nn.Module):
 
 
 class ShortConvolution(nn.Module):
-    """Replaces a gated short convolution (LFM2), whose state is its last inputs."""
+    """Replaces a gated short convolution, whose state is its last inputs."""
 
     def __init__(self, net: Any, layer: int) -> None:
         super().__init__()
