@@ -177,13 +177,14 @@ def test_plan_has_its_reason_and_its_settings_to_copy(site: Site, monkeypatch: p
     small = QUESTION | {"rate": 2, "adapters": 2, "output_tokens": 5, "prompt_tokens": 20}
     with site.http("all-scopes") as http:
         plan = http.post("/admin/plan", json=small).json()
-    best = plan["recommended"]
-    assert f"max_num_seqs = {best['max_num_seqs']}" in plan["settings"]
-    assert "[engine]" in plan["settings"]
-    assert plan["reason"]["bound_by"] in ("first_token", "inter_token")
-    assert f"{best['ttft_ms_p99']:,.0f} ms of {plan['goals']['ttft_ms']:,g} ms" in plan["reason"]["text"]
-    assert best in plan["tried"]
-    assert len({str(one) for one in plan["tried"]}) == len(plan["tried"]), "no line is there twice"
+    [base] = plan["bases"]
+    best = base["recommended"]
+    assert f"max_num_seqs = {best['max_num_seqs']}" in base["settings"]
+    assert "[engine]" in base["settings"]
+    assert base["reason"]["bound_by"] in ("first_token", "inter_token")
+    assert f"{best['ttft_ms_p99']:,.0f} ms of {plan['goals']['ttft_ms']:,g} ms" in base["reason"]["text"]
+    assert best in base["tried"]
+    assert len({str(one) for one in base["tried"]}) == len(base["tried"]), "no line is there twice"
 
 
 def test_operators_own_tenant_cannot_be_suspended(site: Site) -> None:

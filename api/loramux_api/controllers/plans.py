@@ -47,7 +47,7 @@ SPREAD = 0.7
 class PlanBaseBody(Body, forbid_unknown_fields=True):
     """One of several bases."""
 
-    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$")]
+    name: Annotated[str, Meta(pattern=r"^[a-z0-9][a-z0-9._-]{0,63}$", max_length=64)]
     """The base's name in the answer."""
     model: Name
     share: Annotated[float, Meta(gt=0, le=1)] = 1.0
