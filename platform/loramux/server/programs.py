@@ -26,8 +26,6 @@ from loramux.releases.policies import CanaryGuards, ReleasePolicies, open_canary
 from loramux.releases.shadows import Shadows, open_shadows
 from loramux.server.platform import Platform
 from loramux.server.trainer import local_bases
-from loramux.serving.generation import Generation
-from loramux.serving.service import CompletionService
 from loramux.training.examples import ExampleFormat, check_file
 from loramux.training.local import LocalTrainer
 from loramux.training.service import FineTuningJobs
@@ -155,8 +153,10 @@ async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIte
     settings = platform.settings
     local = None
     if settings.training.enabled and settings.training.local_trainer and provisions.trainer_command is not None:
-        local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings))
-        _note_requests(platform.completions, local)
+        completions = platform.completions
+        local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings), completions.others_running)
+        completions.on_begun(local.note)
+        completions.on_ended(local.note)
     server = TrainingServer(
         server_id=platform.usage.server_id,
         database=platform.database,
@@ -176,16 +176,6 @@ async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIte
             yield worker
         finally:
             await worker.stop()
-
-
-def _note_requests(completions: CompletionService, trainer: LocalTrainer) -> None:
-    """Tell a trainer whenever the first request begins, and the last one ends."""
-
-    def note(_: Generation) -> None:
-        trainer.note_busy(completions.others_running())
-
-    completions.on_begun(note)
-    completions.on_ended(note)
 
 
 def _batch_worker(platform: Platform, files: Files, endpoints: BatchEndpoints) -> BatchWorker:

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from loramux.training.share import BUSY, QUIET
 
@@ -30,17 +30,19 @@ class LocalTrainer:
     The command reads `settings` on its standard input, and then BUSY or QUIET whenever that changes.
     """
 
-    def __init__(self, command: Sequence[str], settings: bytes) -> None:
+    def __init__(self, command: Sequence[str], settings: bytes, is_busy: Callable[[], bool]) -> None:
+        """`is_busy` returns whether the server answers requests; `note` is called whenever that may have changed."""
         self._command = command
         self._settings = settings
         self.process: Process | None = None
         """The trainer that was started last."""
         self._started_at = float("-inf")
+        self._ask = is_busy
         self._is_busy = False
 
-    def note_busy(self, is_busy: bool) -> None:
-        """Note if the server answers requests."""
-        if is_busy != self._is_busy:
+    def note(self, _: object = None) -> None:
+        """Pass on to the trainer whether the server answers requests, if that has changed."""
+        if (is_busy := self._ask()) != self._is_busy:
             self._is_busy = is_busy
             self._pass_on()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,9 @@ from loramux.training.local import LocalTrainer
 pytestmark = pytest.mark.anyio
 
 
-def trainer_that_notes_its_start(log: Path, then: str) -> LocalTrainer:
+def trainer_that_notes_its_start(log: Path, then: str, is_busy: Callable[[], bool] = lambda: False) -> LocalTrainer:
     source = f"import sys, time; sys.stdin.readline(); open({str(log)!r}, 'a').write('x'); {then}"
-    return LocalTrainer((sys.executable, "-c", source), b"{}")
+    return LocalTrainer((sys.executable, "-c", source), b"{}", is_busy)
 
 
 async def test_trainer_that_fails_at_its_start_is_not_started_all_the_time(
@@ -61,11 +62,13 @@ async def test_trainer_is_in_the_servers_session_and_not_in_its_process_group(tm
 
 async def test_trainer_is_told_if_requests_run_at_its_start_and_at_every_change(tmp_path: Path) -> None:
     log = tmp_path / "starts"
-    trainer = trainer_that_notes_its_start(log, f"open({str(log)!r}, 'a').write(sys.stdin.read(4))")
-    trainer.note_busy(True)
+    states = iter((True, True, False, False, True, False))
+    then = f"open({str(log)!r}, 'a').write(sys.stdin.read(4))"
+    trainer = trainer_that_notes_its_start(log, then, lambda: next(states))
+    trainer.note()
     await trainer.ensure_runs()
-    for is_busy in (True, False, False, True, False):
-        trainer.note_busy(is_busy)
+    for _ in range(5):
+        trainer.note()
     assert trainer.process is not None
     await trainer.process.wait()
     assert log.read_text() == "x1010"
