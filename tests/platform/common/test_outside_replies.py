@@ -31,6 +31,7 @@ MOST_MEMORY = 4 << 20
 MAKING_CLIENTS = {
     "loramux/common/public_http.py": "it makes the bounded client",
     "loramux/accounts/webhooks/dispatcher.py": "it reads the status of a reply, never its body",
+    "loramux_api/cli/front_cost.py": "a command that calls the server that it has started",
 }
 """The modules that make clients of httpx, and why they may."""
 

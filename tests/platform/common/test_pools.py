@@ -39,6 +39,10 @@ WITHOUT_SHARES = {
     ("loramux/training/trainer.py", "to_thread"): "the trainer's process, in which no request waits",
     ("loramux/serving/lifecycle.py", "to_thread"): "the start of a base, which an operator orders",
     ("loramux_api/app.py", "to_thread"): "the end of a server",
+    ("loramux_api/cli/measuring.py", "to_thread"): "a command that measures; no server",
+    ("loramux_api/workers.py", "ThreadPoolExecutor"): "a thread for each worker, which waits for its end",
+    ("loramux_api/workers.py", "run_in_executor"): "the same",
+    ("loramux_api/workers.py", "to_thread"): "the end of the engines",
 }
 """The pools that need no share, and why."""
 
