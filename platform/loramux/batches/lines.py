@@ -14,13 +14,13 @@ milliseconds.
 from __future__ import annotations
 
 import codecs
-import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakSet
 
 import msgspec
 
@@ -38,7 +38,7 @@ MAX_CUSTOM_ID = 512
 WORK_SECONDS = 0.002
 """Seconds after which a thread that checks pauses."""
 PAUSE = 2
-"""Length of a pause, as a multiple of the work before it."""
+"""Length of a pause, as a multiple of the work before it and of the number of threads that work."""
 BLOCK = 1 << 20
 _encode = msgspec.json.Encoder().encode
 
@@ -291,26 +291,27 @@ def check_lines(source: Input, endpoint: str, endpoints: BatchEndpoints) -> Find
     return Findings(models=found.models) if can_run else found
 
 
-_pausing = threading.Lock()
-
-
 class Pauses:
-    """Pauses of a thread between two periods of work.
+    """Pauses of a thread between two periods of work; a thread holds them while it works.
 
-    The pauses of all threads come one after the other. So the threads together have the interpreter for at most
-    1 / PAUSE of the time, no matter how long a single piece of their work is.
+    A pause is longer if more threads work. So the threads together have the interpreter for less than 1 / PAUSE of the
+    time, no matter how long a single piece of their work is, and none waits for the piece of another.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._since = clock()
+        _working.add(self)
 
     def take(self) -> None:
         """Sleep if the thread has worked for WORK_SECONDS."""
         if (worked := self._clock() - self._since) > WORK_SECONDS:
-            with _pausing:
-                time.sleep(PAUSE * worked)
+            time.sleep(PAUSE * worked * len(_working))
             self._since = self._clock()
+
+
+_working: WeakSet[Pauses] = WeakSet()
+"""The pauses of all threads that work now."""
 
 
 def model_error(error: LoramuxError, line: int) -> LineError:
