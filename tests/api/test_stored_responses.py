@@ -14,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 from chat_site import chat_site, prompts, say
+from live_folders import files_under
 from scripted_engine import EOS
 from site_fixture import Site
 
@@ -286,7 +287,7 @@ def test_thoughts_summaries_and_other_fields_without_effect_are_not_stored(chats
 def test_stored_text_is_encrypted_at_rest(chats: Site, folder: Path) -> None:
     say(chats, "a secret answer")
     create(chats, input="a secret question", metadata={"a": "b"})
-    files = [file for file in folder.rglob("*") if file.is_file() and file.name.startswith("records")]
+    files = [file for file in files_under(folder) if file.name.startswith("records")]
     assert files
     for file in files:
         assert b"a secret" not in file.read_bytes()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from live_folders import holding
 from peft_uploads import form, make_adapter
 from server_process import Child, Place, served
 
@@ -17,11 +18,7 @@ CONTENT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 8}
 
 def places_of(folder: Path, text: str) -> list[str]:
     """List the files under `folder` that hold the text."""
-    return [
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_file() and text.encode() in path.read_bytes()
-    ]
+    return [str(path.relative_to(folder)) for path in holding(folder, text.encode())]
 
 
 def ask_in_every_way(client: openai.OpenAI, *, is_kept: bool) -> None:

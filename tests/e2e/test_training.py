@@ -124,11 +124,6 @@ def trainer_of(place: Place) -> Iterator[subprocess.Popen[bytes]]:
         process.wait(30)
 
 
-def children_of(pid: int) -> list[int]:
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for file in files for child in file.read_text().split()]
-
-
 def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
     named = 'served_model_name = "tiny"\n'
     place.config.write_text(place.config.read_text().replace(named, f'{named}dtype = "float32"\n'))
@@ -172,7 +167,7 @@ def test_killed_trainers_job_goes_on_from_its_checkpoint_and_is_billed_once(plac
         id = create(client, count=80, n_epochs=5)
         with trainer_of(place) as first:
             until_checkpoint(client, id)
-            (child,) = children_of(first.pid)
+            (child,) = psutil.Process(first.pid).children()
             first.kill()
             first.wait(30)
         deadline = time.monotonic() + 10

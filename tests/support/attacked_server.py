@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import psutil
 from attacks import Files
+from live_folders import files_under, holding
 from server_process import Child, Place
 
 TABLES = ("adapters", "revisions", "aliases")
@@ -37,7 +38,7 @@ class Harness:
 
     def kept(self) -> tuple[set[Path], list[int]]:
         """Return every file that an upload could leave, and the number of rows."""
-        files = {path for path in self.place.folder.rglob("*") if path.is_file() and "sqlite3" not in path.name}
+        files = {path for path in files_under(self.place.folder) if "sqlite3" not in path.name}
         return files, self.rows(*TABLES)
 
     @contextmanager
@@ -50,9 +51,18 @@ class Harness:
             assert time.monotonic() < until, (left[0] - files, left[1], rows)
             time.sleep(0.1)
 
+    def soon_removed(self, content: bytes) -> None:
+        """Assert that no file holds `content` (what an upload received may still be removed)."""
+        until = time.monotonic() + 20
+        while left := holding(self.place.folder, content):
+            assert time.monotonic() < until, left
+            time.sleep(0.1)
+
     def rows(self, *tables: str) -> list[int]:
         """How many each table has."""
-        with closing(sqlite3.connect(next(self.place.folder.rglob("*.sqlite3")))) as database:
+        with closing(
+            sqlite3.connect(next(path for path in files_under(self.place.folder) if path.suffix == ".sqlite3"))
+        ) as database:
             return [database.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in tables]
 
     def resident_bytes(self) -> int:

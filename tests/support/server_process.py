@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
+import psutil
 from click.testing import CliRunner
 from running_server import free_port
 
@@ -107,9 +108,12 @@ class Child:
 
 def spawned_by(pid: int) -> list[int]:
     """The processes that multiprocessing has started from `pid`, from any of its threads."""
-    files = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [child for file in files for child in file.read_text().split()]
-    return sorted(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+    spawned = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if any("spawn_main" in part for part in child.cmdline()):
+                spawned.append(child.pid)
+    return sorted(spawned)
 
 
 @contextmanager
