@@ -125,6 +125,15 @@ def test_reserved_address_cannot_be_bound_by_another_and_refuses_connections(
         pass
 
 
+def test_accepted_connection_sends_an_event_without_a_wait_for_the_last_ones_acknowledgement(
+    address: ServerSettings,
+) -> None:
+    with reserved_addresses(address) as (reserved,):
+        reserved.socket.listen()
+        with socket.create_connection((address.host, address.port)), reserved.socket.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_readiness_fails_when_the_database_does_not_answer(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     async def unreachable(_: object) -> bool:
         return False

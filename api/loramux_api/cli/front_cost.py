@@ -28,7 +28,9 @@ from loramux.simulator.hardware import Front, MeasuredSteps, StepWork
 HOST = "127.0.0.1"
 START_SECONDS, STOP_SECONDS, POLL_SECONDS = 600.0, 30.0, 0.1
 ALONE = 20
-"""Requests of one token, one after the other; the latency is measured with these."""
+"""Requests of two tokens, one after the other; the latency is measured with these. An answer's last token waits for its
+ledger entry, its first does not.
+"""
 ROUNDS = 12
 """Rounds of as many requests of one token at once as there are streams. Requests that come together share
 transactions, so that one costs less than alone.
@@ -90,7 +92,7 @@ async def _measure(
 
     for _ in range(5):  # the first requests of a server take longer
         await ask(2)
-    waits = [await ask(1) for _ in range(ALONE)]
+    waits = [await ask(2) for _ in range(ALONE)]
     before = _processor_seconds(process.pid)
     for _ in range(ROUNDS):
         await asyncio.gather(*(ask(1) for _ in range(streams)))
