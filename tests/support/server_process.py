@@ -110,7 +110,7 @@ def spawned_by(pid: int) -> list[int]:
     """The processes that multiprocessing has started from `pid`, from any of its threads."""
     spawned = []
     for child in psutil.Process(pid).children():
-        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with suppress(psutil.NoSuchProcess):  # it has ended since
             if any("spawn_main" in part for part in child.cmdline()):
                 spawned.append(child.pid)
     return sorted(spawned)
