@@ -273,8 +273,8 @@ def _bind(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, is_shared)
-        # Linux's connections inherit it. Without it an event waits until the client has acknowledged the last one,
-        # for which a client takes up to 40 ms.
+        # Linux's connections inherit it. Without it an event waits until the client has acknowledged the last
+        # one, and clients wait up to 40 ms with that.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def files_under(folder: Path) -> Iterator[Path]:
-    """Every file under `folder`; a folder that is removed during this time is passed over, for which `rglob` raises."""
+    """Every file under `folder`; a folder that is removed during this time is left out (`rglob` raises)."""
     for place, _, names in os.walk(folder):
         yield from (Path(place, name) for name in names)
 
