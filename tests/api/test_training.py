@@ -20,6 +20,7 @@ from site_fixture import Site
 from training_files import jsonl, shouted
 
 from loramux.accounts.tenants.account import KeyRequest
+from loramux.batches.files import MIN_RETENTION
 from loramux.data.entities import Refusal
 from loramux.data.records.database import Database
 from loramux.money.billing.catalog import Catalog, PlanPrices, PlanSpec, PriceSpec
@@ -569,18 +570,38 @@ def test_job_of_a_revoked_key_ends_before_it_runs(client: openai.OpenAI, site: S
     assert (job.status, job.error.code) == ("failed", "invalid_api_key")
 
 
-def test_zero_retention_cancels_jobs_and_refuses_new_ones(client: openai.OpenAI, site: Site, tenant: str) -> None:
-    file = sent(client, jsonl(shouted()))
-    id = client.fine_tuning.jobs.create(model="tiny", training_file=file).id
-
-    async def forget() -> None:
+def with_zero_retention(site: Site, tenant: str) -> None:
+    async def begin() -> None:
         async with open_tenants(site.settings) as tenants:
             await tenants.set_zero_retention(tenant, True)
 
-    asyncio.run(forget())
+    asyncio.run(begin())
+
+
+def test_zero_retention_cancels_the_jobs_that_run(client: openai.OpenAI, site: Site, tenant: str) -> None:
+    id = job_of(client)
+    with_zero_retention(site, tenant)
     assert until(client, id, *ENDS).status == "cancelled"
+
+
+def test_training_file_of_a_tenant_with_zero_retention_ends_with_its_last_job(
+    client: openai.OpenAI, site: Site, tenant: str
+) -> None:
+    with_zero_retention(site, tenant)
     with pytest.raises(openai.PermissionDeniedError, match="zero retention"):
-        client.fine_tuning.jobs.create(model="tiny", training_file=file)
+        client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    unread, file = (client.files.create(file=("f", jsonl(shouted())), purpose="fine-tune") for _ in range(2))
+    assert unread.expires_at == unread.created_at + MIN_RETENTION, "no job may ever read it"
+    first, second = (client.fine_tuning.jobs.create(model="tiny", training_file=file.id).id for _ in range(2))
+    client.fine_tuning.jobs.cancel(first)
+    until(client, first, *ENDS)
+    left = client.files.retrieve(file.id)
+    assert left.expires_at < time.time() + 1
+    with pytest.raises(openai.ConflictError, match=second):  # it is kept for the other job
+        client.files.delete(file.id)
+    client.fine_tuning.jobs.cancel(second)
+    until(client, second, *ENDS)
+    assert client.files.delete(file.id).deleted
 
 
 def test_another_tenants_adapter_and_one_with_a_template_are_no_start(

@@ -296,7 +296,8 @@ def test_example_longer_than_the_context_is_named_and_not_cut(place: Place) -> N
 def test_samples_of_the_validation_file_show_the_answers_before_and_after(place: Place) -> None:
     with_settings(place)
     place.loramux("migrate")
-    key = place.key_of("acme")
+    key, secret = place.key_of("acme"), place.key_of("secret")
+    place.loramux("tenant", "zero-retention", "secret")
     with served(place) as server:
         client = server.openai(key)
         before = answer(client, "tiny")
@@ -307,6 +308,12 @@ def test_samples_of_the_validation_file_show_the_answers_before_and_after(place:
         job = until(client, client.fine_tuning.jobs.create(**asked).id, *ENDS)
         assert job.status == "succeeded", job.error
         events = [event for event in client.fine_tuning.jobs.list_events(job.id, limit=100) if event.data]
+        forgetful = server.openai(secret)
+        id = create(forgetful, count=8, n_epochs=1)
+        assert until(forgetful, id, *ENDS).status == "succeeded"
+        logged = [event.data for event in forgetful.fine_tuning.jobs.list_events(id, limit=100) if event.data]
+    assert logged, "figures have no text"
+    assert not any("samples" in data for data in logged)
     samples = {event.data["step"]: event.data["samples"] for event in events if "samples" in event.data}
     assert sorted(samples) == [0, 5, 10, 15, 20]
     assert {one["prompt"] for one in samples[0]} == {f"What does {one} do?" for one in PEOPLE[:3]}

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.batches.errors import FileInUse, FileNotFound, FileTooLarge, InvalidFile, StorageQuotaReached
@@ -84,11 +85,10 @@ class Files:
 
     @asynccontextmanager
     async def receiving(self, principal: Principal, announced: int | None) -> AsyncIterator[Path]:
-        """Yield an empty folder to receive a body in. Raises NotAllowed, FileTooLarge, StorageQuotaReached.
+        """Yield an empty folder to receive a body in. Raises FileTooLarge, StorageQuotaReached.
 
         `announced` is the number of bytes of the body, if the client announces it.
         """
-        ensure_storage_allowed(principal, "file")
         if announced is not None and announced > self._settings.max_body_bytes:
             raise FileTooLarge(self._settings.max_file_bytes)
         async with self._database.begin() as session:
@@ -113,6 +113,8 @@ class Files:
         """
         if purpose not in PURPOSES:
             raise InvalidFile(f"'purpose' is one of {', '.join(PURPOSES)}; got '{purpose[:40]}'.", "purpose")
+        if purpose != FINE_TUNE:
+            ensure_storage_allowed(principal, "file")
         if (check := self._checks.get(purpose)) is not None and 0 < size <= self._settings.max_file_bytes:
             await self.threads.run(principal.tenant, check, path)
         return await self.store(principal, path, size, filename=filename, purpose=purpose, expires_after=expires_after)
@@ -127,7 +129,11 @@ class Files:
         purpose: str,
         expires_after: int | None = None,
     ) -> StoredFile:
-        """Store a file for any purpose. Raises the same errors as `add`."""
+        """Store a file for any purpose. Raises the same errors as `add`.
+
+        Under zero retention only training files are stored, and as briefly as possible: the end of a job that reads a
+        file deletes it.
+        """
         retention = self.retention_seconds
         self.check_expiry(expires_after, "expires_after")
         if size > self._settings.max_file_bytes:
@@ -150,7 +156,9 @@ class Files:
             async with self._database.begin() as session:
                 await self._check_room(session, principal, size)
                 if await TenantRepository(session).has_zero_retention(principal.tenant):
-                    raise storage_refused("file")
+                    if purpose != FINE_TUNE:
+                        raise storage_refused("file")
+                    file = msgspec.structs.replace(file, expires_at=now + MIN_RETENTION * SECOND)
                 await FileRepository(session, principal.tenant).add(file)
         except LoramuxError:
             await self.threads.run(principal.tenant, self._blobs.objects.delete, [object_name(file.id)])

@@ -253,8 +253,8 @@ def storage_refused(field: str) -> NotAllowed:
     """Return the error for a tenant with zero retention that asks to store something."""
     return NotAllowed(
         "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
-        "Idempotency-Key, no stored responses, no files, no batches and no outputs of shadows. Leave it out, or "
-        "ask your operator.",
+        "Idempotency-Key, no stored responses, no files but training files, no batches and no outputs of shadows. "
+        "Leave it out, or ask your operator.",
         field,
         code="zero_retention",
     )

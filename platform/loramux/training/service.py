@@ -32,7 +32,7 @@ from loramux.data.records.training import (
     TrainingRepository,
 )
 from loramux.money.limits.definitions import adapter_quota
-from loramux.serving.checks import canonical_tags, ensure_storage_allowed
+from loramux.serving.checks import canonical_tags
 from loramux.serving.service import CompletionService
 from loramux.training.errors import InvalidJob, JobConflict, JobNotFound, TooManyJobs, TrainingDisabled
 from loramux.training.worker import TrainingServer
@@ -76,7 +76,6 @@ class FineTuningJobs:
         `suffix`: the name of the adapter that the result becomes a revision of; None: a new name.
         """
         self._ensure_enabled()
-        ensure_storage_allowed(principal, "training_file")
         start = await self._completions.resolve(principal, model)
         base = self._completions.bases.get(start.base_model)
         if base is None or not base.tokenizer.chat_template:

@@ -37,6 +37,7 @@ from loramux.common.units import SECOND
 from loramux.data.entities import SAMPLES, Refusal, TrainingCheckpoint, TrainingJob
 from loramux.data.records.database import Database, trainer_liveness
 from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.tenants import TenantRepository
 from loramux.data.records.training import (
     CANCELLED,
     FAILED,
@@ -392,12 +393,12 @@ class TrainingRun:
                 await jobs.change(self._job.id, estimated_finish=at + int(left * SECOND))
 
     async def _note_samples(self, report: Sampled) -> None:
-        """Write samples into the job's log, unless the job is to end: its tenant may have forbidden to store texts."""
+        """Write samples into the job's log, unless its tenant has zero retention."""
         message = f"Answers at step {report.step}" if report.step else "Answers before the training"
         data = msgspec.json.encode({SAMPLES: report.samples, "step": report.step}).decode()
         async with self._database.begin() as session:
             jobs = await self._held(TrainingJobs(session))
-            if self._job.wanted is None:
+            if not await TenantRepository(session).has_zero_retention(self._job.tenant_id):
                 await jobs.log(self._job.id, message, self._database.now(), data=data)
 
     async def _store(self, saved: Saved, folder: Path) -> None:

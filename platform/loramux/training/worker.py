@@ -30,8 +30,10 @@ from loramux.common.settings.server import TrainingSettings
 from loramux.common.units import SECOND, TokenCounts
 from loramux.data.entities import EventDetail, Refusal, TrainingCard, TrainingCheckpoint, TrainingJob
 from loramux.data.records.adapters import AdapterRepository
+from loramux.data.records.batches import FileRepository
 from loramux.data.records.database import Database
 from loramux.data.records.requests import TRAINING, OpenedRequest, charged_tier
+from loramux.data.records.tenants import TenantRepository
 from loramux.data.records.training import (
     CANCELLED,
     FAILED,
@@ -258,6 +260,9 @@ class TrainingWorker:
             level = "error" if outcome == FAILED else "info"
             why = f": {error.message}" if error is not None else ""
             await jobs.log(job.id, MESSAGES[outcome] + why, now, level=level)
+            if await TenantRepository(session).has_zero_retention(job.tenant_id):
+                inputs = [id for id in (job.training_file_id, job.validation_file_id) if id is not None]
+                await FileRepository(session, job.tenant_id).expire(inputs, now)
             detail = EventDetail(job=job.id, error=error)
             events = EventRepository(session, job.tenant_id)
             await events.add(f"fine_tuning.job.{outcome}", job.adapter, detail, now)

@@ -103,6 +103,11 @@ class FileRepository(TenantScoped):
         """Let every file expire now."""
         await self._session.execute(update(FileRow).where(FileRow.tenant_id == self._tenant).values(expires_at=now))
 
+    async def expire(self, ids: Collection[str], now: int) -> None:
+        """Let these files expire now."""
+        ours = FileRow.tenant_id == self._tenant, FileRow.id.in_(ids)
+        await self._session.execute(update(FileRow).where(*ours).values(expires_at=now))
+
     async def remove(self, id: str) -> None:
         """Delete the row."""
         await self._session.execute(delete(FileRow).where(FileRow.tenant_id == self._tenant, FileRow.id == id))
