@@ -75,7 +75,7 @@ class LinearsShape(NamedTuple):
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """Times of the formats on this machine, for the linears of one base."""
+    """Times of the formats with the linears of one base on this machine."""
 
     machine: str
     """Description of everything that the times depend on."""
@@ -94,7 +94,7 @@ class FormatChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Name in FORMATS; None: each linear gets the first format that holds it."""
     reason: str
     gflops: float | None = None
-    """10^9 operations per second of all linears together, for the most of ROWS."""
+    """10^9 operations per second of all linears together with the most of ROWS."""
     bandwidth: float | None = None
     """Bytes per second that the threads read from memory."""
 

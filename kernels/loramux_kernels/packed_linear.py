@@ -190,7 +190,7 @@ def formats_of(weight: torch.Tensor) -> list[str]:
 
 
 class Packing(NamedTuple):
-    """How a base's linears are held."""
+    """Form of a base's linears in memory."""
 
     quantization: Quantization = "none"
     """Method for weights that are not quantized yet."""

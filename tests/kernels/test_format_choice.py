@@ -108,7 +108,7 @@ def test_row_that_depends_on_the_number_of_rows_is_found():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine with a cache of its own, on which every base is worth measuring, quickly."""
+    """A machine with an empty cache, which measures every base, quickly."""
     monkeypatch.setenv("LORAMUX_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(format_choice, "WORTH_MEASURING", 0)
     monkeypatch.setattr(format_choice, "BANDWIDTH_BYTES", 1 << 20)
