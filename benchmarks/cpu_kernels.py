@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional
 
 from loramux_kernels import packed_linear
+from loramux_kernels.format_choice import read_bandwidth
 from loramux_kernels.lora import lora_expand, lora_shrink
 from loramux_kernels.packed_linear import PackedLinear
 from loramux_kernels.paged_attention import paged_attention, write_kv
@@ -59,12 +60,6 @@ def median(steps: dict[str, Step], repeats: int) -> dict[str, float]:
             step()
             times[name].append(time.perf_counter() - start)
     return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of a sum over memory that no cache holds."""
-    data = torch.ones(256 << 20, dtype=torch.uint8).view(torch.int64)
-    return data.nbytes / median({"read": data.sum}, 7)["read"]
 
 
 def linears(dtype: torch.dtype, layers: int, rows: list[int], repeats: int) -> list[Result]:

@@ -56,24 +56,19 @@ def describe(threads: int) -> Machine:
         python=platform.python_version(),
         packages={name: _version(name) for name in PACKAGES},
         environment={k: v for k, v in sorted(os.environ.items()) if k.startswith(("OMP_", "KMP_", "MKL_"))},
-        bandwidth_bytes_per_s=read_bandwidth(threads),
+        bandwidth_bytes_per_s=reading_rate(threads),
         operations_per_s={dtype: multiplying_rate(threads, dtype) for dtype in ITEM_SIZES},
     )
 
 
-def read_bandwidth(threads: int, size: int = 1 << 30, tries: int = 5) -> float:
-    """Bytes a second that a sum over `size` bytes reads; the best of `tries`."""
+def reading_rate(threads: int) -> float:
+    """Bytes a second that `threads` threads read from memory."""
     import torch
 
+    from loramux_kernels.format_choice import read_bandwidth
+
     torch.set_num_threads(threads)
-    data = torch.ones(size // 4, dtype=torch.float32)
-    return size / min(_seconds_to_sum(data) for _ in range(tries))
-
-
-def _seconds_to_sum(data: object) -> float:
-    start = time.perf_counter()
-    data.sum()  # type: ignore[attr-defined]  # a tensor; torch is imported late
-    return time.perf_counter() - start
+    return read_bandwidth(1 << 30)
 
 
 def multiplying_rate(threads: int, dtype: str, tries: int = 5) -> float:

@@ -23,8 +23,7 @@ from loramux_adapters.ranks import Ranks
 from loramux_kernels.device import runs_triton
 from loramux_kernels.lora import lora_expand, lora_shrink
 from loramux_kernels.mixture import combine, grouped_linear, route
-from loramux_kernels.packed_linear import PackedLinear
-from loramux_kernels.quantized_weight import Quantization
+from loramux_kernels.packed_linear import DEFAULT_PACKING, PackedLinear, Packing
 from loramux_kernels.tables import LoraGroup, LoraTable, Routes, Segments
 
 
@@ -67,10 +66,10 @@ class ExpertLinear:
         biases: torch.Tensor | None,
         sites: Sequence[Site],
         bank: AdapterBank,
-        quantization: Quantization = "none",
+        packing: Packing = DEFAULT_PACKING,
     ) -> None:
         own = [None] * len(weight) if biases is None else list(biases)
-        self.linears = [PackedLinear([one], [bias], quantization) for one, bias in zip(weight, own, strict=True)]
+        self.linears = [PackedLinear([one], [bias], *packing) for one, bias in zip(weight, own, strict=True)]
         self._first_site = sites[0].index
         self._num_sites = len(bank.sites)
         self._bank = bank
@@ -245,7 +244,7 @@ def expert_sites(parameters: Mapping[str, ParameterShape], first: int) -> dict[s
 def install_mixtures(
     model: nn.Module,
     bank: AdapterBank,
-    quantization: Quantization = "none",
+    packing: Packing = DEFAULT_PACKING,
     ranks: Ranks | None = None,
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> tuple[str, ...]:
@@ -262,14 +261,14 @@ def install_mixtures(
             setattr(module, mixture.router, ExpertRouter(getattr(module, mixture.router), site, bank))
         activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
         parameters = expert_parameters(experts)
-        is_grouped = quantization == "none" and runs_triton(expert_weights(experts, parameters[0]))
+        is_grouped = packing.quantization == "none" and runs_triton(expert_weights(experts, parameters[0]))
         # One after the other: the weights of the first mixture are freed before those of the second are packed.
         parts = (_take(experts, f"{mixture.name}.experts", parameter, bank) for parameter in parameters)
         if is_grouped:
             first, second = (GroupedExpertLinear(*part, bank) for part in parts)
             module.experts = GroupedExperts(first, second, activate, bank)
         else:
-            up, down = (ExpertLinear(*part, bank, quantization) for part in parts)
+            up, down = (ExpertLinear(*part, bank, packing) for part in parts)
             module.experts = Experts(up, down, activate, bank)
         summed, whole = (
             (f"{mixture.name}.experts.", module.experts) if mixture.is_layer else (f"{mixture.name}.", module)

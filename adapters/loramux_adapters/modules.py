@@ -6,7 +6,7 @@ module and frees its weights, one group at a time, so two copies of the model ar
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -22,9 +22,9 @@ from loramux_adapters.experts import ExpertRouter, Experts, GroupedExperts, inst
 from loramux_adapters.families import NormForm
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels.decoder_layer import LayerLinear
+from loramux_kernels.format_choice import LinearsShape
 from loramux_kernels.lora import lora_expand, lora_shrink, rescale
-from loramux_kernels.packed_linear import PackedLinear, rows_linear, rows_weight
-from loramux_kernels.quantized_weight import Quantization
+from loramux_kernels.packed_linear import DEFAULT_PACKING, PackedLinear, Packing, rows_linear, rows_weight
 from loramux_kernels.tables import LoraGroup, OwnWeights
 
 
@@ -41,13 +41,13 @@ class GroupedLinear:
         linears: list[nn.Linear | QuantizedLinear],
         sites: list[Site],
         bank: AdapterBank,
-        quantization: Quantization = "none",
+        packing: Packing = DEFAULT_PACKING,
         ranks: Ranks | None = None,
     ) -> None:
         """`ranks` are the ranks whose results add up to the output, if any. LoRA reads the rank's own inputs and adds
         to the rank's part of the result. So the pairs' results are in the same sum, and no additional data is sent.
         """
-        self.linear = PackedLinear([weight_of(m) for m in linears], [_bias(m) for m in linears], quantization)
+        self.linear = PackedLinear([weight_of(m) for m in linears], [_bias(m) for m in linears], *packing)
         self.group = LoraGroup(tuple(s.index for s in sites), tuple(s.out_features for s in sites))
         self.bank = bank
         self._ranks = ranks
@@ -284,20 +284,20 @@ def install(
     model: nn.Module,
     base: BaseDescription,
     bank: AdapterBank,
-    quantization: Quantization = "none",
+    packing: Packing = DEFAULT_PACKING,
     shard: Shard | None = None,
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> BaseWeights:
     """Replace every module of `model` that adapters may touch, and return the base's weights in the form that adapters
     need.
 
-    `quantization` is the packed format of linears and experts; embedding, head and routers are not packed. `shard` is
+    `packing` is that of linears and experts; embedding, head and routers are not packed. `shard` is
     this rank's place if `model` is its share of the base; the returned weights are then the rank's own. `track`
     iterates over the linears to pack, and may report progress.
     """
     ranks = None if shard is None else shard.ranks
-    summed = install_mixtures(model, bank, quantization, ranks, track)
-    linears = install_linears(model, bank, quantization, shard, summed, track)
+    summed = install_mixtures(model, bank, packing, ranks, track)
+    linears = install_linears(model, bank, packing, shard, summed, track)
     packed_bytes = _packed_bytes(model)
     for name, width in base.norms.items():
         if shard is not None and shard.sharding.outputs(name, shard.ranks.rank, width) is not None:
@@ -330,7 +330,7 @@ def _packed_bytes(model: nn.Module) -> int:
 def install_linears(
     model: nn.Module,
     bank: AdapterBank,
-    quantization: Quantization = "none",
+    packing: Packing = DEFAULT_PACKING,
     shard: Shard | None = None,
     summed: tuple[str, ...] = (),
     track: Callable[[list[Any]], Iterable[Any]] = iter,
@@ -348,7 +348,7 @@ def install_linears(
     for names in track(list(_groups(sites))):
         linears = [_linear(model, name) for name in names]
         ranks = None if shard is None else _summing(names, shard, summed)
-        group = GroupedLinear(linears, [bank.sites[name] for name in names], bank, quantization, ranks)
+        group = GroupedLinear(linears, [bank.sites[name] for name in names], bank, packing, ranks)
         start = 0
         for name, linear in zip(names, linears, strict=True):
             stand_in = LoraLinear(group, start, linear)
@@ -385,6 +385,16 @@ def _linear(model: nn.Module, name: str) -> nn.Linear | QuantizedLinear:
     linear = model.get_submodule(name)
     assert isinstance(linear, nn.Linear | QuantizedLinear), f"{name} is a site but no linear"
     return linear
+
+
+def linears_shapes(sites: Mapping[str, Site]) -> list[LinearsShape]:
+    """Return the shapes of the linears that `install` packs: members of a group are one linear."""
+    experts = [(site.in_features, site.out_features) for name, site in sites.items() if is_expert(name)]
+    groups = [
+        [sites[name] for name in names] for names in _groups({n: s for n, s in sites.items() if not is_expert(n)})
+    ]
+    joined = [(group[0].in_features, sum(site.out_features for site in group)) for group in groups]
+    return [LinearsShape(*shape, count) for shape, count in Counter(joined + experts).items()]
 
 
 def _groups(sites: Mapping[str, Site]) -> Iterable[list[str]]:

@@ -525,6 +525,21 @@ class UsageResult(ApiObject, frozen=True, kw_only=True):
     project_id: str | None = None
 
 
+class Linears(ApiObject, frozen=True, kw_only=True):
+    """An engine's linears on a CPU: their format, and the floor of a decode step."""
+
+    format: str
+    """panels (layers are one call), onednn or torch; codes if the weights are quantized."""
+    gflops: float | None = None
+    """10^9 operations per second for 256 rows, measured at start."""
+    memory_gb_per_s: float | None = None
+    """10^9 bytes per second that the engine's threads read from memory, measured at start."""
+    floor_ms: float | None = None
+    """Time to read the base's weights from memory, in ms: no decode step is shorter."""
+    reading_ms: float | None = None
+    """Time of a step in which the weights are read, in ms, by the latest steps."""
+
+
 class Engine(ApiObject, frozen=True, kw_only=True):
     """One engine of a server."""
 
@@ -539,6 +554,8 @@ class Engine(ApiObject, frozen=True, kw_only=True):
     """The reason why the engine last ended."""
     step_graphs_missing: int = 0
     """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
+    linears: Linears | None = None
+    """The linears' format and floor; None on a GPU, and before the engine's first start."""
 
 
 class Base(ApiObject, frozen=True, kw_only=True):

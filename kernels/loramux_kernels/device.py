@@ -133,15 +133,11 @@ def aligned_rows(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     return to_device(padded, device)[:, :count]
 
 
-def has_bf16_tiles() -> bool:
-    """Return whether the processor multiplies bf16 matrices by tiles (AMX), which oneDNN uses."""
-    return _torch_reports("amx_tile")
-
-
 def multiplies_in_hardware(dtype: torch.dtype) -> bool:
     """Return whether this processor has instructions for matrix products of `dtype` and need not emulate them."""
     if dtype == torch.bfloat16:
-        return has_bf16_tiles() or multiplies_bf16_pairs() or _torch_reports("avx512_bf16") or _has_arm_feature("bf16")
+        is_reported = any(map(_torch_reports, ("amx_tile", "avx512_bf16")))
+        return is_reported or multiplies_bf16_pairs() or _has_arm_feature("bf16")
     if dtype == torch.float16:
         return _torch_reports("amx_fp16") or _has_arm_feature("fphp")
     return True

@@ -2,9 +2,10 @@
 
 Semantics: y = x @ cat(weights).T + cat(biases).
 
-A format (`Plain`, `Panels`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. `choose_format`
-selects one by dtype and processor. Quantized weights stay codes (`quantized_weight`) and are decoded during the
-product. LoRA reads the unquantized input and adds to the result, so a format does not depend on adapters.
+A format (`Plain`, `Panels`, `OneDnn`, `Coded`) is a class that packs weights and multiplies by them. The format of a
+base's unquantized weights is measured (`format_choice`). Quantized weights stay codes (`quantized_weight`) and are
+decoded during the product. LoRA reads the unquantized input and adds to the result, so a format does not depend on
+adapters.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 
-from loramux_kernels.device import has_bf16_tiles, runs_triton, zeros_in_large_pages
+from loramux_kernels.device import runs_triton, zeros_in_large_pages
 from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi, LayerLinearAbi
 from loramux_kernels.native.loader import multiplies_bf16_pairs, native_for, native_library
 from loramux_kernels.quantized_weight import MIN_GROUP, TABLES, Quantization, QuantizedWeight, is_nibbles, quantize
@@ -39,20 +40,11 @@ class LinearFormat(Protocol):
         """
 
 
-def choose_format(weight: torch.Tensor) -> type[Plain | Panels | OneDnn]:
-    """Return the fastest format on this machine for unquantized weights like `weight`."""
-    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        # Our panels need the processor's bf16 dot products, which take inputs in pairs. oneDNN knows AMX.
-        if has_bf16_tiles() or not multiplies_bf16_pairs() or weight.shape[1] % 2:
-            return OneDnn if one_dnn_packs(weight) else Plain
-        return Panels
-    if weight.dtype == torch.float32 and native_for(weight) is not None:
-        return Panels
-    return Plain
-
-
 class Plain:
     """Weights of torch, multiplied by `functional.linear`."""
+
+    is_read_by_layers = False
+    """The C++ operators do not read this format, so layers run as modules."""
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         """Join `weights`, `[out_features, in_features]` each; `bias` is `[sum(out_features)]`."""
@@ -63,6 +55,11 @@ class Plain:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply; see LinearFormat."""
         return functional.linear(x, self._weight, self._bias)
+
+    @staticmethod
+    def holds(_: torch.Tensor) -> bool:
+        """Return True: torch multiplies by any weight."""
+        return True
 
     def abi(self) -> None:
         """Return None: the C++ operators do not read torch's weights."""
@@ -75,6 +72,8 @@ class Panels:
     widened during the product: this halves the bytes and gives the same result to the bit.
     """
 
+    is_read_by_layers = True
+    """One call of the C++ operators computes all layers."""
     panel = 32
 
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
@@ -118,6 +117,13 @@ class Panels:
         )
         return y
 
+    @staticmethod
+    def holds(weight: torch.Tensor) -> bool:
+        """Return whether the C++ operators serve this dtype. bf16 needs the processor's dot products of pairs."""
+        if weight.dtype == torch.bfloat16:
+            return weight.device.type == "cpu" and multiplies_bf16_pairs() and weight.shape[1] % 2 == 0
+        return weight.dtype == torch.float32 and native_for(weight) is not None
+
     def abi(self) -> LayerLinearAbi:
         """Return the panels; see LinearFormat."""
         bias = None if self._bias is None else self._bias.data_ptr()
@@ -140,6 +146,8 @@ def narrowed(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 class OneDnn:
     """Weights in a layout that oneDNN chooses, through operators that torch's own compiler emits."""
 
+    is_read_by_layers = False
+
     def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         weight = Plain(weights, None)._weight
         self.num_bytes = weight.nbytes
@@ -150,17 +158,47 @@ class OneDnn:
         """Multiply; see LinearFormat."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
 
+    @staticmethod
+    def holds(weight: torch.Tensor) -> bool:
+        """Return whether torch's private operators exist, and are right for this dtype."""
+        if weight.dtype != torch.bfloat16 or weight.device.type != "cpu":
+            return False
+        sample = torch.eye(32, dtype=weight.dtype)
+        try:
+            return torch.equal(OneDnn([sample], None)(sample), sample)
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+
     def abi(self) -> None:
         """Return None: the C++ operators do not read oneDNN's layout."""
 
 
-def one_dnn_packs(weight: torch.Tensor) -> bool:
-    """Return whether these private operators of torch exist and are right for this dtype."""
-    sample = torch.eye(32, dtype=weight.dtype)
-    try:
-        return torch.equal(OneDnn([sample], None)(sample), sample)
-    except (AttributeError, RuntimeError, TypeError):
-        return False
+UnquantizedFormat = Plain | Panels | OneDnn
+
+FORMATS: dict[str, type[UnquantizedFormat]] = {"panels": Panels, "onednn": OneDnn, "torch": Plain}
+"""Formats of unquantized weights, by the names that `engine.linear_format` takes; those that C++ reads come first."""
+
+
+def choose_format(weight: torch.Tensor) -> type[UnquantizedFormat]:
+    """Return the first format that holds `weight`, without a measurement."""
+    return FORMATS[formats_of(weight)[0]]
+
+
+def formats_of(weight: torch.Tensor) -> list[str]:
+    """Return the names of the formats that hold `weight`."""
+    return [name for name, form in FORMATS.items() if form.holds(weight)]
+
+
+class Packing(NamedTuple):
+    """Form of a base's linears in memory."""
+
+    quantization: Quantization = "none"
+    """Method for weights that are not quantized yet."""
+    form: type[UnquantizedFormat] | None = None
+    """Format of unquantized weights. If it does not hold a weight, or is None, `choose_format` finds another."""
+
+
+DEFAULT_PACKING = Packing()
 
 
 class Coded:
@@ -287,14 +325,18 @@ class PackedLinear:
     """Several linears over one input, with their weights held once, in the fastest format of this machine."""
 
     def __init__(
-        self, weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], quantization: Quantization = "none"
+        self,
+        weights: Sequence[Weight],
+        biases: Sequence[torch.Tensor | None],
+        quantization: Quantization = "none",
+        form: type[UnquantizedFormat] | None = None,
     ) -> None:
-        """`quantization` is the method for weights that are not quantized yet."""
+        """`quantization` and `form` are those of a Packing."""
         self.in_features = weights[0].shape[1]
         self.out_features = tuple(weight.shape[0] for weight in weights)
         self._quantization = quantization
         held = [self._quantized(weight) for weight in weights]
-        self._formats = [_pack(held[first:last], biases[first:last]) for first, last in _alike(held)]
+        self._formats = [_pack(held[first:last], biases[first:last], form) for first, last in _alike(held)]
 
     def _quantized(self, weight: Weight) -> Weight:
         if isinstance(weight, QuantizedWeight) or self._quantization == "none":
@@ -369,13 +411,16 @@ def join_biases(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]
     return torch.cat([given.new_zeros(weight.shape[0]) if bias is None else bias for weight, bias in pairs])
 
 
-def _pack(weights: Sequence[Weight], biases: Sequence[torch.Tensor | None]) -> LinearFormat:
+def _pack(
+    weights: Sequence[Weight], biases: Sequence[torch.Tensor | None], form: type[UnquantizedFormat] | None
+) -> LinearFormat:
     bias = join_biases(weights, biases)
     quantized = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
     if quantized:
         return Coded(quantized, bias)
     plain = [weight for weight in weights if isinstance(weight, torch.Tensor)]
-    return choose_format(plain[0])(plain, bias)
+    chosen = form if form is not None and form.holds(plain[0]) else choose_format(plain[0])
+    return chosen(plain, bias)
 
 
 def _alike(weights: Sequence[Weight]) -> list[tuple[int, int]]:

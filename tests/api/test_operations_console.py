@@ -9,7 +9,15 @@ import pytest
 from peft_uploads import CONFIG, WEIGHTS, make_adapter
 from site_fixture import Site
 
-from loramux.engine.messages import BatchRows, EngineMeters, EngineStats, Evictable, ServiceClass, StepSample
+from loramux.engine.messages import (
+    BatchRows,
+    EngineMeters,
+    EngineStats,
+    Evictable,
+    RoutingFacts,
+    ServiceClass,
+    StepSample,
+)
 from loramux_api.controllers import plans
 from loramux_api.controllers.plans import PlanBody, PlanFailed, WhatIf
 
@@ -51,6 +59,19 @@ def test_activity_names_an_adapter_as_its_tenant_does(
         monkeypatch.setattr(site.engine, "stats", lambda: EngineStats(steps=1, meters=meters))
         (step,) = http.get("/admin/activity").json()["data"][0]["timeline"]
     assert [row["model"] for row in step["rows"]] == ["acme/named@1"]
+
+
+def test_engine_shows_the_format_of_its_linears_and_the_floor_of_a_step(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = {"format": "panels", "gflops": 400.0, "memory_gb_per_s": 20.0, "floor_ms": 25.0}
+    with site.http("all-scopes") as http:
+        monkeypatch.setattr(site.engine, "stats", EngineStats)
+        (before,) = http.get("/admin/engines").json()["data"]
+        monkeypatch.setattr(site.engine, "stats", lambda: EngineStats(routing=RoutingFacts(weights_s=0.05)))
+        (shown,) = http.get("/admin/overview").json()["engines"]
+    assert before["linears"] == {**measured, "reading_ms": None}
+    assert shown["engine"]["linears"] == {**measured, "reading_ms": 50.0}
 
 
 def test_operators_pages_are_for_operators(site: Site) -> None:

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from loramux_kernels import packed_linear
-from loramux_kernels.native.loader import multiplies_bf16_pairs, native_for
+from loramux_kernels.native.loader import native_for
 from loramux_kernels.packed_linear import (
+    FORMATS,
     Coded,
     PackedLinear,
     choose_format,
-    one_dnn_packs,
     packed_linear_reference,
     rows_linear,
     rows_weight,
@@ -22,7 +22,6 @@ from loramux_kernels.packed_linear import (
 from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles, quantize, unpack_nibbles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-FORMS = ("Panels", "OneDnn", "Plain")
 
 
 def weights_of(dtype: torch.dtype, in_features: int, out_features: tuple[int, ...], with_bias: bool):
@@ -59,16 +58,15 @@ def test_packed_linear_of_ragged_shapes_equals_the_reference(dtype, rows, in_fea
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS.values())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_linear_every_form_equals_the_reference(dtype, form, monkeypatch):
-    if form == "OneDnn" and (dtype != torch.bfloat16 or not one_dnn_packs(torch.empty(1, dtype=dtype))):
-        pytest.skip("packed by oneDNN only in bfloat16, on processors with AVX-512")
-    if form == "Panels" and dtype == torch.bfloat16 and not multiplies_bf16_pairs():
-        pytest.skip("panels of bf16 need a processor that multiplies pairs")
-    monkeypatch.setattr(packed_linear, "choose_format", lambda _: getattr(packed_linear, form))
+def test_packed_linear_every_form_equals_the_reference(dtype, form):
+    if not form.holds(torch.empty(2, 2, dtype=dtype)):
+        pytest.skip("panels of bf16 need a processor that multiplies pairs; oneDNN packs bf16 alone, with AVX-512")
     weights, biases = weights_of(dtype, 64, (96, 32), with_bias=True)
-    check(PackedLinear(weights, biases), torch.randn(17, 64).to(dtype), weights, biases)
+    linear = PackedLinear(weights, biases, form=form)
+    assert type(linear._formats[0]) is form
+    check(linear, torch.randn(17, 64).to(dtype), weights, biases)
 
 
 @pytest.mark.usefixtures("native")
@@ -86,7 +84,7 @@ def test_packed_linear_takes_rows_with_a_stride():
 def test_packed_linear_row_is_independent_of_its_neighbours(dtype, threads):
     """Bit for bit: decoding alone, decoding in company, and prefill."""
     if choose_format(torch.zeros(2, 2, dtype=dtype)) is not packed_linear.Panels:
-        pytest.skip("this processor's bf16 linears are oneDNN's")
+        pytest.skip("this processor multiplies no pairs of bf16")
     torch.set_num_threads(threads)
     weights, biases = weights_of(dtype, 300, (200, 72), with_bias=True)
     linear = PackedLinear(weights, biases)

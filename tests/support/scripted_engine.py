@@ -16,6 +16,7 @@ from loramux.engine.messages import (
     EngineCount,
     EngineFault,
     EngineStats,
+    LinearFacts,
     ModelFacts,
     PromptLogprob,
     PromptLogprobs,
@@ -37,6 +38,7 @@ FACTS = ModelFacts(
     kv_cache_dtype="auto",
     weights="tiny",
     hidden_size=8,
+    linears=LinearFacts(format="panels", gflops=400.0, bandwidth=20e9, floor_s=0.025),
 )
 Script = Callable[[Request], list[int | EngineFault]]
 

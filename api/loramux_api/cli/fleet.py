@@ -21,7 +21,7 @@ from loramux.common.settings.serving import BaseSettings, Dtype, Quantization
 from loramux.serving.checkpoint_files import ensure_checkpoints
 from loramux_api.cli.common import config_option, json_option, note, put
 from loramux_api.cli.remote import Remote, on_server
-from loramux_client.objects import Base, BaseMigration, BaseMigrationItem, Engine, Moved
+from loramux_client.objects import Base, BaseMigration, BaseMigrationItem, Engine, Linears, Moved
 
 if TYPE_CHECKING:
     from loramux.fleet.serving import ListeningEngine
@@ -356,8 +356,17 @@ def _engine_line(engine: Engine) -> str:
     problem = f"; {engine.problem}" if engine.problem else ""
     return (
         f"{engine.engine}  {engine.state}, {engine.requests} requests, started {engine.starts} times, "
-        f"base {engine.base_model}{problem}"
+        f"base {engine.base_model}{_linears(engine.linears)}{problem}"
     )
+
+
+def _linears(linears: Linears | None) -> str:
+    """Describe the format of an engine's linears, and a step's time for the weights next to its floor."""
+    if linears is None:
+        return ""
+    floor = "" if linears.floor_ms is None else f", floor of a step {linears.floor_ms:.1f} ms"
+    reading = "" if linears.reading_ms is None or not floor else f" (now {linears.reading_ms:.1f})"
+    return f", linears in {linears.format}{floor}{reading}"
 
 
 @click.group()

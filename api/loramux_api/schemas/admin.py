@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, UnsetType
 from loramux.accounts.tenants.entities import Tenant, Tier
 from loramux.common.logs import Level
 from loramux.data.entities import ALLOWED_AT_FIRST, CHOSEN
-from loramux.engine.messages import EngineStats, TenantService
+from loramux.engine.messages import EngineStats, LinearFacts, TenantService
 from loramux.fleet.member import EngineStatus
 from loramux.money.exports.delivery import SinkDelivery
 from loramux.money.usage.service import UsageService
@@ -59,6 +59,22 @@ class EngineOrderBody(Body, forbid_unknown_fields=True):
     """
 
 
+class LinearsObject(msgspec.Struct, kw_only=True):
+    """An engine's linears on a CPU: their format, and the floor of a decode step."""
+
+    format: str
+    """panels (layers are one call), onednn or torch; codes if the weights are quantized."""
+    gflops: float | None
+    """10^9 operations per second for 256 rows, measured at start. The figures are null for a small base, which is not
+    measured."""
+    memory_gb_per_s: float | None
+    """10^9 bytes per second that the engine's threads read from memory, measured at start."""
+    floor_ms: float | None
+    """Time to read the base's weights from memory, in ms: no decode step is shorter."""
+    reading_ms: float | None
+    """Time of a step in which the weights are read, in ms, by the latest steps; null before the first steps."""
+
+
 class EngineObject(msgspec.Struct, kw_only=True):
     """One engine."""
 
@@ -74,6 +90,8 @@ class EngineObject(msgspec.Struct, kw_only=True):
     """The reason why the engine last ended."""
     step_graphs_missing: int
     """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
+    linears: LinearsObject | None
+    """The linears' format and floor; null on a GPU, and before the engine's first start."""
 
 
 def engine_object(status: EngineStatus) -> EngineObject:
@@ -86,6 +104,17 @@ def engine_object(status: EngineStatus) -> EngineObject:
         starts=status.starts,
         problem=status.problem,
         step_graphs_missing=status.step_graphs_missing,
+        linears=None if status.linears is None else _linears_object(status.linears, status.weights_s),
+    )
+
+
+def _linears_object(facts: LinearFacts, weights_s: float) -> LinearsObject:
+    return LinearsObject(
+        format=facts.format,
+        gflops=facts.gflops,
+        memory_gb_per_s=None if facts.bandwidth is None else facts.bandwidth / 1e9,
+        floor_ms=None if facts.floor_s is None else 1e3 * facts.floor_s,
+        reading_ms=1e3 * weights_s or None,
     )
 
 

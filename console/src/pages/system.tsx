@@ -197,6 +197,7 @@ function Engine({ load, activity }: { load: EngineLoadObject; activity: Activity
           <Small name="Evicted" value={format.count(load.adapter_evictions)} />
           <Small name="Preempted" value={format.count(load.preemptions)} />
           <Small name="Late or refused" value={format.count(load.missed_deadlines + load.refused_over_capacity)} />
+          {engine.linears && <Linears linears={engine.linears} />}
         </SimpleGrid>
         <Fairness load={load} />
       </Stack>
@@ -214,6 +215,19 @@ function Small({ name, value }: { name: string; value: string }) {
         {value}
       </Text>
     </div>
+  );
+}
+
+/** The format of the linears on a CPU, and how near a step is to the time that memory needs for the weights. */
+function Linears({ linears }: { linears: NonNullable<EngineLoadObject["engine"]["linears"]> }) {
+  const { gflops, memory_gb_per_s: memory, floor_ms: floor, reading_ms: reading } = linears;
+  return (
+    <>
+      <Small name="Linears" value={gflops == null ? linears.format : `${linears.format}, ${format.count(Math.round(gflops))} GFLOP/s`} />
+      {memory != null && <Small name="Memory reads" value={`${memory.toFixed(1)} GB/s`} />}
+      {floor != null && <Small name="Floor of a step" value={`${floor.toFixed(1)} ms, ${format.count(Math.round(1000 / floor))} steps/s`} />}
+      {floor != null && reading != null && <Small name="Floor reached" value={`${format.share(floor / reading)} (${reading.toFixed(1)} ms)`} />}
+    </>
   );
 }
 

@@ -74,13 +74,13 @@ def _tuned_for_this_processor() -> str:
 def _fingerprint(command: Sequence[str], sources: Sequence[Path]) -> str:
     """Return a name that changes with everything that the compiled code depends on."""
     version = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout  # noqa: S603 - as found
-    digest = hashlib.sha256("\0".join(command).encode() + version + _processor())
+    digest = hashlib.sha256("\0".join(command).encode() + version + processor_facts())
     for source in sources:
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()[:24]
 
 
-def _processor() -> bytes:
+def processor_facts() -> bytes:
     """Return the processor's features: several kinds of machines may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_bytes().splitlines()

@@ -499,6 +499,19 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     routing: RoutingFacts = RoutingFacts()
 
 
+class LinearFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The base's linears on a CPU: their format, and the floor of a decode step."""
+
+    format: str
+    """Name of the format: panels, onednn or torch; codes if the weights are quantized."""
+    gflops: float | None = None
+    """10^9 operations per second of all linears for 256 rows, measured at start; None: not measured."""
+    bandwidth: float | None = None
+    """Bytes per second that the engine's threads read from memory, measured at start; None: not measured."""
+    floor_s: float | None = None
+    """Seconds to read the base's weights at that bandwidth: no decode step can be shorter. None: not measured."""
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of the loaded model.
 
@@ -522,6 +535,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that each running sequence holds for its recurrent states; 0 for a model without."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Recommendations of the checkpoint's `generation_config.json`."""
+    linears: LinearFacts | None = None
+    """The linears' format and floor; None on a GPU."""
 
     @property
     def context(self) -> int:

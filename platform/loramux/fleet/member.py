@@ -30,7 +30,7 @@ import msgspec
 from loramux.common.errors import LoramuxError
 from loramux.common.settings.file import Settings
 from loramux.engine.client import EngineClient, EngineDied
-from loramux.engine.messages import EngineStats, ModelFacts
+from loramux.engine.messages import EngineStats, LinearFacts, ModelFacts
 from loramux.fleet.view import EngineState, EngineView, view_of
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,10 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why the engine does not serve, or did not serve before its last start."""
     step_graphs_missing: int = 0
     """Recordings of steps that run without a CUDA graph; 0 on a CPU."""
+    linears: LinearFacts | None = None
+    """The linears' format and the floor of a step; None on a GPU, and before the engine's first start."""
+    weights_s: float = 0.0
+    """Seconds of a step in which the weights are read, by the measured steps; 0 before steps were measured."""
 
 
 class FleetEngine:
@@ -98,6 +102,7 @@ class FleetEngine:
         self.problem: str | None = None
         """Reason of the engine's last end."""
         self.client = launch(name, settings)
+        self._linears: LinearFacts | None = None
         self._view: EngineView | None = None
         self._viewed: EngineStats | None = None
         """Statistics from which the view was made."""
@@ -155,6 +160,8 @@ class FleetEngine:
             starts=self._num_starts,
             problem=self.problem,
             step_graphs_missing=self.stats.step_graphs_missing,
+            linears=self._linears,
+            weights_s=self.stats.routing.weights_s,
         )
 
     async def start(self, others: ModelFacts | None = None) -> ModelFacts:
@@ -171,7 +178,7 @@ class FleetEngine:
         if others is not None and (conflict := conflict_of(facts, others)) is not None:
             await self.refuse(conflict)
             raise EngineDied(conflict)
-        self._num_failed_starts = 0
+        self._num_failed_starts, self._linears = 0, facts.linears
         # The engine may have been withdrawn during the start. Its end, which comes soon, is then no failure.
         self.state = EngineState.READY if self._is_wanted.is_set() else EngineState.DRAINING
         return facts

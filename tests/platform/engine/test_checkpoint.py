@@ -21,7 +21,11 @@ from loramux.engine.execution import checkpoint, loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import SamplingDefaults, max_positions, read_config, sampling_defaults
 from loramux.engine.execution.loader import load_model
+from loramux_adapters.modules import LoraLinear
 from loramux_adapters.sharding import CannotShard
+from loramux_kernels import format_choice
+from loramux_kernels.native.loader import native_library
+from loramux_kernels.packed_linear import FORMATS, Plain
 
 Tensors = dict[str, torch.Tensor]
 
@@ -95,6 +99,33 @@ def test_weights_of_a_fine_tune_are_not_those_of_its_base(base: Path) -> None:
     )
     tuned = load_model(settings_of(base)).facts
     assert mine.weights == again.weights != tuned.weights
+
+
+@pytest.mark.parametrize(("wanted", "form"), [("auto", None), ("measure", None), ("torch", Plain)])
+def test_linear_format_of_the_settings_is_used_and_told(
+    base: Path, wanted: str, form: type | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+) -> None:
+    caplog.set_level(logging.INFO)
+    native_library()  # from the machine's cache
+    monkeypatch.setenv("LORAMUX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(format_choice, "BANDWIDTH_BYTES", 1 << 20)
+    loaded = load_model(settings_of(base, linear_format=wanted))
+    told, model = loaded.facts.linears, loaded.runner._forward.model
+    assert told is not None
+    groups = [module.group.linear for module in model.modules() if isinstance(module, LoraLinear)]
+    assert {type(one) for linear in groups for one in linear._formats} == {form or FORMATS[told.format]}
+    is_measured = wanted == "measure"
+    assert [number is not None for number in (told.gflops, told.bandwidth, told.floor_s)] == [is_measured] * 3
+    assert ("a decode step takes at least" in caplog.text) == is_measured
+    assert ("linears in the format" in caplog.text) == is_measured
+    if told.bandwidth is not None:
+        assert told.floor_s == pytest.approx(loaded.weight_bytes / told.bandwidth)
+
+
+def test_linear_format_that_the_machine_lacks_is_refused_with_those_it_has(base: Path) -> None:
+    refusal = refusal_of(base, linear_format="onednn")
+    assert refusal.startswith("engine.linear_format: onednn does not multiply torch.float32 here; this machine has ")
+    assert refusal.endswith("torch; name one of these, or auto.")
 
 
 def without(part: str) -> Callable[[Tensors], Tensors]:

@@ -38,10 +38,12 @@ from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
 from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
 from loramux_adapters.experts import expert_sites
-from loramux_adapters.modules import install
+from loramux_adapters.modules import install, linears_shapes
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import return_freed_memory, zeros_in_large_pages
+from loramux_kernels.format_choice import FormatChoice, FormatUnavailable, choose_for_base
+from loramux_kernels.packed_linear import Packing
 from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class AssembledModel:
     """Tokens in a page."""
     weight_bytes: int
     digest: str
+    choice: FormatChoice | None
+    """The format of the linears; None on a GPU."""
 
 
 def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
@@ -133,8 +137,10 @@ def assemble_share(
     digest = weights_digest(model, settings.model.quantization)
     if model.device.type == "cpu":
         _copy_out_of_files(model)
+    choice = _choose_format(model, sites, settings, is_quantized=is_quantized)
+    packing = Packing(settings.model.quantization, None if choice is None else choice.form)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
-    weights = install(model, base, bank, settings.model.quantization, shard, pack)
+    weights = install(model, base, bank, packing, shard, pack)
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     install_state_layers(model)
@@ -147,7 +153,7 @@ def assemble_share(
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest)
+    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice)
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
@@ -160,6 +166,20 @@ def _copy_out_of_files(model: PreTrainedModel) -> None:
     for parameter in model.parameters():
         if parameter.ndim == 1 or id(parameter) in kept:
             parameter.data = parameter.data.clone()
+
+
+def _choose_format(
+    model: PreTrainedModel, sites: Mapping[str, Site], settings: Settings, *, is_quantized: bool
+) -> FormatChoice | None:
+    """Return the format of the model's linears; None on a GPU. Raises UnsupportedModel."""
+    if model.device.type != "cpu":
+        return None
+    is_quantized = is_quantized or settings.model.quantization != "none"
+    wanted = settings.engine.linear_format
+    try:
+        return choose_for_base(linears_shapes(sites), model.dtype, wanted, is_quantized=is_quantized)
+    except FormatUnavailable as unavailable:
+        raise UnsupportedModel(f"engine.linear_format: {unavailable}; name one of these, or auto.") from unavailable
 
 
 def _sites(base: BaseDescription, shard: Shard | None) -> dict[str, Site]:

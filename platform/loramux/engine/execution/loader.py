@@ -43,7 +43,7 @@ from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
-from loramux.engine.messages import ModelFacts
+from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.sharding import Sharding
@@ -166,6 +166,7 @@ def _served(
         state_pages=states.num_pages,
         hidden_size=base.hidden_size,
         sampling_defaults=defaults or SamplingDefaults(),
+        linears=_linear_facts(share),
     )
     logger.info(
         "serving %s in %s on %s, linears in %s, KV in %s, %.2f GB of weights a step%s: %d pages of %d tokens",
@@ -179,6 +180,13 @@ def _served(
         share.num_pages,
         facts.block_size,
     )
+    if (linears := facts.linears) is not None and linears.bandwidth and linears.floor_s:
+        logger.info(
+            "memory reads %.1f GB/s: a decode step takes at least %.1f ms (%.0f steps a second) for the weights",
+            linears.bandwidth / 1e9,
+            1e3 * linears.floor_s,
+            1.0 / linears.floor_s,
+        )
     if states.layers:
         logger.info(
             "%d layers keep states: each running sequence holds %d pages for them; prompts are not "
@@ -187,6 +195,14 @@ def _served(
             states.num_pages,
         )
     return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, sharding, team)
+
+
+def _linear_facts(share: AssembledModel) -> LinearFacts | None:
+    """Describe the linears of a model on a CPU; None on a GPU."""
+    if (choice := share.choice) is None:
+        return None
+    floor_s = None if choice.bandwidth is None else share.weight_bytes / choice.bandwidth
+    return LinearFacts(format=choice.name or "codes", gflops=choice.gflops, bandwidth=choice.bandwidth, floor_s=floor_s)
 
 
 def _runner(
