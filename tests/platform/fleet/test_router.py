@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_views import ask, changed, engines, route
@@ -200,6 +201,23 @@ def test_prefix_of_one_tenant_says_nothing_of_another() -> None:
     assert not set(ours) & set(prefix_digests(b"another key", "t", tokens, 16))
     assert prefix_digests(b"key", "t", tokens[:100] + [7] * 100, 16)[:5] == ours[:5]
     assert prefix_digests(b"key", "t", tokens[:15], 16) == ()
+
+
+@pytest.mark.parametrize("digest", [None, "a"])
+def test_routing_of_a_tenant_does_not_depend_on_what_another_tenant_has_asked(digest: str | None) -> None:
+    """Tenant u guesses the prompt of tenant t, which engines have reported and this server has sent."""
+    guess, choices = list(range(4000)), []
+    for asked in (guess, list(range(4000, 8000))):
+        router, views = Router(), engines(8, resident={"a": 4})
+        views = changed(views, "e3", prefixes=reported(prompt_of(0, KvIdentity("t", digest, ""), asked)))
+        for number in range(12):
+            route(router, prompt_of(number, KvIdentity("t", "a", ""), asked), views)
+        for number in range(12, 24):
+            probe = prompt_of(number, KvIdentity("u", digest, ""), guess)
+            fleet = router._estimate(views)
+            seconds = [router._predict(probe, load, fleet) for load in fleet.loads.values()]
+            choices.append((route(router, probe, views), seconds))
+    assert choices[:12] == choices[12:]
 
 
 def test_prefix_that_another_server_sent_is_found_by_the_engines_report() -> None:
