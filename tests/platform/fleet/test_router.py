@@ -229,6 +229,18 @@ def test_prefix_that_another_server_sent_is_found_by_the_engines_report() -> Non
     assert predict(Router(), stranger, holding[0]) == predict(Router(), stranger, empty[0])
 
 
+def test_prefix_that_another_server_has_elsewhere_is_used_and_not_computed_twice() -> None:
+    """Both servers have sent the prompt before a report, to engines of their choice."""
+    identity, tokens, router = KvIdentity("t", None, ""), list(range(4000)), Router()
+    mine = route(router, prompt_of(1, identity, tokens), engines(8))
+    router.ended("r1", 5.0)
+    theirs = next(view.engine for view in engines(8) if view.engine != mine)
+    request = prompt_of(2, identity, [*tokens, 7])
+    views = changed(engines(8, at=20.0), theirs, prefixes=reported(prompt_of(1, identity, tokens)))
+    assert router.choose(request, views, 20.0) == theirs
+    assert router.choose(request, changed(views, theirs, queue_tokens=9000), 20.0) == mine
+
+
 def test_evicted_prefix_attracts_nothing() -> None:
     """A beginning that was sent counts until the engine has had time to report it."""
     identity = KvIdentity("t", None, "")
@@ -251,6 +263,19 @@ def test_base_kv_of_an_activated_lora_counts_for_all_its_adapters() -> None:
         engines(1, prefixes=reported(base), resident={"a": 4}, activated=frozenset(names))[0] for names in ("", "a")
     )
     assert predict(Router(), adapter, activated) < 0.4 * predict(Router(), adapter, plain)
+
+
+def test_activated_lora_goes_to_the_engine_that_has_the_base_kv_of_its_context() -> None:
+    """Its own home holds the adapter and has not cached the context, which costs more than the adapter's load."""
+    base, own = (prompt_of(1, KvIdentity("t", digest, ""), list(range(4000))) for digest in (None, "a"))
+    adapter, router = msgspec.structs.replace(own, base_identity=base.identity), Router()
+    home = route(router, ask(0, "a", 50), engines(8))
+    views = changed(engines(8, at=9.0), home, resident={"a": 4}, activated=frozenset({"a"}))
+    context = next(view.engine for view in views if view.engine != home)
+    views = changed(views, context, prefixes=reported(base))
+    assert router.choose(adapter, views, 9.0) == context
+    plain = changed(views, home, resident={"a": 4}, activated=frozenset())
+    assert router.choose(adapter, plain, 9.0) == home, "only an activated LoRA reads KV of the base"
 
 
 def test_lost_engine_is_forgotten_with_its_requests() -> None:

@@ -60,6 +60,21 @@ def test_adapters_are_loaded_a_third_as_often_as_by_random_routing(size: str) ->
     assert routed.report().ttft_ms.p99 <= balanced.report().ttft_ms.p99
 
 
+@pytest.mark.slow
+def test_moves_of_adapters_do_not_delay_first_tokens() -> None:
+    """Moved adapters are loaded at their new engines; requests wait for a load only if the other engine is later."""
+    routed, by_hash = (simulate("fleet-ranks", f"routing={kind}").report() for kind in ("router", "residency"))
+    assert routed.moves > 10
+    assert routed.ttft_ms.p99 <= 1.2 * by_hash.ttft_ms.p99
+
+
+@pytest.mark.slow
+def test_shared_prompts_are_computed_at_most_six_tenths_as_often_as_by_the_router_without_reports() -> None:
+    routed, by_hash = (simulate("fleet-prefix", f"routing={kind}").report() for kind in ("router", "residency"))
+    assert routed.prompt_tokens_computed <= 0.6 * by_hash.prompt_tokens_computed
+    assert routed.ttft_ms.p99 <= by_hash.ttft_ms.p99
+
+
 def test_hot_adapter_spreads_within_ten_seconds_and_is_back_within_a_minute() -> None:
     """It takes 80% of the traffic from 20 s to 50 s."""
     simulation = simulate("fleet-hot")
