@@ -285,7 +285,7 @@ class EngineLoad:
         self.queue_tokens = max(0, self.view.queue_tokens - tokens_then) + self.traffic.tokens
 
     def send(self, sent: SentRequest, now: float, base_prefix: Iterable[int]) -> None:
-        """Count a request of this server. Its prompt's beginnings will be cached, those of `base_prefix` as the base's."""
+        """Count a request of this server. Its beginnings will be cached, those in `base_prefix` as the base's."""
         self.traffic.add(sent, now)
         self.requests += 1
         self.queue_tokens += sent.tokens
