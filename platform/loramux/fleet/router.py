@@ -5,7 +5,9 @@
 2. **Bounded load** (Mirrokni, Thorup, Zadimoghaddam, SODA 2018): an engine with more than `balance` times the mean of
    requests gets no request. So an adapter whose homes are busy with other traffic uses the next engines of its order.
 3. **Choice.** The request's id draws two homes. This is Mitzenmacher's two choices, and prevents that all servers with
-   old views choose the same engine. The request goes to the home with the earlier predicted first token: queue, load of
+   old views choose the same engine. The engine that has cached most of the prompt is compared with them: servers differ
+   in a key's homes, and a home that a key was moved to has cached nothing yet. If no candidate has the adapter, engines
+   that have it are compared too. The request goes to the engine with the earliest predicted first token: queue, load of
    the adapter if it is not in the pool, prefill of the tokens that this engine has not cached. If another engine would
    be `patience` times earlier, the request goes there.
 4. **Class batch** goes to the home with the least predicted work, or for the base to the engine with the least of all.
@@ -43,7 +45,7 @@ class Router:
         """The request of the last choice, and its homes."""
         self._seen: Sequence[EngineView] | None = None
         """Views from which `_fleet` was made; None: it must be made anew. Empty views are views too."""
-        self._fleet = FleetEstimate({}, (), (), {}, 0, 0, 0.0, 0.0)
+        self._fleet = FleetEstimate({}, (), (), frozenset(), {}, 0, 0, 0.0, 0.0)
 
     @property
     def num_moves(self) -> int:
@@ -82,7 +84,7 @@ class Router:
         """Note that `request` was sent to `engine`."""
         loads = self._fleet.loads
         load = self._engines.get(engine)
-        cached = self._cached(request, load) if load is not None else 0
+        cached = self._cached(request, load, self._fleet) if load is not None else 0
         sent = SentRequest(engine, key_of(request), request, request.prompt_tokens - cached)
         self._open[request.id] = sent
         known, homes = self._homes_of
@@ -90,7 +92,7 @@ class Router:
             homes = self._homes(request, self._fleet, now) if loads else []
         self.placement.note_sent(sent, homes, loads, now)
         if load is not None:
-            load.send(sent, now)
+            load.send(sent, now, request.base_prefix(self._fleet.activated))
             self._fleet.requests += engine in loads
         self.placement.rebalance(loads, now)
 
@@ -147,6 +149,7 @@ class Router:
             loads=loads,
             names=tuple(loads),
             resident=[(engine, load.view.resident) for engine, load in loads.items()],
+            activated=frozenset().union(*[load.view.activated for load in loads.values()]),
             pinned=pinned,
             requests=sum(load.requests for load in loads.values()),
             rows=sum(load.view.max_running for load in loads.values()),
@@ -172,16 +175,26 @@ class Router:
         return self.placement.copies(key, home_load, others, count, now)
 
     def _candidates(self, request: RoutingRequest, homes: Sequence[str], fleet: FleetEstimate) -> Iterable[str]:
-        """Return two homes, the home that has cached most of the prompt, and engines that hold the adapter by a pin."""
-        digest = request.identity.digest
+        """Return two homes, the engine that has cached most of the prompt, and engines that hold the adapter: by a pin,
+        or if no candidate has it.
+        """
+        digest, loads = request.identity.digest, fleet.loads
         near = list(fleet.pinned.get(digest, ())) if digest else []
-        if len(homes) < 3:
-            return dict.fromkeys([*near, *homes])
         if request.prefix:
-            near.append(max(homes, key=lambda engine: self._cached(request, fleet.loads[engine])))
-        drawn = draw(request.id)
-        first, second = drawn % len(homes), drawn // len(homes) % (len(homes) - 1)
-        return dict.fromkeys([*near, homes[first], homes[second + (second >= first)]])
+            # An adapter's own KV is only where the adapter is or was, which are its homes.
+            is_of_base = digest is None or digest in fleet.activated
+            having = _caching(request, fleet) if is_of_base else homes if len(homes) > 2 else ()
+            if having:
+                near.append(max(having, key=lambda engine: self._cached(request, loads[engine], fleet)))
+        drawn = homes
+        if len(homes) > 2:
+            number = draw(request.id)
+            first, second = number % len(homes), number // len(homes) % (len(homes) - 1)
+            drawn = [homes[first], homes[second + (second >= first)]]
+        candidates = dict.fromkeys([*near, *drawn])
+        if digest is not None and not any(digest in loads[engine].view.resident for engine in candidates):
+            candidates.update(dict.fromkeys(engine for engine, resident in fleet.resident if digest in resident))
+        return candidates
 
     def _calmest(self, request: RoutingRequest, homes: Sequence[str], loads: Mapping[str, EngineLoad]) -> str:
         """Return the engine for class batch: the home with the least work, or for the base an engine with far less."""
@@ -210,17 +223,17 @@ class Router:
         view, digest = load.view, request.identity.digest
         rate = view.prefill_tokens_per_s or fleet.tokens_per_s
         wait = load.wait_s(request.identity.tenant, rate)
-        prefill = (request.prompt_tokens - self._cached(request, load)) / rate
+        prefill = (request.prompt_tokens - self._cached(request, load, fleet)) / rate
         if digest is None or digest in view.resident or digest in load.traffic.loading:
             return wait + prefill
         return max(wait, (view.load_s or fleet.load_s) * (1.0 + load.loads_ahead())) + prefill
 
-    def _cached(self, request: RoutingRequest, load: EngineLoad) -> int:
+    def _cached(self, request: RoutingRequest, load: EngineLoad, fleet: FleetEstimate) -> int:
         """Return the tokens of the longest beginning of the prompt that the engine has cached, or will have when it
         has begun the requests that were sent since its last report.
         """
         cached = load.cached_tokens(request, request.prefix)
-        shared = request.base_prefix(load.view)
+        shared = request.base_prefix(fleet.activated)
         return max(cached, load.cached_tokens(request, shared)) if shared else cached
 
 
@@ -228,13 +241,25 @@ def _holders(request: RoutingRequest, fleet: FleetEstimate) -> list[str]:
     """Return the engines that have the request's adapter, or for the base the beginning that makes its key."""
     if (digest := request.identity.digest) is not None:
         return [engine for engine, resident in fleet.resident if digest in resident]
-    beginning = key_beginning(request)
-    return [engine for engine, load in fleet.loads.items() if load.has_cached(beginning)]
+    return _caching(request, fleet)
+
+
+def _caching(request: RoutingRequest, fleet: FleetEstimate) -> list[str]:
+    """Return the engines that have cached the beginning of the prompt that is in the base's keys, computed by the
+    request's own model or, for an activated LoRA, by the base.
+    """
+    place = _key_place(request.prefix)
+    wanted = {prefix[place] for prefix in (request.prefix, request.base_prefix(fleet.activated)) if prefix}
+    return [engine for engine, load in fleet.loads.items() if any(map(load.has_cached, wanted))]
+
+
+def _key_place(prefix: Sequence[int]) -> int:
+    return min(KEY_DEPTH, len(prefix) - 1)
 
 
 def key_beginning(request: RoutingRequest) -> int:
     """Return the digest of the beginning by which prompts of the base belong together; 0: the prompt is shorter."""
-    return request.prefix[min(KEY_DEPTH, len(request.prefix) - 1)] if request.prefix else 0
+    return request.prefix[_key_place(request.prefix)] if request.prefix else 0
 
 
 def key_of(request: RoutingRequest) -> str:
@@ -253,6 +278,8 @@ class FleetEstimate:
     names: tuple[str, ...]
     resident: Sequence[tuple[str, Mapping[str, int]]]
     """Engines, and the revisions in their pools."""
+    activated: frozenset[str]
+    """Digests of the activated LoRAs that are in any pool."""
     pinned: Mapping[str, list[str]]
     """Engines that hold a revision by a pin."""
     requests: int

@@ -12,7 +12,7 @@ import enum
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -166,9 +166,11 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tokens of the beginning at `place`. An engine computes at least one token of a prompt."""
         return min(DEPTHS[place] * self.block_size, self.prompt_tokens - 1)
 
-    def base_prefix(self, view: EngineView) -> list[int]:
-        """Return the digests under the base's identity if the engine shares the prompt's KV with the base."""
-        if self.base_identity is None or self.identity.digest not in view.activated:
+    def base_prefix(self, activated: Container[str | None]) -> list[int]:
+        """Return the digests under the base's identity if the adapter is among the `activated` LoRAs, whose prompts
+        begin with KV of the base.
+        """
+        if self.base_identity is None or self.identity.digest not in activated:
             return []
         shift = identity_mask(self.identity) ^ identity_mask(self.base_identity)
         return [digest ^ shift for digest in self.prefix]
@@ -282,12 +284,12 @@ class EngineLoad:
         self.requests = max(0, self.view.requests - requests_then) + self.traffic.requests
         self.queue_tokens = max(0, self.view.queue_tokens - tokens_then) + self.traffic.tokens
 
-    def send(self, sent: SentRequest, now: float) -> None:
-        """Count a request of this server. Its prompt's beginnings will be cached."""
+    def send(self, sent: SentRequest, now: float, base_prefix: Iterable[int]) -> None:
+        """Count a request of this server. Its beginnings will be cached, those in `base_prefix` as the base's."""
         self.traffic.add(sent, now)
         self.requests += 1
         self.queue_tokens += sent.tokens
-        for digest in (*sent.request.prefix, *sent.request.base_prefix(self.view)):
+        for digest in (*sent.request.prefix, *base_prefix):
             self.beginnings[digest] = now
 
     def start(self, sent: SentRequest, now: float) -> None:

@@ -88,7 +88,7 @@ class ResidencyRouter(Router):
     def _candidates(self, request: RoutingRequest, homes: Sequence[str], fleet: FleetEstimate) -> Iterable[str]:
         digest = request.identity.digest
         pool = homes if digest else list(fleet.loads)
-        cached = {engine: self._cached(request, fleet.loads[engine]) for engine in pool}
+        cached = {engine: self._cached(request, fleet.loads[engine], fleet) for engine in pool}
         near = [engine for engine in pool if cached[engine] and cached[engine] == max(cached.values())]
         near += fleet.pinned.get(digest, ()) if digest else ()
         drawn, others = draw(request.id), list(fleet.loads) if digest is None and len(homes) == 1 else homes
@@ -96,9 +96,9 @@ class ResidencyRouter(Router):
         two = dict.fromkeys([others[first], others[(second + (second >= first)) % len(others)]])
         return dict.fromkeys([*near, *homes, *two] if len(homes) < 3 else [*near, *two])
 
-    def _cached(self, request: RoutingRequest, load: EngineLoad) -> int:
+    def _cached(self, request: RoutingRequest, load: EngineLoad, fleet: FleetEstimate) -> int:
         known = request.prefix
-        if known and (known[0] in load.view.prefixes or super()._cached(request, load)):
+        if known and (known[0] in load.view.prefixes or super()._cached(request, load, fleet)):
             for place in range(len(known) - 1, -1, -1):
                 if (load.view.engine, known[place]) in self._sent_to:
                     return request.tokens_at(place)

@@ -35,8 +35,14 @@ def reason_of(found: Plan) -> PlanReason:
     """Return the reason for the plan's number of GPUs.
 
     The reason is the closest candidate with fewer GPUs, which misses a goal. If there is none, it is the goal that the
-    plan itself comes closest to.
+    plan itself comes closest to. A step of a prompt that no number of GPUs makes short enough comes first.
     """
+    reason = _reason_of_gpus(found)
+    step = _prompt_step_text(found)
+    return msgspec.structs.replace(reason, text=f"{step} {reason.text}") if step else reason
+
+
+def _reason_of_gpus(found: Plan) -> PlanReason:
     best, goals = found.recommended, found.goals
     fewer = [trial for trial in found.tried if trial.settings.gpus < best.settings.gpus]
     if found.goals_met and fewer:
@@ -48,6 +54,21 @@ def reason_of(found: Plan) -> PlanReason:
         return PlanReason(bound_by=_bound_by(shown, goals), text=f"With {_gpus(most)} {_figures(shown, goals)}")
     start = "These settings" if found.goals_met else "No candidate keeps both goals. The closest one"
     return PlanReason(bound_by=_bound_by(best, goals), text=f"{start}: {_figures(best, goals)}")
+
+
+def _prompt_step_text(found: Plan) -> str | None:
+    """Return the sentence on a step that misses the goal between two tokens alone, and what helps; None without one."""
+    step, chunk = found.prompt_step, found.recommended.settings.max_mixed_prefill_tokens
+    if step is None:
+        return None
+    if chunk is not None:
+        way_out = f"max_mixed_prefill_tokens is {chunk} in this plan"
+    else:
+        way_out = "only a faster GPU, fewer bits a weight (--quantization) or ranks (--tensor-parallel-size) help"
+    return (
+        f"One step with {step.tokens} prompt tokens takes {step.ms:,.0f} ms, and the goal between two tokens is "
+        f"{found.goals.itl_ms:,g} ms. More GPUs do not help, because the {RESOURCES[step.bound_by]} binds: {way_out}."
+    )
 
 
 def _bound_by(trial: Trial, goals: Goals) -> Goal:
@@ -78,6 +99,7 @@ def settings_of(found: Plan, kv_cache_dtype: str = "auto", quantization: str = "
             *(["[model]", f'quantization = "{quantization}"', ""] if quantization != "none" else []),
             "[engine]",
             f"max_num_batched_tokens = {best.max_num_batched_tokens}",
+            *([f"max_mixed_prefill_tokens = {chunk}"] if (chunk := best.max_mixed_prefill_tokens) else []),
             f"max_num_seqs = {best.max_num_seqs}",
             f"block_size = {best.block_size}",
             *([f'kv_cache_dtype = "{kv_cache_dtype}"'] if kv_cache_dtype != "auto" else []),

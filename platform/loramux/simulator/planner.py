@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from loramux.engine.messages import ServiceClass
 from loramux.engine.scheduling.policy import Policy, default_mixed_prefill_tokens
-from loramux.simulator.hardware import Device, Model
+from loramux.simulator.hardware import Device, Model, StepTime, StepWork
 from loramux.simulator.report import Resource, SimulationReport
 from loramux.simulator.scenario import Batching, Scenario, ScenarioError
 from loramux.simulator.simulation import Simulation
@@ -19,6 +20,12 @@ from loramux.simulator.traffic import Arrivals
 MOST_GPUS = 256
 ADAPTER_RANK = 16
 """Rank of the adapters that a plan's memory counts."""
+LEAST_CHUNK = 16
+"""Fewest prompt tokens of a step that a plan recommends."""
+CHUNK_SHARE = 0.75
+"""Share of the goal between two tokens that a step with a chunk of a prompt may take; the rest is for decoding rows."""
+MOST_LONG_INTERVALS = 0.01
+"""Share of the times between two tokens that may miss the goal, because the goal is a P99."""
 
 
 class Goals(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +43,8 @@ class PlannedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that a trial simulates."""
 
     max_num_batched_tokens: int = 2048
+    max_mixed_prefill_tokens: int | None = None
+    """Maximum number of prompt tokens in a step in which sequences decode; None: the engine's default."""
     max_num_seqs: int = 128
     block_size: int = 16
     class_shares: tuple[float, float, float] = (8.0, 3.0, 1.0)
@@ -80,6 +89,17 @@ class Alternative(msgspec.Struct, frozen=True, kw_only=True):
     """Factor by which the worse goal is missed; at most 1 if both goals are met, so that it is the better choice."""
 
 
+class PromptStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step with a chunk of a prompt and one decoding sequence, which misses the goal between two tokens.
+
+    No number of GPUs makes this step shorter.
+    """
+
+    tokens: int
+    ms: float
+    bound_by: Resource
+
+
 class RankMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Memory of one rank of an engine; of the whole engine if it has one rank."""
 
@@ -106,6 +126,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of all GPUs."""
     alternatives: list[Alternative] = []
     """One GPU less, and other GPUs for less money, the most expensive first."""
+    prompt_step: PromptStep | None = None
+    """Step of a prompt that misses the goal between two tokens on any number of GPUs. It has the engine's default chunk
+    if the recommendation has a smaller one, and otherwise the smallest chunk.
+    """
     static: list[Trial] = []
     """Static batching, if it was asked for: with as many GPUs, and with the fewest that keep the goals."""
 
@@ -144,7 +168,12 @@ class Planner:
         classes = {source.service_class for source in arrivals.sources}
         self._choices = {knob: c for knob, c in _CHOICES.items() if knob != "class_shares" or len(classes) > 1}
         least = model.least_block_size
-        self._first = PlannedSettings(block_size=max(PlannedSettings().block_size, 1 << (least - 1).bit_length()))
+        self._step_time = StepTime(device, model)
+        self._prompt_step, chunk = self._fitting_chunk()
+        self._first = PlannedSettings(
+            block_size=max(PlannedSettings().block_size, 1 << (least - 1).bit_length()),
+            max_mixed_prefill_tokens=chunk,
+        )
         self._choices["block_size"] = tuple(
             size for size in _CHOICES["block_size"] if size >= least and size != self._first.block_size
         )
@@ -185,6 +214,7 @@ class Planner:
             tried=tried,
             dollars_per_hour=best.settings.gpus * self._device.dollars_per_hour,
             alternatives=alternatives,
+            prompt_step=self._prompt_step,
             static=self._static(best, on_trial) if with_static else [],
         )
 
@@ -203,7 +233,9 @@ class Planner:
                 continue
             planner = Planner(device, self._model, self._arrivals, self._goals)
             try:
-                trial = planner._try(msgspec.structs.replace(best.settings, gpus=gpus), on_trial)
+                chunk = planner._first.max_mixed_prefill_tokens
+                settings = msgspec.structs.replace(best.settings, gpus=gpus, max_mixed_prefill_tokens=chunk)
+                trial = planner._try(settings, on_trial)
             except ScenarioError:  # the model does not fit
                 continue
             found.append(planner._alternative(name, trial, device))
@@ -242,7 +274,7 @@ class Planner:
     def _fewest_gpus(self, first: PlannedSettings, on_trial: Callable[[Trial], None]) -> Trial:
         """Find the fewest GPUs with `first`: double until goals are met or more do not help, then bisect."""
         trial, short = self._try(first, on_trial), 0
-        while trial.excess(self._goals) > 1:
+        while not self._is_enough(trial):
             short, gpus = trial.settings.gpus, trial.settings.gpus * 2
             if gpus > min(MOST_GPUS, len(self._arrivals)):
                 return trial
@@ -250,11 +282,54 @@ class Planner:
         while trial.settings.gpus - short > 1:
             gpus = (trial.settings.gpus + short) // 2
             middle = self._try(msgspec.structs.replace(first, gpus=gpus), on_trial)
-            if middle.excess(self._goals) > 1:
+            if not self._is_enough(middle):
                 short = middle.settings.gpus
             else:
                 trial = middle
         return trial
+
+    def _is_enough(self, trial: Trial) -> bool:
+        """Return whether the goals are kept, or only the one is missed that more GPUs do not change."""
+        is_hopeless = self._prompt_step is not None and self._first.max_mixed_prefill_tokens is None
+        return trial.excess(self._goals) <= 1 or (is_hopeless and trial.ttft_ms_p99 <= self._goals.ttft_ms)
+
+    def _fitting_chunk(self) -> tuple[PromptStep | None, int | None]:
+        """Return the step of a prompt that misses the goal between two tokens, and the chunk that keeps it.
+
+        Both are None if the engine's default keeps the goal, or if too few steps miss it to move the P99. If no chunk
+        keeps the goal, the step is that of the smallest chunk.
+        """
+        most = min(self._mixed_prefill_tokens(None), int(self._arrivals.prompt_tokens.max()))
+        if not self._are_intervals_long(most):
+            return None, None
+        chunks = range(LEAST_CHUNK, most, LEAST_CHUNK)
+        for share in (CHUNK_SHARE, 1.0):
+            if fitting := [chunk for chunk in chunks if self._is_short(chunk, share)]:
+                return self._step_of(most), fitting[-1]
+        return self._step_of(min(most, LEAST_CHUNK)), None
+
+    def _are_intervals_long(self, most: int) -> bool:
+        """Return whether steps with chunks of `most` prompt tokens move the P99 between two tokens above the goal, even
+        if only two sequences run at a time.
+        """
+        limit = max((n for n in range(most + 1) if self._is_short(n)), default=-1)
+        prompts = self._arrivals.prompt_tokens
+        steps = prompts // most * (most > limit) + (prompts % most > max(0, limit))
+        return bool(2 * np.sum(steps) > MOST_LONG_INTERVALS * np.sum(self._arrivals.output_tokens))
+
+    def _is_short(self, tokens: int, share: float = 1.0) -> bool:
+        return self._step_of(tokens).ms <= share * self._goals.itl_ms
+
+    def _step_of(self, tokens: int) -> PromptStep:
+        """Return the step of a chunk of a prompt's `tokens` tokens and of one sequence that decodes."""
+        work = StepWork(tokens + 1, tokens + 1, tokens * (tokens + 1) // 2 + 1, 0, 0, 1)
+        is_read = self._step_time.read_seconds(work) >= self._step_time.compute_seconds(work)
+        ms = 1000 * self._step_time.seconds(work)
+        return PromptStep(tokens=tokens, ms=ms, bound_by="bandwidth" if is_read else "arithmetic")
+
+    def _mixed_prefill_tokens(self, chosen: int | None) -> int:
+        """Return the chunk of an engine with the planned settings; only a CPU is shared by ranks."""
+        return chosen or default_mixed_prefill_tokens(on_cpu=self._device.is_shared_by_ranks)
 
     def _tuned(self, start: Trial, on_trial: Callable[[Trial], None]) -> Trial:
         best = start
@@ -289,8 +364,7 @@ class Planner:
             block_size=settings.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
-            # The default of an engine with the planned settings; only a CPU is shared by ranks.
-            max_mixed_prefill_tokens=default_mixed_prefill_tokens(on_cpu=self._device.is_shared_by_ranks),
+            max_mixed_prefill_tokens=self._mixed_prefill_tokens(settings.max_mixed_prefill_tokens),
             policy=Policy(class_shares=dict(zip(ServiceClass, settings.class_shares, strict=True))),
             clients=(),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 from routing_views import ask, changed, engines, route
 
 from loramux.fleet.placement import RoutingPolicy, engine_order
@@ -94,6 +95,20 @@ def test_move_changes_new_requests_only() -> None:
     key = next(key for key, demand in router.placement._demand.items() if demand.moved_at == 61.0)
     assert router.choose(ask(1001, key, 1), views, 61.1) in router.placement._demand[key].homes
     assert {request_id: router._open[request_id].engine for request_id in before} == before
+
+
+def test_moved_adapter_is_loaded_only_when_the_engine_that_has_it_would_answer_later() -> None:
+    router = Router()
+    views = loaded(router, 60)
+    route(router, ask(1000, "a0", 1), views, 61.0)
+    key = next(key for key, demand in router.placement._demand.items() if demand.moved_at == 61.0)
+    for number in range(60):
+        router.ended(f"r{number}", 61.0)
+    holding = changed([msgspec.structs.replace(view, resident={}) for view in views], "e0", resident={key: 50})
+    assert router.placement._demand[key].homes != ["e0"]
+    assert router.choose(ask(1001, key, 1), holding, 61.1) == "e0"
+    queued = changed(holding, "e0", queue_tokens=5000)
+    assert router.choose(ask(1002, key, 1), queued, 61.2) in router.placement._demand[key].homes
 
 
 def test_no_move_while_steps_are_alike() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from routing_views import ask, changed, engines, route
@@ -202,6 +203,23 @@ def test_prefix_of_one_tenant_says_nothing_of_another() -> None:
     assert prefix_digests(b"key", "t", tokens[:15], 16) == ()
 
 
+@pytest.mark.parametrize("digest", [None, "a"])
+def test_routing_of_a_tenant_does_not_depend_on_what_another_tenant_has_asked(digest: str | None) -> None:
+    """Tenant u guesses the prompt of tenant t, which engines have reported and this server has sent."""
+    guess, choices = list(range(4000)), []
+    for asked in (guess, list(range(4000, 8000))):
+        router, views = Router(), engines(8, resident={"a": 4})
+        views = changed(views, "e3", prefixes=reported(prompt_of(0, KvIdentity("t", digest, ""), asked)))
+        for number in range(12):
+            route(router, prompt_of(number, KvIdentity("t", "a", ""), asked), views)
+        for number in range(12, 24):
+            probe = prompt_of(number, KvIdentity("u", digest, ""), guess)
+            fleet = router._estimate(views)
+            seconds = [router._predict(probe, load, fleet) for load in fleet.loads.values()]
+            choices.append((route(router, probe, views), seconds))
+    assert choices[:12] == choices[12:]
+
+
 def test_prefix_that_another_server_sent_is_found_by_the_engines_report() -> None:
     identity, tokens = KvIdentity("t", "a", ""), list(range(4000))
     request = prompt_of(1, identity, tokens)
@@ -209,6 +227,18 @@ def test_prefix_that_another_server_sent_is_found_by_the_engines_report() -> Non
     assert predict(Router(), request, holding[0]) < 0.4 * predict(Router(), request, empty[0])
     stranger = prompt_of(1, KvIdentity("u", "a", ""), tokens)
     assert predict(Router(), stranger, holding[0]) == predict(Router(), stranger, empty[0])
+
+
+def test_prefix_that_another_server_has_elsewhere_is_used_and_not_computed_twice() -> None:
+    """Both servers have sent the prompt before a report, to engines of their choice."""
+    identity, tokens, router = KvIdentity("t", None, ""), list(range(4000)), Router()
+    mine = route(router, prompt_of(1, identity, tokens), engines(8))
+    router.ended("r1", 5.0)
+    theirs = next(view.engine for view in engines(8) if view.engine != mine)
+    request = prompt_of(2, identity, [*tokens, 7])
+    views = changed(engines(8, at=20.0), theirs, prefixes=reported(prompt_of(1, identity, tokens)))
+    assert router.choose(request, views, 20.0) == theirs
+    assert router.choose(request, changed(views, theirs, queue_tokens=9000), 20.0) == mine
 
 
 def test_evicted_prefix_attracts_nothing() -> None:
@@ -233,6 +263,19 @@ def test_base_kv_of_an_activated_lora_counts_for_all_its_adapters() -> None:
         engines(1, prefixes=reported(base), resident={"a": 4}, activated=frozenset(names))[0] for names in ("", "a")
     )
     assert predict(Router(), adapter, activated) < 0.4 * predict(Router(), adapter, plain)
+
+
+def test_activated_lora_goes_to_the_engine_that_has_the_base_kv_of_its_context() -> None:
+    """Its own home holds the adapter and has not cached the context, which costs more than the adapter's load."""
+    base, own = (prompt_of(1, KvIdentity("t", digest, ""), list(range(4000))) for digest in (None, "a"))
+    adapter, router = msgspec.structs.replace(own, base_identity=base.identity), Router()
+    home = route(router, ask(0, "a", 50), engines(8))
+    views = changed(engines(8, at=9.0), home, resident={"a": 4}, activated=frozenset({"a"}))
+    context = next(view.engine for view in views if view.engine != home)
+    views = changed(views, context, prefixes=reported(base))
+    assert router.choose(adapter, views, 9.0) == context
+    plain = changed(views, home, resident={"a": 4}, activated=frozenset())
+    assert router.choose(adapter, plain, 9.0) == home, "only an activated LoRA reads KV of the base"
 
 
 def test_lost_engine_is_forgotten_with_its_requests() -> None:

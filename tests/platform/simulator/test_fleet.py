@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 import pytest
 
+from loramux.engine.messages import AdapterRef, Request, ServiceClass
 from loramux.simulator.scenario import ScenarioError, load_scenario, make_scenario
 from loramux.simulator.simulation import Simulation
+from loramux.simulator.traffic import Arrivals, TrafficSource
 
 small = pytest.param("small", id="small")
 full = pytest.param("full", id="full", marks=pytest.mark.slow)
@@ -54,6 +58,21 @@ def test_adapters_are_loaded_a_third_as_often_as_by_random_routing(size: str) ->
     assert routed.num_loads <= (0.65 if size == "small" else 1 / 3) * at_random.num_loads
     assert routed.num_loads <= 1.35 * distinct, "hardly any adapter is on two engines"
     assert routed.report().ttft_ms.p99 <= balanced.report().ttft_ms.p99
+
+
+@pytest.mark.slow
+def test_moves_of_adapters_do_not_delay_first_tokens() -> None:
+    """Moved adapters are loaded at their new engines; requests wait for a load only if the other engine is later."""
+    routed, by_hash = (simulate("fleet-ranks", f"routing={kind}").report() for kind in ("router", "residency"))
+    assert routed.moves > 10
+    assert routed.ttft_ms.p99 <= 1.2 * by_hash.ttft_ms.p99
+
+
+@pytest.mark.slow
+def test_shared_prompts_are_computed_at_most_six_tenths_as_often_as_by_the_router_without_reports() -> None:
+    routed, by_hash = (simulate("fleet-prefix", f"routing={kind}").report() for kind in ("router", "residency"))
+    assert routed.prompt_tokens_computed <= 0.6 * by_hash.prompt_tokens_computed
+    assert routed.ttft_ms.p99 <= by_hash.ttft_ms.p99
 
 
 def test_hot_adapter_spreads_within_ten_seconds_and_is_back_within_a_minute() -> None:
@@ -112,6 +131,39 @@ def test_all_engines_but_one_may_be_lost() -> None:
     simulation = simulate("fleet-loss", "duration_s=5", "clients.0.rate=40", f"losses={losses}")
     assert simulation.report().accepted == len(simulation.arrivals)
     assert set(simulation.sent_to) == set(range(8))
+
+
+@dataclass(frozen=True)
+class GuessedPrompts(Arrivals):
+    """A victim's requests with prompts of its own, then an attacker's with a guess; all else is equal."""
+
+    victims_token: int = 7
+
+    def requests(self) -> Iterator[tuple[float, TrafficSource, int, Request]]:
+        """Yield the requests."""
+        for at, source, output, request in super().requests():
+            token = self.victims_token if source.tenant == "victim" else 7
+            yield at, source, output, msgspec.structs.replace(request, prompt_token_ids=[token] * 2000)
+
+
+@pytest.mark.parametrize(("engines", "adapter"), [(1, None), (1, "a"), (4, "a")])
+def test_tenant_cannot_time_whether_another_tenant_has_asked_its_prompt(engines: int, adapter: str | None) -> None:
+    """All times and engines are exactly equal. The attacker's own prompt is found in the cache."""
+    ref = AdapterRef(adapter, "") if adapter else None
+    sources = [
+        TrafficSource(tenant, ref, 16, ServiceClass.STANDARD, 1.0, None, preload=False)
+        for tenant in ("victim", "attacker")
+    ]
+    columns = np.array([[0] * 4 + [1] * 4, [2000] * 8, [8] * 8, [8] * 8])
+    scenario = load_scenario("fleet-prefix", [f"engines={engines}", "fronts=1", "warmup_s=0"])
+    seen = []
+    for token in (7, 8):
+        arrivals = GuessedPrompts(sources, columns[0], np.arange(8) * 2.0, *columns[1:], victims_token=token)
+        simulation = Simulation(scenario, arrivals)
+        report = simulation.run()
+        seen.append((msgspec.json.encode(report), simulation.sent_to, simulation.meter.tallies["attacker"].ttft.counts))
+        assert report.prompt_tokens_computed == 2 * (2000 + 3 * 16)
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.slow

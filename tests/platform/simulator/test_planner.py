@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from loramux.simulator.description import describe_log, traffic_as_toml
 from loramux.simulator.hardware import DEVICES, MODELS
-from loramux.simulator.plan_report import alternative_text
-from loramux.simulator.planner import Goals, Planner
-from loramux.simulator.scenario import Client, LogNormal, ScenarioError, model_of
+from loramux.simulator.plan_report import alternative_text, reason_of, settings_of
+from loramux.simulator.planner import Goals, Plan, Planner
+from loramux.simulator.scenario import Client, Constant, LogNormal, ScenarioError, model_of
 from loramux.simulator.traffic import LoggedRequest, Traffic, draw_arrivals, read_workload
 from loramux_api.cli.main import main
 
@@ -100,6 +100,49 @@ def test_goals_that_nothing_keeps_are_said_to_be_missed(traffic: Path) -> None:
     few = arrivals.only(arrivals.at < 0.1)
     plan = Planner(DEVICES["a10g"], MODELS["llama-2-7b"], few, Goals(ttft_ms=1, itl_ms=1)).plan()
     assert not plan.goals_met
+
+
+def plan_of_prompts(itl_ms: float, *, prompt: int, output: int) -> Plan:
+    """A plan of 24 requests in 8 seconds for an 8B on an A10G, whose step of 512 prompt tokens takes 201 ms."""
+    lengths = {"prompt_tokens": Constant(prompt), "output_tokens": Constant(output)}
+    client = Client(tenant="t", rate=3.0, cv=0, requests=24, **lengths)
+    arrivals = draw_arrivals([client], 10.0, 0)
+    return Planner(DEVICES["a10g"], MODELS["llama-3.1-8b"], arrivals, Goals(ttft_ms=4000, itl_ms=itl_ms)).plan()
+
+
+def test_prompts_step_that_misses_the_goal_alone_gets_a_smaller_chunk_and_not_more_gpus() -> None:
+    plan = plan_of_prompts(100, prompt=700, output=40)
+    assert plan.goals_met
+    assert plan.recommended.settings.gpus <= 2
+    assert plan.prompt_step.tokens == 512
+    assert plan.prompt_step.ms > 100
+    chunk = plan.recommended.settings.max_mixed_prefill_tokens
+    assert 128 <= chunk <= 192
+    assert f"max_mixed_prefill_tokens is {chunk}" in reason_of(plan).text
+    assert tomllib.loads(settings_of(plan))["engine"]["max_mixed_prefill_tokens"] == chunk
+
+
+def test_goal_that_no_chunk_keeps_is_said_to_need_another_gpu() -> None:
+    plan = plan_of_prompts(20, prompt=700, output=40)
+    assert not plan.goals_met
+    assert plan.recommended.settings.gpus <= 2, "the first token needs no more"
+    assert plan.prompt_step.tokens == 16
+    assert "More GPUs do not help, because the memory's bandwidth binds: only a faster GPU" in reason_of(plan).text
+
+
+@pytest.mark.parametrize(
+    ("itl_ms", "prompt", "output"),
+    [
+        pytest.param(300, 700, 40, id="steps that keep the goal"),
+        pytest.param(100, 700, 500, id="steps too few to move the p99"),
+        pytest.param(100, 100, 40, id="prompts shorter than a chunk"),
+    ],
+)
+def test_chunk_that_does_not_miss_the_goal_stays_the_engines_default(itl_ms: float, prompt: int, output: int) -> None:
+    plan = plan_of_prompts(itl_ms, prompt=prompt, output=output)
+    assert plan.prompt_step is None
+    assert plan.recommended.settings.max_mixed_prefill_tokens is None
+    assert "max_mixed_prefill_tokens" not in settings_of(plan)
 
 
 @pytest.mark.parametrize(
