@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from loramux_kernels.device import to_device
@@ -278,6 +280,8 @@ class AttentionBatch:
     """int32[S, state pages]: the pages of each sequence's states of fixed size; None if the model has none."""
     prompt_lens: torch.Tensor | None = None
     """int32[S], on the host: tokens of each sequence's prompt; None: every row is one of a prompt."""
+    table_rows: NDArray[np.int64] | None = None
+    """int64[S]; the row of `block_table` of each sequence on a GPU. None: sequence s has row s."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:

@@ -20,7 +20,6 @@ from loramux.engine.execution.assembly import _gpu_pool_bytes, extrapolate
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
     Recording,
-    StepBuffers,
     choose_recorder,
     decode_buckets,
     host_syncs_of,
@@ -29,8 +28,9 @@ from loramux.engine.execution.cuda_graphs import (
     step_buckets,
 )
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.runner import StepGraphs, pack
+from loramux.engine.execution.runner import StepGraphs, StepInputs, pack
 from loramux.engine.execution.sampler import Sampler
+from loramux.engine.execution.step_buffers import StepBuffers
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
@@ -69,20 +69,25 @@ def test_graph_buckets_hold_every_count_and_waste_little() -> None:
             assert next(bucket for bucket in chosen if bucket >= count) - count <= count / 4
 
 
+def filled(buffers: StepBuffers, step: Step, pending=((), ()), sampled: torch.Tensor | None = None) -> StepInputs:
+    inputs = buffers.fill(pack(step, block_size=2, block_tables=buffers.block_tables))
+    buffers.send(np.array(pending, dtype=np.int64), sampled)
+    return inputs
+
+
 def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
     buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
     fixed = buffers.padded(4)
-    first = pack(decode(sequence(prompt=(3, 4, 5)), sequence("q", (6,)), sequence("z", (7, 8))), block_size=2)
-    inputs = buffers.fill(first, np.zeros(3, dtype=np.int64), None)
+    first = decode(sequence(prompt=(3, 4, 5)), sequence("q", (6,)), sequence("z", (7, 8)))
+    inputs = filled(buffers, first)
     assert inputs.input_ids.tolist() == [5, 6, 8]
     assert fixed.input_ids.tolist() == [5, 6, 8, 0]
     assert fixed.position_ids.tolist() == [2, 0, 1, 0]
     assert fixed.batch.slot_mapping.tolist() == [6 * 2, 5 * 2, 5 * 2 + 1, -1]
-    assert inputs.batch.block_table[0].tolist()[:3] == [5, 6, 7]
+    assert inputs.batch.block_table[inputs.batch.table_rows[0]].tolist()[:3] == [5, 6, 7]
     assert inputs.batch.spans == ((0, 1, 3), (1, 2, 1), (2, 3, 2))
     addresses = [t.data_ptr() for t in (fixed.input_ids, fixed.batch.slot_mapping, fixed.batch.block_table)]
-    second = pack(decode(sequence("q", (6, 2))), block_size=2)
-    inputs = buffers.fill(second, np.zeros(1, dtype=np.int64), None)
+    inputs = filled(buffers, decode(sequence("q", (6, 2))))
     assert fixed.input_ids.tolist() == [2, 0, 0, 0]
     assert fixed.batch.slot_mapping.tolist() == [11, -1, -1, -1]
     assert [t.data_ptr() for t in (fixed.input_ids, fixed.batch.slot_mapping, fixed.batch.block_table)] == addresses
@@ -103,8 +108,7 @@ def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
     buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
     waiting, preempted = sequence("w", (1, 2), (PENDING,)), sequence("p", (3, 4), (PENDING,))
     step = Step((Chunk(waiting, 2, 1), Chunk(preempted, 0, 3)))
-    sources = np.array([1, 0, 0, 0], dtype=np.int64)
-    inputs = buffers.fill(pack(step, 2), sources, torch.tensor([77, 66]))
+    inputs = filled(buffers, step, [[0, 3], [1, 0]], torch.tensor([77, 66]))
     assert inputs.input_ids.tolist() == [66, 3, 4, 77]
 
 
@@ -299,14 +303,14 @@ def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     logits[:, EOS] = 6.0
     assert tokens(biased, plain) == [7, EOS]
-    assert len(sent) == 1 + 3, "the step's seeds, and the terms with their rows"
+    assert len(sent) == 3, "the terms with their rows"
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [7, EOS]
-    assert len(sent) == 1, "the step's seeds"
+    assert not sent
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [EOS, EOS], "the answer may end now"
     assert tokens(plain, biased) == [EOS, EOS]
-    assert len(sent) == 1 + 1, "the step's seeds, and where its row is"
+    assert len(sent) == 1, "where its row is"
     sampler.forget("b")
     assert not sampler._biases._terms
 
