@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from loramux_kernels.cuda.launch import resident_programs
 from loramux_kernels.device import to_device
-from loramux_kernels.staged_memory import StagedArray, StagedMemory
+from loramux_kernels.staged_memory import ALIGNMENT, StagedArray, StagedMemory
 from loramux_kernels.tables import RANK_TILE, AttentionBatch, LoraTable, Segments
 
 Ints = NDArray[np.int64]
@@ -124,10 +124,15 @@ class RowTiles:
     def reserve(cls, shape: TileShape, rows: int, rank: int, memory: StagedMemory) -> RowTiles:
         """Return empty lists of fixed addresses for launches in CUDA graphs: up to `rows` rows and ranks up to
         `rank`."""
-        expand = reserve(
-            rows, LORA_ITEM_WIDTH, memory
-        )  # the shorter first: a step's copy ends where a list's items end
+        # The shorter list first, because a step's copy ends where a list's items end.
+        expand = reserve(rows, LORA_ITEM_WIDTH, memory)
         return cls(shape, reserve(rows * -(-rank // shape.rank), LORA_ITEM_WIDTH, memory), expand)
+
+    @staticmethod
+    def reserved_bytes(shape: TileShape, rows: int, rank: int) -> int:
+        """Return the memory that `reserve` takes at most."""
+        items = 2 + rows + rows * -(-rank // shape.rank)
+        return items * LORA_ITEM_WIDTH * torch.int32.itemsize + 2 * ALIGNMENT
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from loramux.engine.execution.assembly import _gpu_pool_bytes, extrapolate
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
     Recording,
+    ReservedAttention,
     choose_recorder,
     decode_buckets,
     host_syncs_of,
@@ -30,10 +31,11 @@ from loramux.engine.execution.cuda_graphs import (
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.runner import StepGraphs, StepInputs, pack
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.execution.step_buffers import StepBuffers
+from loramux.engine.execution.step_buffers import NUM_PATCHES, StepBuffers
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
+from loramux_kernels.cuda.work_lists import DECODE_SHAPES, LONG, AttentionShape
 
 CPU = torch.device("cpu")
 EOS = 9
@@ -76,7 +78,7 @@ def filled(buffers: StepBuffers, step: Step, pending=((), ()), sampled: torch.Te
 
 
 def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
-    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU)
     fixed = buffers.padded(4)
     first = decode(sequence(prompt=(3, 4, 5)), sequence("q", (6,)), sequence("z", (7, 8)))
     inputs = filled(buffers, first)
@@ -105,11 +107,54 @@ def test_step_buffers_keep_the_pages_of_states_next_to_those_of_kv() -> None:
 
 def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
     """In any row: a preempted sequence prefills through it."""
-    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU)
     waiting, preempted = sequence("w", (1, 2), (PENDING,)), sequence("p", (3, 4), (PENDING,))
     step = Step((Chunk(waiting, 2, 1), Chunk(preempted, 0, 3)))
     inputs = filled(buffers, step, [[0, 3], [1, 0]], torch.tensor([77, 66]))
     assert inputs.input_ids.tolist() == [66, 3, 4, 77]
+
+
+def table_of(buffers: StepBuffers, step: Step) -> list[list[int]]:
+    """Return each sequence's pages as the device has them after the step's copy."""
+    batch = filled(buffers, step).batch
+    assert batch.table_rows is not None
+    rows = batch.block_table[torch.from_numpy(batch.table_rows)].tolist()
+    return [row[: len(chunk.sequence.pages)] for row, chunk in zip(rows, step.chunks, strict=True)]
+
+
+def test_block_tables_send_the_pages_that_changed_alone() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU)
+    grows, shrinks = sequence("g", (1, 2)), sequence("s", (1, 2, 3))
+    step = decode(grows, shrinks)
+    assert table_of(buffers, step) == [[5, 6], [5, 6, 7]]
+    buffers.block_tables.on_device.fill_(-7)
+    grows.pages = [5, 6, 9]
+    assert table_of(buffers, step)[0] == [-7, -7, 9], "the others are there already"
+    shrinks.pages = [4]
+    assert table_of(buffers, step)[1] == [4]
+
+
+def test_block_tables_give_rows_of_absent_sequences_to_others() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=2, max_blocks=6, max_rank=16, device=CPU)
+    first, second, third = (sequence(name, (1, 2)) for name in "abc")
+    second.pages, third.pages = [7, 8], [3]
+    assert table_of(buffers, decode(first, second)) == [[5, 6], [7, 8]]
+    assert table_of(buffers, decode(third, second)) == [[3], [7, 8]], "without word that the first has ended"
+    buffers.block_tables.forget("c")
+    assert table_of(buffers, decode(first, second)) == [[5, 6], [7, 8]]
+
+
+def test_block_tables_take_more_new_pages_than_the_copy_has_room_for() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=2, max_blocks=NUM_PATCHES + 9, max_rank=16, device=CPU)
+    long, short = sequence("l"), sequence("s")
+    long.pages = list(range(NUM_PATCHES + 5, 0, -1))
+    assert table_of(buffers, decode(long, short)) == [long.pages, [5, 6]]
+
+
+def test_step_buffers_have_room_for_every_work_list_of_the_largest_rank() -> None:
+    buffers = StepBuffers(max_rows=4096, max_sequences=300, max_blocks=2, max_rank=16_384, device=CPU)
+    ReservedAttention([AttentionShape(2, 1, window, 64) for window in (None, 8, 16, 32)], buffers)
+    buffers.padded_segments(4, (*DECODE_SHAPES, LONG))
 
 
 def test_recording_follows_its_buffers() -> None:

@@ -260,9 +260,9 @@ class DecodeGraphs:
         return run
 
     def _record(self, record: GraphRecorder, rows: int, kind: TileShape | None) -> _Graph:
-        inputs, output, bank = self._buffers.padded(rows), self._logits[:rows], self._forward.bank
+        inputs, output = self._buffers.padded(rows), self._logits[:rows]
         self._attention.attach(inputs.batch, heights=1)
-        segments = None if kind is None else self._buffers.padded_segments(rows, bank.max_rank, (kind,))
+        segments = None if kind is None else self._buffers.padded_segments(rows, (kind,))
         recording = record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments))
         return _Graph(recording, _tile_map_of(segments))
 
@@ -328,7 +328,7 @@ class DecoderGraphs:
         embeddings, hidden = self._embeddings[:rows], self._hidden[:rows]
         self._attention.attach(inputs.batch, heights=2)
         shapes = {"base": (), "prompts": (LONG,)}.get(kind, (SHORT, LONG))
-        segments = self._buffers.padded_segments(rows, bank.max_rank, shapes) if shapes else None
+        segments = self._buffers.padded_segments(rows, shapes) if shapes else None
         extras = None
         if kind == "extras":
             extras = StepExtras(segments, segments, segments if bank.norms else None, embedding=(), head=())

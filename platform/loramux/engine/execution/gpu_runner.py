@@ -136,7 +136,7 @@ class GpuRunner:
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device, state_pages)
+        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, forward.bank.max_rank, device, state_pages)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from loramux.engine.execution.runner import PackedStep, StepInputs
 from loramux.engine.scheduling.sequence import Chunk
-from loramux_kernels.cuda.work_lists import ROW, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
+from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
 from loramux_kernels.device import to_device
 from loramux_kernels.staged_memory import StagedMemory
 from loramux_kernels.tables import AttentionBatch, Segments
@@ -32,7 +32,8 @@ NUM_PATCHES = 1024
 """Pages that a step's copy has room for. More new pages, such as those of a long cached prefix, have two copies."""
 
 LISTS_BYTES = 8 << 20
-"""Room for the work lists of a step."""
+SEQUENCE_LISTS_BYTES = 1 << 10
+"""Room for a step's work lists of attention, for up to four kinds of it: for its rows, and for each sequence."""
 
 
 class BlockTables:
@@ -73,7 +74,6 @@ class BlockTables:
             return
         width = self.pages.shape[1]
         places = np.concatenate([np.arange(row * width + a, row * width + b) for row, a, b in self._changed])
-        self._changed.clear()
         values = self.pages.reshape(-1)[places]
         count = len(places)
         if count > NUM_PATCHES:
@@ -87,6 +87,7 @@ class BlockTables:
         if self._patch is not None:
             self.on_device.view(-1).index_copy_(0, *self._patch)
             self._patch = None
+            self._changed.clear()
 
     def _forget_all_but(self, names: set[str]) -> None:
         for name in [name for name in self._row_of if name not in names]:
@@ -104,10 +105,13 @@ class StepBuffers:
     The tensors are allocated once, so views of them keep their addresses.
     """
 
-    def __init__(self, max_rows: int, max_sequences: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(self, max_rows: int, max_sequences: int, max_blocks: int, max_rank: int, device: torch.device) -> None:
+        """`max_rank`: the largest rank of an adapter."""
         self.max_rows, self.max_sequences = max_rows, max_sequences
-        self._device = device
-        self.memory = StagedMemory(LISTS_BYTES + 8 * 8 * max_rows, device)
+        self._max_rank = max_rank
+        tiles = sum(RowTiles.reserved_bytes(shape, self._rows_of(shape), max_rank) for shape in (ROW, SHORT, LONG))
+        lists = LISTS_BYTES + SEQUENCE_LISTS_BYTES * max_sequences + tiles
+        self.memory = StagedMemory(lists + 8 * 8 * max_rows, device)
         """Memory that a step sends in one copy."""
         # Rows: input ids, positions, KV slots and adapters' slots.
         self._rows = self.memory.reserve((4, max_rows), torch.int64)
@@ -165,12 +169,14 @@ class StepBuffers:
             rows, sources = self._pending.tensor[:, :count]
             self._rows.tensor[0].index_copy_(0, rows, sampled[sources])
 
-    def tiles_of(self, shape: TileShape, max_rank: int) -> RowTiles:
+    def tiles_of(self, shape: TileShape) -> RowTiles:
         """Return the tiles of `shape` for steps of any recorded size; all recordings share them."""
         if shape not in self._tiles:
-            rows = self.max_sequences if shape == ROW else min(self.max_rows, MOST_RECORDED_ROWS)
-            self._tiles[shape] = RowTiles.reserve(shape, rows, max_rank, self.memory)
+            self._tiles[shape] = RowTiles.reserve(shape, self._rows_of(shape), self._max_rank, self.memory)
         return self._tiles[shape]
+
+    def _rows_of(self, shape: TileShape) -> int:
+        return self.max_sequences if shape == ROW else min(self.max_rows, MOST_RECORDED_ROWS)
 
     def padded(self, rows: int) -> StepInputs:
         """Return the first `rows` rows as a step's inputs: views, which show everything that is filled in later.
@@ -189,11 +195,11 @@ class StepBuffers:
             sampled_rows=self._every_row[:rows],
         )
 
-    def padded_segments(self, rows: int, max_rank: int, shapes: Items[TileShape]) -> Segments:
-        """Return the first `rows` rows as a step's segments of adapters of up to `max_rank`: views of the buffers."""
+    def padded_segments(self, rows: int, shapes: Items[TileShape]) -> Segments:
+        """Return the first `rows` rows as a step's segments of adapters of any rank: views of the buffers."""
         # One run of all rows represents any runs that they will hold.
         segments = Segments((0, rows), (0,))
-        tiles = tuple(self.tiles_of(shape, max_rank) for shape in shapes)
-        attach_tile_map(segments, TileMap(rows, whole_tiles(max_rank), tiles))
+        tiles = tuple(self.tiles_of(shape) for shape in shapes)
+        attach_tile_map(segments, TileMap(rows, whole_tiles(self._max_rank), tiles))
         segments.use_row_slots(self._rows.tensor[3, :rows])
         return segments
