@@ -281,7 +281,7 @@ class AttentionBatch:
     prompt_lens: torch.Tensor | None = None
     """int32[S], on the host: tokens of each sequence's prompt; None: every row is one of a prompt."""
     table_rows: NDArray[np.int64] | None = None
-    """int64[S]; the row of `block_table` of each sequence on a GPU. None: sequence s has row s."""
+    """int64[S]; the row of each sequence in both tables on a GPU. None: sequence s has row s."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:

@@ -444,9 +444,9 @@ STATE_CHUNK = 32
 """Rows of a prompt that linear attention computes together."""
 
 STATE_ITEM_WIDTH = 7
-"""Columns of an item of linear attention: sequence, first row, one past the last row, first row of the sequence, 1 if
-the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has
-the sequence's last row of the step, one past the last row of the sequence's prompt."""
+"""Columns of an item of linear attention: row of the state tables, first row, one past the last row, first row of the
+sequence, 1 if the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if
+the item has the sequence's last row of the step, one past the last row of the sequence's prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -465,9 +465,9 @@ class StateTiles:
         """The part that decode steps need."""
         return StateTiles(self.singles, None, None)
 
-    def refill(self, spans: Sequence[tuple[int, int, int]], prompt_ends: Sequence[int]) -> None:
-        """Put another step's sequences into reserved tiles; both arguments as in `AttentionBatch`."""
-        lists = _state_items(spans, prompt_ends)
+    def refill(self, spans: Ints, prompt_ends: Ints, table_rows: Ints | None) -> None:
+        """Put another step's sequences into reserved tiles; the arguments as in `AttentionBatch`, as arrays."""
+        lists = _state_items(spans, prompt_ends, table_rows)
         for work, items in zip((self.singles, self.chunks, self.prompts), lists, strict=True):
             if work is not None:
                 work.refill(items)
@@ -477,16 +477,22 @@ def plan_states(batch: AttentionBatch) -> StateTiles:
     """Return the work of a step, made on first use and kept with the batch, as a cached property would be."""
     if "state_tiles" not in vars(batch):
         assert batch.state_tables is not None, "a step of a model with linear attention has the pages of its states"
-        lists = _state_items(batch.spans, batch.prompt_ends)
+        spans = np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
+        lists = _state_items(spans, np.array(batch.prompt_ends, dtype=np.int64), batch.table_rows)
         attach_states(batch, StateTiles(*upload(lists, batch.state_tables.device)))
     found: StateTiles = vars(batch)["state_tiles"]
     return found
 
 
-def reserve_states(max_sequences: int, max_rows: int, device: torch.device) -> StateTiles:
+def reserve_states(max_sequences: int, max_rows: int, memory: StagedMemory) -> StateTiles:
     """Return empty tiles at fixed addresses for steps of up to `max_sequences` sequences and `max_rows` rows."""
     capacities = (max_sequences, max_rows // STATE_CHUNK + max_sequences, max_sequences)
-    return StateTiles(*(reserve(capacity, STATE_ITEM_WIDTH, device) for capacity in capacities))
+    return StateTiles(*(reserve(capacity, STATE_ITEM_WIDTH, memory) for capacity in capacities))
+
+
+def empty_states(device: torch.device) -> StateTiles:
+    """Return tiles without work, to compile their kernels."""
+    return StateTiles(*(_empty(STATE_ITEM_WIDTH, device) for _ in range(3)))
 
 
 def attach_states(batch: AttentionBatch, tiles: StateTiles) -> None:
@@ -494,11 +500,11 @@ def attach_states(batch: AttentionBatch, tiles: StateTiles) -> None:
     vars(batch)["state_tiles"] = tiles
 
 
-def _state_items(spans: Sequence[tuple[int, int, int]], prompt_ends: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+def _state_items(spans: Ints, prompt_ends: Ints, table_rows: Ints | None) -> tuple[Ints, Ints, Ints]:
     """Return the items of sequences of one row, of the other sequences' chunks, and of these sequences."""
-    start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-    begins, ends = stop - start == context, np.array(prompt_ends, dtype=np.int64)
-    whole = np.column_stack((np.arange(len(start)), start, stop, start, begins, np.ones_like(start), ends))
+    start, stop, context = spans.T
+    sequences = np.arange(len(start)) if table_rows is None else table_rows
+    whole = np.column_stack((sequences, start, stop, start, stop - start == context, np.ones_like(start), prompt_ends))
     is_single = stop - start == 1
     prompts = whole[~is_single]
     owner, offset = cut(prompts[:, 2] - prompts[:, 1], STATE_CHUNK)

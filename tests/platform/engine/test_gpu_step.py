@@ -35,7 +35,7 @@ from loramux.engine.execution.step_buffers import NUM_PATCHES, StepBuffers
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
-from loramux_kernels.cuda.work_lists import DECODE_SHAPES, LONG, AttentionShape
+from loramux_kernels.cuda.work_lists import DECODE_SHAPES, LONG, AttentionShape, plan_states
 
 CPU = torch.device("cpu")
 EOS = 9
@@ -72,7 +72,7 @@ def test_graph_buckets_hold_every_count_and_waste_little() -> None:
 
 
 def filled(buffers: StepBuffers, step: Step, pending=((), ()), sampled: torch.Tensor | None = None) -> StepInputs:
-    inputs = buffers.fill(pack(step, block_size=2, block_tables=buffers.block_tables))
+    inputs = buffers.fill(pack(step, 2, buffers.state_pages, buffers.block_tables))
     buffers.send(np.array(pending, dtype=np.int64), sampled)
     return inputs
 
@@ -97,12 +97,17 @@ def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> N
 
 
 def test_step_buffers_keep_the_pages_of_states_next_to_those_of_kv() -> None:
-    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU, state_pages=2)
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU, state_pages=2)
     fixed = buffers.padded(4).batch
-    inputs = buffers.fill(pack(decode(sequence(prompt=(3, 4, 5))), 4, state_pages=2), np.zeros(1, dtype=np.int64), None)
-    assert fixed.state_tables[0].tolist() == inputs.batch.state_tables[0].tolist() == [5, 6]
-    assert fixed.block_table[0].tolist() == [7, 0, 0, 0, 0, 0]
-    assert fixed.state_tables.data_ptr() == inputs.batch.state_tables.data_ptr()
+    first, second = sequence(prompt=(3, 4, 5)), sequence("q", (6,))
+    first.pages, second.pages = [5, 6, 7, 8], [2, 1, 9]
+    batch = filled(buffers, decode(first, second)).batch
+    assert batch.table_rows is not None
+    assert fixed.state_tables[batch.table_rows].tolist() == [[5, 6], [2, 1]]
+    assert fixed.block_table[batch.table_rows, :2].tolist() == [[7, 8], [9, 0]]
+    assert fixed.slot_mapping.tolist()[:2] == [8 * 2, 9 * 2]
+    assert plan_states(batch).singles.work[1:3, 0].tolist() == batch.table_rows.tolist()
+    assert fixed.state_tables.data_ptr() == batch.state_tables.data_ptr()
 
 
 def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
@@ -152,7 +157,8 @@ def test_block_tables_take_more_new_pages_than_the_copy_has_room_for() -> None:
 
 
 def test_step_buffers_have_room_for_every_work_list_of_the_largest_rank() -> None:
-    buffers = StepBuffers(max_rows=4096, max_sequences=300, max_blocks=2, max_rank=16_384, device=CPU)
+    buffers = StepBuffers(max_rows=4096, max_sequences=300, max_blocks=2, max_rank=16_384, device=CPU, state_pages=1)
+    DeviceSampler((), CPU).send_parameters_with(buffers.memory, 300)
     ReservedAttention([AttentionShape(2, 1, window, 64) for window in (None, 8, 16, 32)], buffers)
     buffers.padded_segments(4, (*DECODE_SHAPES, LONG))
 

@@ -53,7 +53,7 @@ from loramux_kernels.cuda.work_lists import (
     reserve_attention,
     reserve_states,
 )
-from loramux_kernels.tables import Segments, prompt_ends
+from loramux_kernels.tables import AttentionBatch, Segments, prompt_ends
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,8 @@ class ReservedAttention:
             refill_attention(tiles[:heights], spans, packed.table_rows, shape)
         if self._states is not None:
             lists = self._states.of_single_rows if heights == 1 else self._states
-            lists.refill(spans, prompt_ends(spans, packed.prompt_lens), packed.table_rows)
+            ends = np.array(prompt_ends(spans, packed.prompt_lens), dtype=np.int64)
+            lists.refill(spans, ends, packed.table_rows)
 
 
 @dataclass(frozen=True, slots=True)

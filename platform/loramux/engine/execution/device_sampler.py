@@ -124,9 +124,18 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._seeds: dict[str, int] = {}
-        self._parameters = _Parameters(FIRST_ROWS, device)
+        self._parameters = RowParameters(ROWS_ALONE, StagedMemory(ROWS_ALONE * RowParameters.BYTES, device))
         self._histories = TokenHistories(device)
         self._biases = TokenBiases(eos_token_ids, device)
+
+    def send_parameters_with(self, memory: StagedMemory, max_rows: int) -> None:
+        """Have `stage` write to `memory`, which a step sends; a step samples up to `max_rows` rows."""
+        self._parameters = RowParameters(max_rows, memory)
+
+    def stage(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+        """Put the rows' parameters into the step's copy; return them by their names in SamplingBatch, valid until the
+        next step is sent."""
+        return self._parameters.stage(sequences, self._seed)
 
     def launch(
         self,
@@ -134,10 +143,11 @@ class DeviceSampler:
         sequences: list[Sequence],
         previous: SampledTokens | None,
         masks: TokenMasks | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> TokensInFlight:
         """Sample from `logits` `[len(sequences), vocab]`; PENDING tokens of the sequences are taken from `previous`.
 
-        `masks` removes tokens from `logits` in place.
+        `masks` removes tokens from `logits` in place. `parameters` were staged and sent; None: they are sent now.
         """
         if masks is not None:
             forbid_tokens(logits, to_device(masks.rows, self._device), to_device(masks.words, self._device))
@@ -145,7 +155,7 @@ class DeviceSampler:
             tokens = reported = torch.zeros(0, dtype=torch.int64, device=self._device)
         else:
             allowed = self._allowed_only(logits, sequences)
-            tokens = sample(allowed, self._batch(sequences, logits.shape[1], previous))
+            tokens = sample(allowed, self._batch(sequences, logits.shape[1], previous, parameters))
             # The next step reads `tokens` as input ids, so they stay valid ids even if the host gets a fault.
             is_valid = allowed.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
             tokens, reported = torch.where(is_valid, tokens, 0), torch.where(is_valid, tokens, _NO_TOKEN)
@@ -180,11 +190,18 @@ class DeviceSampler:
         )
         return logits
 
-    def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
-        if len(sequences) > self._parameters.max_rows:
-            self._parameters = _Parameters(2 * len(sequences), self._device)
+    def _batch(
+        self,
+        sequences: list[Sequence],
+        vocab: int,
+        previous: SampledTokens | None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> SamplingBatch:
+        if parameters is None:
+            parameters = self.stage(sequences)
+            self._parameters.memory.send()
         return SamplingBatch(
-            **self._parameters.send(sequences, self._seed),
+            **parameters,
             penalties=self._penalties(sequences, previous),
             bias=self._biases.of_step(sequences, vocab),
         )
@@ -224,25 +241,31 @@ class DeviceSampler:
         return _Logprobs(list(asked), *map(to_host, (chosen, values, token_ids, named)))
 
 
-FIRST_ROWS = 64
-"""Initial number of rows that the parameters have room for."""
+ROWS_ALONE = 64
+"""Rows that a sampler has room for before it gets a step's memory."""
 
 
-class _Parameters:
-    """The parameters of a step's rows on the device, sent in one copy. Those of the same rows are not read again."""
+class RowParameters:
+    """The parameters of a step's rows on the device. If the rows are those of the step before, only the numbers of
+    generated tokens are read again."""
 
-    def __init__(self, max_rows: int, device: torch.device) -> None:
-        self.max_rows = max_rows = -(-max_rows // 4) * 4  # every array begins at a multiple of 16 bytes
-        self._memory = StagedMemory(max_rows * (8 + 4 * (len(DRAWING) + 1)), device)
-        self._seeds = self._memory.reserve((max_rows,), torch.int64)
-        self._floats = self._memory.reserve((len(_FLOATS), max_rows), torch.float32)
-        self._ints = self._memory.reserve((len(_INTS) + 1, max_rows), torch.int32)
+    BYTES = 8 + 4 * (len(DRAWING) + 1)
+    """Bytes of a row."""
+
+    def __init__(self, max_rows: int, memory: StagedMemory) -> None:
+        self.memory = memory
+        """Memory whose copy sends the parameters."""
+        width = -(-max_rows // 4) * 4  # every array begins at a multiple of 16 bytes
+        self._seeds = memory.reserve((max_rows,), torch.int64)
+        self._floats = memory.reserve((len(_FLOATS), width), torch.float32)
+        self._ints = memory.reserve((len(_INTS) + 1, width), torch.int32)
         self.names: list[str] = []
         """Requests of the latest step's rows, unless one of them has ended since."""
         self._constant: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]
 
-    def send(self, sequences: list[Sequence], seed_of: Callable[[Sequence], int]) -> dict[str, torch.Tensor]:
-        """Return each row's parameters, its seed and its number of generated tokens, by the names of SamplingBatch."""
+    def stage(self, sequences: list[Sequence], seed_of: Callable[[Sequence], int]) -> dict[str, torch.Tensor]:
+        """Return each row's parameters, its seed and its number of generated tokens, by the names of SamplingBatch.
+        They are there once `memory` is sent."""
         rows, names = len(sequences), [sequence.id for sequence in sequences]
         if names != self.names:
             params = [sequence.request.sampling for sequence in sequences]
@@ -258,7 +281,6 @@ class _Parameters:
         ints_there = self._ints.on_host(len(_INTS) + 1)
         seeds_there[:], floats_there[:, :rows], ints_there[:-1, :rows] = self._constant
         ints_there[-1, :rows] = [sequence.num_output_tokens for sequence in sequences]
-        self._memory.send()
         *own_ints, step = self._ints.tensor[:, :rows]
         drawing = dict(zip(_FLOATS + _INTS, (*self._floats.tensor[:, :rows], *own_ints), strict=True))
         return drawing | {"seed": self._seeds.tensor[:rows], "step": step}

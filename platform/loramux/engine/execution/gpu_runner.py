@@ -69,6 +69,8 @@ class LaunchedForward:
     logits: torch.Tensor
     """`[len(sequences), vocab]`, valid until the next forward."""
     sequences: list[Sequence]
+    parameters: dict[str, torch.Tensor]
+    """The rows' parameters on the device, valid until the next step is sent."""
     scores: PromptScores = NO_SCORES
     """Scores of prompts; they and the vectors arrive with the tokens."""
     pooled: PooledVectors = NONE_POOLED
@@ -137,6 +139,8 @@ class GpuRunner:
         max_blocks = -(-max_model_len // block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
         buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, forward.bank.max_rank, device, state_pages)
+        # Before the work lists: the copy of a step reaches from its first array to its last.
+        sampler.send_parameters_with(buffers.memory, settings.max_num_seqs)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
@@ -154,6 +158,8 @@ class GpuRunner:
         packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
         tokens = None if self._previous is None else self._previous.tokens
         inputs, pending = self._buffers.fill(packed), self._pending(step, packed)
+        sequences = [chunk.sequence for chunk in step.sampling]
+        parameters = self._sampler.stage(sequences)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
@@ -170,8 +176,8 @@ class GpuRunner:
             logits = self._forward(inputs, packed.segments, extras, decode)
         logits, scores = split_scored(logits, packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
-        launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling], scores, pooled)
-        if not any(sequence.request.constraint for sequence in launched.sequences):
+        launched = LaunchedForward(self, logits, sequences, parameters, scores, pooled)
+        if not any(sequence.request.constraint for sequence in sequences):
             launched.sample()
         return launched
 
@@ -180,7 +186,9 @@ class GpuRunner:
         """Enqueue the choice of a step's tokens; if a constraint needs the previous step's tokens, they are known
         now."""
         masks = None if self._constraints is None else self._constraints.masks(launched.sequences)
-        in_flight = self._sampler.launch(launched.logits, launched.sequences, self._previous, masks)
+        in_flight = self._sampler.launch(
+            launched.logits, launched.sequences, self._previous, masks, launched.parameters
+        )
         self._previous = in_flight.sampled
         return in_flight
 

@@ -103,9 +103,10 @@ class PackedStep:
     context_lens: Ints
     """int32[S]; tokens of context after the step."""
     block_table: Ints
-    """int32[rows, most pages of a sequence]; what follows a sequence's last page is never read."""
+    """int32[S, most pages of a sequence], or the rows of a `BlockTableStore`; what follows a sequence's last page is
+    never read."""
     state_tables: Ints
-    """int32[S, pages of a sequence's recurrent states]; no columns if the model has none."""
+    """int32[S, pages of a sequence's recurrent states]; no columns if the model has none; rows as in `block_table`."""
     prompt_lens: Ints
     """int32[S]; tokens of each sequence's prompt."""
     sampled_rows: Ints
@@ -116,7 +117,7 @@ class PackedStep:
     scored: ScoredRows | None = None
     """Rows of prompts whose log probabilities are needed; None if there are none."""
     table_rows: Ints | None = None
-    """int64[S]; the row of `block_table` of each chunk. None: chunk s has row s."""
+    """int64[S]; the row of both tables of each chunk. None: chunk s has row s."""
 
     @property
     def decodes(self) -> bool:
@@ -137,7 +138,7 @@ class BlockTableStore(Protocol):
 def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockTableStore | None = None) -> PackedStep:
     """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states.
 
-    If `block_tables` is given, the block table is its.
+    If `block_tables` is given, it holds the step's tables.
     """
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
@@ -149,9 +150,10 @@ def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockT
         held = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
         for row, chunk in enumerate(chunks):
             held[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
+        block_table = np.ascontiguousarray(held[:, state_pages:])
     else:
         table_rows, held = block_tables.rows_of(chunks), block_tables.pages
-    block_table = np.ascontiguousarray(held[:, state_pages:]) if state_pages else held
+        block_table = held[:, state_pages:]
     owners = np.repeat(np.arange(len(chunks)) if table_rows is None else table_rows, lengths)
     pages = block_table[owners, positions // block_size].astype(np.int64)
     sampled: list[int] = []

@@ -105,9 +105,18 @@ class StepBuffers:
     The tensors are allocated once, so views of them keep their addresses.
     """
 
-    def __init__(self, max_rows: int, max_sequences: int, max_blocks: int, max_rank: int, device: torch.device) -> None:
-        """`max_rank`: the largest rank of an adapter."""
-        self.max_rows, self.max_sequences = max_rows, max_sequences
+    def __init__(
+        self,
+        max_rows: int,
+        max_sequences: int,
+        max_blocks: int,
+        max_rank: int,
+        device: torch.device,
+        state_pages: int = 0,
+    ) -> None:
+        """`max_rank`: the largest rank of an adapter. The first `state_pages` pages of a sequence, in addition to
+        `max_blocks`, hold its states of fixed size."""
+        self.max_rows, self.max_sequences, self.state_pages = max_rows, max_sequences, state_pages
         self._max_rank = max_rank
         tiles = sum(RowTiles.reserved_bytes(shape, self._rows_of(shape), max_rank) for shape in (ROW, SHORT, LONG))
         lists = LISTS_BYTES + SEQUENCE_LISTS_BYTES * max_sequences + tiles
@@ -119,7 +128,9 @@ class StepBuffers:
         # Rows whose token is PENDING, and the rows of the previous step that sampled these tokens.
         self._pending = self.memory.reserve((2, max_rows), torch.int64)
         self._sampled_rows = self.memory.reserve((max_rows,), torch.int64)
-        self.block_tables = BlockTables(max_sequences, max_blocks, self.memory, device)
+        self.block_tables = BlockTables(max_sequences, state_pages + max_blocks, self.memory, device)
+        pages = self.block_tables.on_device
+        self._state_tables, self._block_table = pages[:, :state_pages], pages[:, state_pages:]
         # A decode step samples every row. Graphs read this tensor, so all of them share one.
         self._every_row = torch.arange(max_sequences, device=device)
         self._tiles: dict[TileShape, RowTiles] = {}
@@ -142,12 +153,14 @@ class StepBuffers:
         return StepInputs(
             input_ids=self._rows.tensor[0, :length],
             position_ids=self._rows.tensor[1, :length],
-            # The kernels' work lists are cut from the lengths on the host, so these stay there.
+            # The kernels' work lists are cut from the lengths on the host, so the lengths stay there.
             batch=AttentionBatch(
                 cu_seqlens=torch.from_numpy(packed.cu_seqlens),
                 context_lens=torch.from_numpy(packed.context_lens),
-                block_table=self.block_tables.on_device,
+                block_table=self._block_table,
                 slot_mapping=self._rows.tensor[2, :length],
+                state_tables=self._state_tables,
+                prompt_lens=torch.from_numpy(packed.prompt_lens),
                 table_rows=packed.table_rows,
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
@@ -189,8 +202,9 @@ class StepBuffers:
             batch=AttentionBatch(
                 cu_seqlens=torch.arange(rows + 1, dtype=torch.int32),
                 context_lens=torch.ones(rows, dtype=torch.int32),
-                block_table=self.block_tables.on_device,
+                block_table=self._block_table,
                 slot_mapping=self._rows.tensor[2, :rows],
+                state_tables=self._state_tables,
             ),
             sampled_rows=self._every_row[:rows],
         )

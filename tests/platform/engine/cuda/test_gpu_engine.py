@@ -31,8 +31,6 @@ from loramux.engine.execution.cuda_graphs import (
 )
 from loramux.engine.execution.gpu_runner import GpuRunner
 from loramux.engine.messages import Constraint, Request, SamplingParams
-from loramux_kernels import device
-from loramux_kernels.staged_memory import StagedMemory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -175,28 +173,15 @@ def test_gpu_engine_many_rows_of_one_adapter_take_the_tensor_core_graph(zoo_of) 
     assert any(kind is not None and kind.rows == 16 for _, kind in kinds)
 
 
-def test_gpu_engine_decode_step_sends_two_copies_at_most(zoo_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step's inputs and lists, and the parameters of sampling."""
-    sent: list[str] = []
-    stage, send = device.stage, StagedMemory.send
-    monkeypatch.setattr(device, "stage", lambda *args: sent.append("stage") or stage(*args))
-    monkeypatch.setattr(StagedMemory, "send", lambda memory: sent.append("send") or send(memory))
+def test_gpu_engine_decode_step_is_sent_in_one_copy(zoo_of, copies_of_decode_steps) -> None:
+    """Its inputs, tables of pages, work lists and the parameters of sampling."""
     zoo = zoo_of("llama")
     engine = small_engine(zoo)
-    launch, copies = engine._runner.launch, []
-
-    def counted(step):
-        sent.clear()
-        flight = launch(step)
-        if all(chunk.length == 1 for chunk in step.chunks):
-            copies.append(list(sent))
-        return flight
-
-    monkeypatch.setattr(engine._runner, "launch", counted)
+    copies = copies_of_decode_steps(engine)
     asked = [Asked(f"r{i}", name, (5 + i, 6), 3) for i, name in enumerate(("plain", None, "rslora"))]
     check(zoo, engine, asked)
     assert copies
-    assert all(step == ["send", "send"] for step in copies), copies
+    assert all(step == ["send"] for step in copies), copies
 
 
 def test_gpu_engine_seeded_requests_repeat_with_any_other_rows(zoo_of) -> None:
