@@ -1,8 +1,11 @@
-"""Triton's interpreter as these tests need it: without needless copies, and with products of bfloat16."""
+"""Triton's interpreter as these tests need it: without needless work, and with products of bfloat16."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +16,32 @@ from loramux_kernels.device import zeros_in_large_pages
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def keep_arguments_in_place() -> None:
-    """Leave the arguments of a launch in their memory.
+def quicken_interpreter() -> None:
+    """Remove work of the interpreter that changes no result, for the whole process."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
 
-    The interpreter would copy each one's whole storage back to its device; here kernels have written to it directly.
-    """
-    if INTERPRETED:
-        from triton.runtime.interpreter import GridExecutor
+    # It would copy each argument's whole storage back to its device; here kernels have written to it directly.
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
+    interpreter._get_np_dtype = functools.cache(interpreter._get_np_dtype)
+    # It would compute each sum and product of integers again, in 64 bits, and drop the comparison if `debug` is off.
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    # It would replace all functions of the language at each launch and at each call of a function within a kernel.
+    replace_language, replaced = interpreter._patch_lang, set[tuple[bool, bool]]()
+    scope = SimpleNamespace(restore=lambda: None)
 
-        GridExecutor._restore_args_dev = lambda *_: None
+    def replace_once(function: Any) -> Any:
+        seen = {id(value) for value in function.__globals__.values()}
+        found = (id(interpreter.tl) in seen, id(interpreter.tl.core) in seen)
+        if found not in replaced:
+            replace_language(function)
+            replaced.add(found)
+        return scope
+
+    interpreter._patch_lang = replace_once
 
 
 def exact_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

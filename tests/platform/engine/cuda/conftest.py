@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_zoo import Zoo
-from interpreted import INTERPRETED, keep_arguments_in_place
+from interpreted import INTERPRETED, quicken_interpreter
 
 from loramux.engine.engine import Engine
 from loramux_kernels import device, packed_linear
 from loramux_kernels.staged_memory import StagedMemory
 
-keep_arguments_in_place()
+quicken_interpreter()
 
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
