@@ -17,7 +17,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def quicken_interpreter() -> None:
-    """Remove work of the interpreter that changes no result, for the whole process."""
+    """Remove work of the process's interpreter that changes no result."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter

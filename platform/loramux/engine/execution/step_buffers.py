@@ -33,7 +33,7 @@ NUM_PATCHES = 1024
 
 LISTS_BYTES = 8 << 20
 SEQUENCE_LISTS_BYTES = 1 << 10
-"""Room for a step's work lists of attention, for up to four kinds of it: for its rows, and for each sequence."""
+"""Room for a step's work lists of up to four kinds of attention: as a whole, and in addition for each sequence."""
 
 
 class BlockTables:
@@ -136,7 +136,7 @@ class StepBuffers:
         self._tiles: dict[TileShape, RowTiles] = {}
 
     def fill(self, packed: PackedStep) -> StepInputs:
-        """Put a step into the host's buffer, for `send`, and return its inputs on the device."""
+        """Put a step into the host's buffer, which `send` copies, and return its inputs on the device."""
         length, num_sampled = len(packed.input_ids), len(packed.sampled_rows)
         rows = self._rows.on_host(4)
         # The rows that pad a recorded step: no bucket has more than twice the rows of a step, or 16 more.
