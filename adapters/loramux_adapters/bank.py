@@ -447,11 +447,12 @@ class AdapterBank:
 
     def _write_rows(self, slot: int, adapter: PreparedAdapter, pages: list[int]) -> None:
         table, vectors = self.table, self.vectors
-        tiles = {
-            kind: torch.zeros(table.a_offsets.shape[1:], dtype=torch.int64) for kind in (MatrixKind.A, MatrixKind.B)
-        }
-        offsets = {kind: torch.full((len(self.sites),), NO_VECTORS) for kind in (MatrixKind.COLUMNS, MatrixKind.INPUTS)}
-        norms = torch.full((len(self.norms),), NO_VECTORS)
+        # numpy, because each of torch's operators would give Python's lock to the thread of the steps.
+        places = np.zeros(table.a_offsets.shape[1:], np.int64), np.zeros(table.b_offsets.shape[1:], np.int64)
+        tiles = dict(zip((MatrixKind.A, MatrixKind.B), places, strict=True))
+        kinds = (MatrixKind.COLUMNS, MatrixKind.INPUTS)
+        offsets = {kind: np.full(len(self.sites), NO_VECTORS, np.int64) for kind in kinds}
+        norms = np.full(len(self.norms), NO_VECTORS, np.int64)
         for block in adapter.layout.blocks:
             module, kind, start = block.matrix.module, block.matrix.kind, self._start(block, pages)
             if kind is MatrixKind.NORM and module in self.norms:
@@ -463,15 +464,14 @@ class AdapterBank:
                 tiles[kind][site, block.tile] = start
             else:
                 offsets[kind][site] = start
-        ranks = torch.zeros(len(self.sites), dtype=torch.int32)
-        scales = torch.zeros(len(self.sites), dtype=torch.float32)
+        ranks, scales = np.zeros(len(self.sites), np.int32), np.zeros(len(self.sites), np.float32)
         for name, pair in adapter.pairs.items():
             if (found := self.sites.get(name)) is not None:
                 ranks[found.index], scales[found.index] = pair
         rows = (table.a_offsets, table.b_offsets, table.ranks, table.scales)
-        values = (*tiles.values(), ranks, scales, *offsets.values(), norms)
+        values: tuple[Ints | NDArray[np.float32], ...] = (*places, ranks, scales, *offsets.values(), norms)
         for row, value in zip((*rows, vectors.columns, vectors.inputs, vectors.norms), values, strict=True):
-            row[slot].copy_(stage(value.numpy(), self.pool.device), non_blocking=True)
+            row[slot].copy_(stage(value, self.pool.device), non_blocking=True)
 
     def _describe(self, adapter: PreparedAdapter, pages: list[int]) -> ResidentAdapter:
         embedding, head = (self._vocabulary.embedding, self._vocabulary.head) if self._vocabulary else (None, None)
