@@ -367,7 +367,7 @@ def refill_attention(
 
 def _plan(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
     device, spans = batch.block_table.device, np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
-    whole = [(rows, tiles) for rows, tiles in _by_height(spans, batch.table_rows, shape) if len(tiles)]
+    whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape) if len(tiles)]
     plans = [(rows, *_cut_contexts(tiles, shape.kv_heads, device)) for rows, tiles in whole]
     if not plans:
         return ()
@@ -378,6 +378,10 @@ def _plan(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles,
         partials = int(merges[:, 3].sum())
         tiles_of.append(AttentionTiles(rows, items, merge_list if partials else None, partials))
     return tuple(tiles_of)
+
+
+def _table_rows(batch: AttentionBatch) -> Ints | None:
+    return None if batch.table_rows is None else batch.table_rows.numpy()
 
 
 def _by_height(spans: Ints, table_rows: Ints | None, shape: AttentionShape) -> Iterator[tuple[int, Ints]]:
@@ -478,7 +482,7 @@ def plan_states(batch: AttentionBatch) -> StateTiles:
     if "state_tiles" not in vars(batch):
         assert batch.state_tables is not None, "a step of a model with linear attention has the pages of its states"
         spans = np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
-        lists = _state_items(spans, np.array(batch.prompt_ends, dtype=np.int64), batch.table_rows)
+        lists = _state_items(spans, np.array(batch.prompt_ends, dtype=np.int64), _table_rows(batch))
         attach_states(batch, StateTiles(*upload(lists, batch.state_tables.device)))
     found: StateTiles = vars(batch)["state_tiles"]
     return found

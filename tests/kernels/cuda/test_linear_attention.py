@@ -97,7 +97,7 @@ def test_linear_attention_lists_that_are_refilled_serve_every_step(device) -> No
     tiles = reserve_states(9, 400, memory)
 
     def refill(batch: AttentionBatch) -> None:
-        tiles.refill(np.array(batch.spans), np.array(batch.prompt_ends), batch.table_rows)
+        tiles.refill(np.array(batch.spans), np.array(batch.prompt_ends), None)
         memory.send()
 
     for seed, spans in enumerate((FEW, [(1, 3)], [(6, 0), (1, 2)])):

@@ -123,7 +123,7 @@ def table_of(buffers: StepBuffers, step: Step) -> list[list[int]]:
     """Return each sequence's pages as the device has them after the step's copy."""
     batch = filled(buffers, step).batch
     assert batch.table_rows is not None
-    rows = batch.block_table[torch.from_numpy(batch.table_rows)].tolist()
+    rows = batch.block_table[batch.table_rows].tolist()
     return [row[: len(chunk.sequence.pages)] for row, chunk in zip(rows, step.chunks, strict=True)]
 
 

@@ -161,7 +161,7 @@ class StepBuffers:
                 slot_mapping=self._rows.tensor[2, :length],
                 state_tables=self._state_tables,
                 prompt_lens=torch.from_numpy(packed.prompt_lens),
-                table_rows=packed.table_rows,
+                table_rows=None if packed.table_rows is None else torch.from_numpy(packed.table_rows),
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
         )
