@@ -17,7 +17,16 @@ from loramux_kernels.cuda.mixture import prepare_combine, prepare_expert_items, 
 from loramux_kernels.cuda.paged_attention import prepare_attention, prepare_write_kv
 from loramux_kernels.cuda.sampling import prepare_forbid, prepare_sample
 from loramux_kernels.cuda.short_convolution import prepare_short_convolution
-from loramux_kernels.cuda.work_lists import LONG_RANKS, LORA_ITEM_WIDTH, SHORT, TileMap, TileShape, attach_tile_map
+from loramux_kernels.cuda.work_lists import (
+    LONG_RANKS,
+    LORA_ITEM_WIDTH,
+    SHORT,
+    RowTiles,
+    TileMap,
+    TileShape,
+    WorkList,
+    attach_tile_map,
+)
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
@@ -213,7 +222,8 @@ def _mixture() -> Iterator[Variant]:
         rows_of, weights = torch.empty(512, 2048, dtype=dtype), torch.empty(64, choices, dtype=dtype)
         yield Variant(f"combine-{_short(dtype)}", prepare_combine(rows_of, routes, weights, rows_of[:64]))
         whole, shape = Segments((0, 512), (0,)), TileShape(SHORT.rows, LONG_RANKS[-1], SHORT.rows)
-        attach_tile_map(whole, replace(TileMap.reserve(512, 64, shape, chosen.device), made_by_kernel=True))
+        lists = (WorkList(torch.zeros(1 + 512, LORA_ITEM_WIDTH, dtype=torch.int32)) for _ in range(2))
+        attach_tile_map(whole, TileMap(512, 64, (RowTiles(shape, *lists),), made_by_kernel=True))
         yield from _lora_pair(f"experts-{_short(dtype)}", whole, 64, dtype, LoraGroup((0,), (1536,)))
     yield Variant("route", prepare_route(chosen, chosen[:, 0], routes))
     items = torch.zeros(1 + 512, LORA_ITEM_WIDTH, dtype=torch.int32)

@@ -12,8 +12,9 @@ The way of an adapter:
 3. Load. `weights` reads the tensors in the serving dtype and cuts the matrices into blocks that fill pages;
    `base_weights` fits them to the base (DoRA's lengths). With tensor parallelism a rank holds a share of the base
    (`sharding`) and of each adapter (`ranks`).
-4. Place. `bank` copies the blocks into the pool and writes the tables from which the kernels find them. Changes that do
-   not fit these tables are described separately (`ResidentAdapter`).
+4. Place. `prepared` composes the pages for a GPU. `bank` copies them, or on a CPU the blocks, into the pool and writes
+   the tables from which the kernels find them. Changes that do not fit these tables are described separately
+   (`ResidentAdapter`).
 5. Serve. `modules` replaces the model's linears, norms, embedding and head, and `experts` its mixtures, by modules
    that add the adapters of the running step.
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from loramux_adapters.base import VocabularyShape
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.prepared import PreparedAdapter, prepare, prepare_pages
 from loramux_adapters.weights import (
     AdapterLayout,
     AdapterWeights,
@@ -33,7 +34,7 @@ from loramux_adapters.weights import (
     matrices_of,
     rows_per_page,
 )
-from loramux_kernels.device import SideStream, host_memory, kept_for_steps, stage
+from loramux_kernels.device import SideStream, kept_for_steps, stage
 from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraTable, OwnWeights, Segments
 
 TABLE_SHARE = 0.02
@@ -414,68 +415,45 @@ class AdapterBank:
             offsets[slot] = NO_VECTORS
         return slot
 
+    def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
+        """Return an adapter, fitted to the base, as `install` takes it. Raises AdapterRejected."""
+        layout = self.plan_layout(weights.plan)
+        return prepare(weights, layout) if self._stream is None else prepare_pages(weights, layout, self.pool)
+
     def install(
         self,
-        weights: AdapterWeights,
-        layout: AdapterLayout,
+        adapter: PreparedAdapter,
         pages: list[int],
         fence: torch.cuda.Event | None = None,
         slot: int | None = None,
     ) -> int:
-        """Copy an adapter, fitted to the base, into `pages` and return the slot that serves it.
+        """Copy an adapter into `pages` and return the slot that serves it.
 
         `fence` was taken after the steps that may still read the pages' old contents; None: all steps launched so far
         may read them. `slot` is rank 0's slot if this bank belongs to another rank, because only rank 0 assigns slots.
         """
-        assert not weights.magnitudes, "fit_to_base turns them into columns"
-        assert not weights.biases, "fit_to_base turns them into columns"
         is_own = slot is None
         slot = self._take_slot() if slot is None else slot
         try:
-            image = self._image(weights, layout) if self._stream is not None else None
             with self._beside_steps(fence, self._last_readers.pop(slot, None)):
-                if image is None:
-                    self._copy_blocks(weights, layout, pages)
-                else:
-                    self._copy_pages(image, pages)
-                self._write_rows(slot, weights, layout, pages)
-                self._held[slot] = self._describe(weights, layout, pages)
+                adapter.copy_into(self.pool, self.page_elements, pages)
+                self._write_rows(slot, adapter, pages)
+                self._held[slot] = self._describe(adapter, pages)
         except BaseException:
             if is_own:
                 self._return_slot(slot)
             raise
         return slot
 
-    def _copy_blocks(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
-        for block in layout.blocks:
-            start = self._start(block, pages)
-            target = self.pool[start : start + block.size].view(block.rows, block.matrix.width)
-            target.copy_(weights.matrix(block.matrix)[block.start : block.start + block.rows])
-
-    def _image(self, weights: AdapterWeights, layout: AdapterLayout) -> list[torch.Tensor]:
-        """Return the contents of the filled part of each page, in memory from which a GPU copies by itself."""
-        used = [0] * (1 + max(block.page for block in layout.blocks)) if layout.blocks else []
-        for block in layout.blocks:
-            used[block.page] = max(used[block.page], block.offset + block.size)
-        image = [host_memory((count,), self.pool.dtype, self.pool.device) for count in used]
-        for block in layout.blocks:
-            target = image[block.page][block.offset : block.offset + block.size].view(block.rows, block.matrix.width)
-            target.copy_(weights.matrix(block.matrix)[block.start : block.start + block.rows])
-        return image
-
-    def _copy_pages(self, image: list[torch.Tensor], pages: list[int]) -> None:
-        for page, held in zip(pages, image, strict=False):  # an adapter may have more pages than it fills
-            start = page * self.page_elements
-            self.pool[start : start + len(held)].copy_(held, non_blocking=True)
-
-    def _write_rows(self, slot: int, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> None:
+    def _write_rows(self, slot: int, adapter: PreparedAdapter, pages: list[int]) -> None:
         table, vectors = self.table, self.vectors
-        tiles = {
-            kind: torch.zeros(table.a_offsets.shape[1:], dtype=torch.int64) for kind in (MatrixKind.A, MatrixKind.B)
-        }
-        offsets = {kind: torch.full((len(self.sites),), NO_VECTORS) for kind in (MatrixKind.COLUMNS, MatrixKind.INPUTS)}
-        norms = torch.full((len(self.norms),), NO_VECTORS)
-        for block in layout.blocks:
+        # numpy, because each of torch's operators would give Python's lock to the thread of the steps.
+        places = np.zeros(table.a_offsets.shape[1:], np.int64), np.zeros(table.b_offsets.shape[1:], np.int64)
+        tiles = dict(zip((MatrixKind.A, MatrixKind.B), places, strict=True))
+        kinds = (MatrixKind.COLUMNS, MatrixKind.INPUTS)
+        offsets = {kind: np.full(len(self.sites), NO_VECTORS, np.int64) for kind in kinds}
+        norms = np.full(len(self.norms), NO_VECTORS, np.int64)
+        for block in adapter.layout.blocks:
             module, kind, start = block.matrix.module, block.matrix.kind, self._start(block, pages)
             if kind is MatrixKind.NORM and module in self.norms:
                 norms[self.norms[module]] = start
@@ -486,30 +464,31 @@ class AdapterBank:
                 tiles[kind][site, block.tile] = start
             else:
                 offsets[kind][site] = start
-        ranks = torch.zeros(len(self.sites), dtype=torch.int32)
-        scales = torch.zeros(len(self.sites), dtype=torch.float32)
-        for name, pair in weights.modules.items():
+        ranks, scales = np.zeros(len(self.sites), np.int32), np.zeros(len(self.sites), np.float32)
+        for name, pair in adapter.pairs.items():
             if (found := self.sites.get(name)) is not None:
-                ranks[found.index], scales[found.index] = pair.a.shape[0], pair.scale
+                ranks[found.index], scales[found.index] = pair
         rows = (table.a_offsets, table.b_offsets, table.ranks, table.scales)
-        values = (*tiles.values(), ranks, scales, *offsets.values(), norms)
+        values: tuple[Ints | NDArray[np.float32], ...] = (*places, ranks, scales, *offsets.values(), norms)
         for row, value in zip((*rows, vectors.columns, vectors.inputs, vectors.norms), values, strict=True):
-            row[slot].copy_(stage(value.numpy(), self.pool.device), non_blocking=True)
+            row[slot].copy_(stage(value, self.pool.device), non_blocking=True)
 
-    def _describe(self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]) -> ResidentAdapter:
+    def _describe(self, adapter: PreparedAdapter, pages: list[int]) -> ResidentAdapter:
         embedding, head = (self._vocabulary.embedding, self._vocabulary.head) if self._vocabulary else (None, None)
-        ranks = [pair.rank for pair in weights.plan.pairs if pair.module in self.sites]
-        read = sum(block.size for block in layout.blocks if block.matrix.module != embedding)
+        blocks = adapter.layout.blocks
+        kinds = {(block.matrix.kind, block.matrix.module in self.sites) for block in blocks}
+        ranks = [pair.rank for module, pair in adapter.pairs.items() if module in self.sites]
+        read = sum(block.size for block in blocks if block.matrix.module != embedding)
         return ResidentAdapter(
             num_bytes=read * self.pool.element_size(),
             max_rank=max(ranks, default=0),
-            columns=any(module in self.sites for module in weights.columns),
-            inputs=bool(weights.inputs),
-            num_tokens=weights.plan.num_tokens,
-            norms=any(block.matrix.kind is MatrixKind.NORM for block in layout.blocks),
-            embedding=self._part(embedding, weights, layout, pages),
-            head=self._part(head, weights, layout, pages),
-            classifier=self._classifier(layout, pages),
+            columns=(MatrixKind.COLUMNS, True) in kinds,
+            inputs=(MatrixKind.INPUTS, True) in kinds,
+            num_tokens=adapter.plan.num_tokens,
+            norms=any(kind is MatrixKind.NORM for kind, _ in kinds),
+            embedding=self._part(embedding, adapter, pages),
+            head=self._part(head, adapter, pages),
+            classifier=self._classifier(adapter.layout, pages),
         )
 
     def _classifier(self, layout: AdapterLayout, pages: list[int]) -> PagedRows | None:
@@ -518,20 +497,18 @@ class AdapterBank:
             return None
         return PagedRows(self.pool, self.page_elements, [pages[block.page] for block in blocks], blocks[0].matrix)
 
-    def _part(
-        self, module: str | None, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]
-    ) -> VocabularyExtras | None:
+    def _part(self, module: str | None, adapter: PreparedAdapter, pages: list[int]) -> VocabularyExtras | None:
         """Describe the adapter's changes to the embedding or the head."""
         numbers: defaultdict[Matrix, list[int]] = defaultdict(list)
-        for block in layout.blocks:
+        for block in adapter.layout.blocks:
             if block.matrix.fills_pages and block.matrix.module == module:
                 numbers[block.matrix].append(pages[block.page])
         if module is None or not numbers:
             return None
         found = {m.kind: PagedRows(self.pool, self.page_elements, where, m) for m, where in numbers.items()}
-        ids = next((part.served_ids for part in weights.plan.rows if part.module == module), None)
+        ids = next((part.served_ids for part in adapter.plan.rows if part.module == module), None)
         return VocabularyExtras(
-            pair=(found[MatrixKind.A], found[MatrixKind.B], weights.modules[module].scale)
+            pair=(found[MatrixKind.A], found[MatrixKind.B], adapter.pairs[module].scale)
             if MatrixKind.A in found
             else None,
             rows=found.get(MatrixKind.ROWS),
@@ -544,7 +521,7 @@ class AdapterBank:
 
     @contextmanager
     def _beside_steps(self, fence: torch.cuda.Event | None, reader: torch.cuda.Event | None) -> Iterator[None]:
-        """Copy on a separate stream and wait for the end.
+        """Copy on a separate stream and wait for the end of these copies, but not for those of later loads.
 
         The copy begins after the steps that may still read the freed pages (`fence`) and the slot's rows (`reader`).
         """
@@ -561,7 +538,9 @@ class AdapterBank:
             with torch.cuda.stream(self._stream):
                 yield
         finally:  # after a failure too, because the pages must not get another owner while a copy still runs
-            self._stream.synchronize()
+            end = torch.cuda.Event()
+            end.record(self._stream)
+            end.synchronize()
 
     def drop(self, slot: int) -> None:
         """Forget a slot. After this call, its pages may be overwritten after a new fence."""

@@ -96,12 +96,12 @@ class ServingModel:
         """Return the slot of a further adapter with random weights of this rank, made at its first use."""
         if adapter not in self._slots:
             bank = self.loaded.runner.bank
-            weights = self._weights(rank)
-            layout = bank.plan_layout(weights.plan)
+            adapter = bank.prepare(self._weights(rank))
+            layout = adapter.layout
             if layout.num_pages > self.pages_left:
                 raise DoesNotFit(f"{layout.num_pages} pages of an adapter, {self.pages_left} left")
             pages = list(range(self._used, self._used + layout.num_pages))
-            self._slots[adapter] = bank.install(weights, layout, pages)
+            self._slots[adapter] = bank.install(adapter, pages)
             self._used += layout.num_pages
         return self._slots[adapter]
 

@@ -278,6 +278,8 @@ class AttentionBatch:
     """int32[S, state pages]: the pages of each sequence's states of fixed size; None if the model has none."""
     prompt_lens: torch.Tensor | None = None
     """int32[S], on the host: tokens of each sequence's prompt; None: every row is one of a prompt."""
+    table_rows: torch.Tensor | None = None
+    """int64[S], on the host: the row of each sequence in both tables on a GPU. None: sequence s has row s."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux_adapters import bank as bank_module
 from loramux_adapters.bank import AdapterBank, PagedRows, Site, StepExtras
 from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, VectorKind
 from loramux_adapters.errors import AdapterRejected
 from loramux_adapters.modules import LoraLinear, install_linears
+from loramux_adapters.prepared import prepare_pages
 from loramux_adapters.weights import AdapterWeights, LoraWeights, Matrix, MatrixKind
 from loramux_kernels.device import kept_for_steps
 from loramux_kernels.tables import NO_VECTORS, Segments
@@ -54,8 +56,8 @@ def random_adapter(bank: AdapterBank, ranks: dict[str, int], seed: int) -> Adapt
 
 
 def install(bank: AdapterBank, weights: AdapterWeights, pages: list[int]) -> int:
-    layout = bank.plan_layout(weights.plan)
-    return bank.install(weights, layout, pages[: layout.num_pages])
+    adapter = bank.prepare(weights)
+    return bank.install(adapter, pages[: adapter.layout.num_pages])
 
 
 @torch.no_grad()
@@ -137,8 +139,8 @@ def test_bank_pages_composed_on_the_host_hold_what_blocks_do() -> None:
     weights = random_adapter(bank, {"q_proj": 20, "k_proj": 3, "o_proj": 17}, 1)
     layout = bank.plan_layout(weights.plan)
     pages = [30, 4, 22, 7, 11, 2, 9, 8][: layout.num_pages + 1]
-    bank.install(weights, layout, pages)
-    other._copy_pages(other._image(weights, layout), pages)
+    bank.install(bank.prepare(weights), pages)
+    prepare_pages(weights, layout, other.pool).copy_into(other.pool, PAGE, pages)
     assert torch.equal(bank.pool.nan_to_num(7.0), other.pool.nan_to_num(7.0))
     assert bank.pool.view(NUM_PAGES, PAGE)[pages[-1]].isnan().all()
 
@@ -188,17 +190,19 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         self.waited_for.append(event.steps)
 
-    def synchronize(self) -> None:
-        pass
-
 
 class FakeEvent:
     """An event at the end of the steps that were launched before it was recorded."""
 
     launched = 0
+    waits = 0
+    """Waits of the host."""
 
     def record(self, _: object) -> None:
         self.steps = FakeEvent.launched
+
+    def synchronize(self) -> None:
+        FakeEvent.waits += 1
 
 
 @pytest.fixture
@@ -207,6 +211,7 @@ def copy_stream(monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     monkeypatch.setattr(torch.cuda, "default_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(FakeEvent, "launched", 0)
+    monkeypatch.setattr(FakeEvent, "waits", 0)
     return FakeStream()
 
 
@@ -215,14 +220,56 @@ def test_install_waits_for_the_last_step_that_read_its_slot(copy_stream: FakeStr
     bank = bank_for(Attention())
     bank._stream = copy_stream  # type: ignore[assignment]
     first, second = (random_adapter(bank, {"q_proj": 5}, seed) for seed in (1, 2))
-    layout = bank.plan_layout(first.plan)
-    slot = bank.install(first, layout, [0, 1, 2][: layout.num_pages], bank.fence())
+    slot = bank.install(bank.prepare(first), [0, 1, 2], bank.fence())
     fence = bank.fence()  # of the load of `second`, into pages that are free
     FakeEvent.launched = 7  # a step of `first`
     bank.drop(slot)  # its last token is planned; the step still runs
     copy_stream.waited_for.clear()
-    assert bank.install(second, layout, [9, 10, 11][: layout.num_pages], fence) == slot
+    assert bank.install(bank.prepare(second), [9, 10, 11], fence) == slot
     assert copy_stream.waited_for == [0, 7]
+
+
+class CountedOperators(TorchDispatchMode):
+    """The names of torch's operators, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.__name__.split(".")[0])
+        return func(*args, **kwargs or {})
+
+
+def test_install_of_a_prepared_adapter_is_one_copy_a_page_and_one_wait(copy_stream: FakeStream) -> None:
+    """Its blocks are copied once, by one operator, however often it is installed."""
+    bank = bank_for(Attention())
+    bank._stream = copy_stream  # type: ignore[assignment]
+    weights = random_adapter(bank, {"q_proj": 20, "k_proj": 3, "o_proj": 17}, 1)
+    with CountedOperators() as preparing:
+        adapter = bank.prepare(weights)
+    assert (preparing.names.count("_foreach_copy_"), preparing.names.count("copy_")) == (1, 0)
+    rows = 7  # of the tables
+    assert adapter.layout.num_pages > 2
+    for _ in range(2):
+        FakeEvent.waits = 0
+        with CountedOperators() as installing:
+            slot = bank.install(adapter, list(range(NUM_PAGES)), bank.fence())
+        assert installing.names.count("copy_") == adapter.layout.num_pages + rows
+        assert "_foreach_copy_" not in installing.names
+        assert FakeEvent.waits == 1
+        bank.drop(slot)
+
+
+def test_prepared_pages_count_the_bytes_that_are_pinned_for_them() -> None:
+    """torch pins powers of two."""
+    bank = bank_for(Attention())
+    weights = random_adapter(bank, {"q_proj": 5}, 1)
+    layout = bank.plan_layout(weights.plan)
+    (page,) = (prepared := prepare_pages(weights, layout, bank.pool)).source
+    assert page.nbytes == 4 * (5 * 32 + 5 * 48)
+    assert prepared.nbytes == 2048
+    assert bank.prepare(weights).nbytes == weights.nbytes
 
 
 def test_index_tensors_of_an_adapter_outlive_the_steps_that_read_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,11 @@
-"""Triton's interpreter as these tests need it: without needless copies, and with products of bfloat16."""
+"""Triton's interpreter as these tests need it: without needless work, and with products of bfloat16."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +16,49 @@ from loramux_kernels.device import zeros_in_large_pages
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def keep_arguments_in_place() -> None:
-    """Leave the arguments of a launch in their memory.
+def quicken_interpreter() -> None:
+    """Remove work of the process's interpreter that changes no result."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
 
-    The interpreter would copy each one's whole storage back to its device; here kernels have written to it directly.
+    # It would copy each argument's whole storage back to its device; here kernels have written to it directly.
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
+    # It would compute each sum and product of integers again, in 64 bits, and drop the comparison if `debug` is off.
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    # It would replace all functions of the language at each launch and at each call of a function within a kernel.
+    replace_language, replaced = interpreter._patch_lang, set[tuple[bool, bool]]()
+    scope = SimpleNamespace(restore=lambda: None)
+
+    def replace_once(function: Any) -> Any:
+        seen = {id(value) for value in function.__globals__.values()}
+        found = (id(interpreter.tl) in seen, id(interpreter.tl.core) in seen)
+        if found not in replaced:
+            replace_language(function)
+            replaced.add(found)
+        return scope
+
+    interpreter._patch_lang = replace_once
+    interpret, on_own_stack = interpreter.GridExecutor.__call__, _with_room_for_frames()
+    interpreter.GridExecutor.__call__ = lambda *args, **kwargs: on_own_stack(interpret, *args, **kwargs)
+
+
+def _with_room_for_frames() -> Callable[..., Any]:
+    """Return a function that calls its first argument with the others.
+
+    CPython keeps frames in chunks of 16 KiB. A function that is called again and again at the end of a chunk makes and
+    frees a chunk at each call, which was half of the time here. A frame of many variables takes a chunk that is larger
+    than itself, and the frames of its callees get the rest.
     """
-    if INTERPRETED:
-        from triton.runtime.interpreter import GridExecutor
-
-        GridExecutor._restore_args_dev = lambda *_: None
+    variables = " = ".join(f"unused_{number}" for number in range(7000))
+    made: dict[str, Any] = {}
+    exec(
+        f"def call(function, *args, **kwargs):\n if not function: {variables} = 0\n return function(*args, **kwargs)",
+        made,
+    )
+    return made["call"]
 
 
 def exact_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:

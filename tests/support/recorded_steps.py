@@ -16,6 +16,6 @@ def recorded(runner: GpuRunner, record: GraphRecorder) -> tuple[DecodeGraphs, De
     with torch.inference_mode():
         inputs = buffers.padded(1)
         logits = forward(inputs, None)
-        attention = ReservedAttention(attention_shapes(inputs.batch), buffers, logits.device)
+        attention = ReservedAttention(attention_shapes(inputs.batch), buffers)
         whole = DecodeGraphs(forward, buffers, attention, record, logits)
         return whole, DecoderGraphs(forward, buffers, attention, record, hidden_size)

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 
 from loramux_kernels.cuda.launch import resident_programs
-from loramux_kernels.device import stage, to_device
+from loramux_kernels.device import to_device
+from loramux_kernels.staged_memory import ALIGNMENT, StagedArray, StagedMemory
 from loramux_kernels.tables import RANK_TILE, AttentionBatch, LoraTable, Segments
 
 Ints = NDArray[np.int64]
@@ -34,11 +35,16 @@ class WorkList:
 
     work: torch.Tensor
     """int32[1 + capacity, width]; work[0, 0] is the number of items, which begin at work[1]."""
+    staged: StagedArray | None = None
+    """The list's place in a step's copy; None if it is not refilled."""
 
     def refill(self, items: Ints) -> None:
-        """Replace the items by `[n, width]` in place, as launches in a CUDA graph need; n is at most the capacity."""
+        """Replace the items by `[n, width]` in place, with the step's copy; n is at most the capacity."""
         assert len(items) < len(self.work), f"{len(items)} items in a list that holds {len(self.work) - 1}"
-        self.work[: len(items) + 1].copy_(stage(_with_header(items), self.work.device), non_blocking=True)
+        assert self.staged is not None, "a reserved list"
+        rows = self.staged.on_host(len(items) + 1)
+        rows[0, 0] = len(items)
+        rows[1:] = items
 
 
 def upload(lists: Sequence[Ints], device: torch.device) -> list[WorkList]:
@@ -47,9 +53,14 @@ def upload(lists: Sequence[Ints], device: torch.device) -> list[WorkList]:
     return [WorkList(part) for part in on_device.split([len(items) + 1 for items in lists])]
 
 
-def reserve(capacity: int, width: int, device: torch.device) -> WorkList:
-    """Return an empty list with room for `capacity` items."""
-    return WorkList(torch.zeros(1 + capacity, width, dtype=torch.int32, device=device))
+def reserve(capacity: int, width: int, memory: StagedMemory) -> WorkList:
+    """Return an empty list of fixed address with room for `capacity` items."""
+    staged = memory.reserve((1 + capacity, width), torch.int32)
+    return WorkList(staged.tensor, staged)
+
+
+def _empty(width: int, device: torch.device) -> WorkList:
+    return WorkList(torch.zeros(1, width, dtype=torch.int32, device=device))
 
 
 def cut(lengths: Ints, size: int | Ints) -> tuple[Ints, Ints]:
@@ -109,6 +120,20 @@ class RowTiles:
     expand: WorkList
     """Row tiles."""
 
+    @classmethod
+    def reserve(cls, shape: TileShape, rows: int, rank: int, memory: StagedMemory) -> RowTiles:
+        """Return empty lists of fixed addresses for launches in CUDA graphs: up to `rows` rows and ranks up to
+        `rank`."""
+        # The shorter list first, because a step's copy ends where a list's items end.
+        expand = reserve(rows, LORA_ITEM_WIDTH, memory)
+        return cls(shape, reserve(rows * -(-rank // shape.rank), LORA_ITEM_WIDTH, memory), expand)
+
+    @staticmethod
+    def reserved_bytes(shape: TileShape, rows: int, rank: int) -> int:
+        """Return the memory that `reserve` takes at most."""
+        items = 2 + rows + rows * -(-rank // shape.rank)
+        return items * LORA_ITEM_WIDTH * torch.int32.itemsize + 2 * ALIGNMENT
+
 
 @dataclass(frozen=True, eq=False)
 class TileMap:
@@ -139,29 +164,15 @@ class TileMap:
             return cls(segments.rows, 0, ())
         uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
         tiles = tuple(RowTiles(shape, next(uploaded), next(uploaded)) for shape, *_ in plans)
-        return cls(segments.rows, _whole_tiles(ranks), tiles)
-
-    @classmethod
-    def reserve(cls, rows: int, rank: int, shape: TileShape, device: torch.device) -> TileMap:
-        """Return an empty map of fixed addresses for launches in a CUDA graph: up to `rows` rows and ranks up to
-        `rank`."""
-        shrink = reserve(rows * -(-rank // shape.rank), LORA_ITEM_WIDTH, device)
-        tiles = RowTiles(shape, shrink, reserve(rows, LORA_ITEM_WIDTH, device))
-        return cls(rows, -(-rank // RANK_TILE) * RANK_TILE, (tiles,))
-
-    @classmethod
-    def reserve_any(cls, rows: int, rank: int, device: torch.device) -> TileMap:
-        """Return an empty map of fixed addresses for any step of up to `rows` rows: for short and for long segments."""
-        short, long = (cls.reserve(rows, rank, shape, device) for shape in (SHORT, LONG))
-        return cls(rows, short.rank, (*short.tiles, *long.tiles))
+        return cls(segments.rows, whole_tiles(int(ranks.max(initial=0))), tiles)
 
     @classmethod
     def of_every_shape(cls, rows: int, rank: int, device: torch.device) -> TileMap:
         """Return an empty map of all shapes that steps may need (a step needs two at most), to compile their
         kernels."""
         shapes = (*DECODE_SHAPES, *(TileShape(LONG_ROWS, long, LONG_EXPAND_ROWS) for long in LONG_RANKS))
-        maps = [cls.reserve(rows, rank, shape, device) for shape in shapes]
-        return cls(rows, maps[0].rank, tuple(tiles for one in maps for tiles in one.tiles))
+        empty = [RowTiles(shape, *(_empty(LORA_ITEM_WIDTH, device) for _ in range(2))) for shape in shapes]
+        return cls(rows, whole_tiles(rank), tuple(empty))
 
     def refill(self, segments: Segments, ranks: Ints) -> None:
         """Put another step's segments into a reserved map. If the map has one tile shape, all segments go through
@@ -181,12 +192,18 @@ def tile_map_of(segments: Segments, table: LoraTable) -> TileMap:
         slots = torch.tensor(segments.slots, dtype=torch.int64, device=table.ranks.device)
         ranks = table.ranks[slots].amax(dim=1).cpu().numpy().astype(np.int64)
         attach_tile_map(segments, TileMap.for_step(segments, ranks, table.ranks.device))
-    return vars(segments)["tile_map"]
+    return attached_tile_map(segments)
 
 
 def attach_tile_map(segments: Segments, tile_map: TileMap) -> None:
     """Have every launch for `segments` use `tile_map`: one made without asking the device, or a reserved one."""
     vars(segments)["tile_map"] = tile_map
+
+
+def attached_tile_map(segments: Segments) -> TileMap:
+    """Return the map that was attached."""
+    found: TileMap = vars(segments)["tile_map"]
+    return found
 
 
 def decode_shape(segments: Segments, ranks: Sequence[int]) -> TileShape:
@@ -236,8 +253,9 @@ def _row_tiles(segments: Segments, lengths: Ints, height: int) -> Ints:
     return np.column_stack((owner, first, np.minimum(first + height, (starts + lengths)[owner])))
 
 
-def _whole_tiles(ranks: Ints) -> int:
-    return -(-int(ranks.max(initial=0)) // RANK_TILE) * RANK_TILE
+def whole_tiles(rank: int) -> int:
+    """Round a rank up to whole rank tiles."""
+    return -(-rank // RANK_TILE) * RANK_TILE
 
 
 ATTENTION_ITEM_WIDTH = 8
@@ -301,7 +319,7 @@ def plan_attention(batch: AttentionBatch, shape: AttentionShape) -> tuple[Attent
     """
     plans: dict[AttentionShape, tuple[AttentionTiles, ...]] = vars(batch).setdefault("attention_plans", {})
     if shape not in plans:
-        plans[shape] = _plan(batch.spans, shape, batch.block_table.device)
+        plans[shape] = _plan(batch, shape)
     return plans[shape]
 
 
@@ -311,15 +329,21 @@ def attention_shapes(batch: AttentionBatch) -> tuple[AttentionShape, ...]:
 
 
 def reserve_attention(
-    shape: AttentionShape, max_sequences: int, max_rows: int, max_partials: int, device: torch.device
+    shape: AttentionShape, max_sequences: int, max_rows: int, max_partials: int, memory: StagedMemory
 ) -> tuple[AttentionTiles, ...]:
     """Return empty tiles of each height at fixed addresses; steps have up to `max_rows` query rows."""
     found = []
     for rows, most in zip(shape.heights, (0, max_rows), strict=True):
         tiles = max_sequences + most // (rows // shape.groups)
-        items = reserve(tiles + max_partials, ATTENTION_ITEM_WIDTH, device)
-        found.append(AttentionTiles(rows, items, reserve(tiles, ATTENTION_ITEM_WIDTH, device), max_partials))
+        items = reserve(tiles + max_partials, ATTENTION_ITEM_WIDTH, memory)
+        found.append(AttentionTiles(rows, items, reserve(tiles, ATTENTION_ITEM_WIDTH, memory), max_partials))
     return tuple(found)
+
+
+def empty_attention(shape: AttentionShape, device: torch.device) -> tuple[AttentionTiles, ...]:
+    """Return tiles of each height without work, to compile their kernels."""
+    items, merges = (_empty(ATTENTION_ITEM_WIDTH, device) for _ in range(2))
+    return tuple(AttentionTiles(rows, items, merges, 1) for rows in shape.heights)
 
 
 def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: tuple[AttentionTiles, ...]) -> None:
@@ -328,20 +352,22 @@ def attach_attention(batch: AttentionBatch, shape: AttentionShape, tiles: tuple[
 
 
 def refill_attention(
-    tiles: Sequence[AttentionTiles], spans: Sequence[tuple[int, int, int]], shape: AttentionShape
+    tiles: Sequence[AttentionTiles], spans: Ints, table_rows: Ints | None, shape: AttentionShape
 ) -> None:
-    """Put another step's sequences into reserved tiles; a decode step needs only the first height."""
-    for reserved, (_, whole) in zip(tiles, _by_height(spans, shape), strict=False):
+    """Put another step's sequences into reserved tiles; a decode step needs only the first height.
+
+    `spans` int64[S, 3]: first query row, one past the last, and context length of each sequence.
+    """
+    for reserved, (_, whole) in zip(tiles, _by_height(spans, table_rows, shape), strict=False):
         assert reserved.merges is not None, "reserved tiles may be merged"
         pieces, merges = _cut_contexts(whole, shape.kv_heads, reserved.items.work.device, reserved.partials)
         reserved.items.refill(pieces)
         reserved.merges.refill(merges)
 
 
-def _plan(
-    spans: Sequence[tuple[int, int, int]], shape: AttentionShape, device: torch.device
-) -> tuple[AttentionTiles, ...]:
-    whole = [(rows, tiles) for rows, tiles in _by_height(spans, shape) if len(tiles)]
+def _plan(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
+    device, spans = batch.block_table.device, np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
+    whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape) if len(tiles)]
     plans = [(rows, *_cut_contexts(tiles, shape.kv_heads, device)) for rows, tiles in whole]
     if not plans:
         return ()
@@ -354,19 +380,23 @@ def _plan(
     return tuple(tiles_of)
 
 
-def _by_height(spans: Sequence[tuple[int, int, int]], shape: AttentionShape) -> Iterator[tuple[int, Ints]]:
+def _table_rows(batch: AttentionBatch) -> Ints | None:
+    return None if batch.table_rows is None else batch.table_rows.numpy()
+
+
+def _by_height(spans: Ints, table_rows: Ints | None, shape: AttentionShape) -> Iterator[tuple[int, Ints]]:
     """Yield each tile height and the whole-context items of the sequences that take it."""
-    short = shape.short_rows // shape.groups
-    for rows, is_short in zip(shape.heights, (True, False), strict=True):
-        some = [(i, span) for i, span in enumerate(spans) if (span[1] - span[0] <= short) is is_short]
-        tiles = _tiles([span for _, span in some], rows, shape)
-        tiles[:, 0] = np.array([i for i, _ in some], dtype=np.int64)[tiles[:, 0]]
+    is_short = spans[:, 1] - spans[:, 0] <= shape.short_rows // shape.groups
+    for rows, taken in zip(shape.heights, (is_short, ~is_short), strict=True):
+        numbers = np.flatnonzero(taken)
+        tiles = _tiles(spans[numbers], rows, shape)
+        tiles[:, 0] = (numbers if table_rows is None else table_rows[numbers])[tiles[:, 0]]
         yield rows, tiles
 
 
-def _tiles(spans: Sequence[tuple[int, int, int]], rows: int, shape: AttentionShape) -> Ints:
+def _tiles(spans: Ints, rows: int, shape: AttentionShape) -> Ints:
     """Return items of whole contexts, one for each tile of query rows."""
-    start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
+    start, stop, context = spans.T
     height = rows // shape.groups
     owner, offset = cut(stop - start, height)
     count = np.minimum(height, (stop - start)[owner] - offset)
@@ -418,9 +448,9 @@ STATE_CHUNK = 32
 """Rows of a prompt that linear attention computes together."""
 
 STATE_ITEM_WIDTH = 7
-"""Columns of an item of linear attention: sequence, first row, one past the last row, first row of the sequence, 1 if
-the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if the item has
-the sequence's last row of the step, one past the last row of the sequence's prompt."""
+"""Columns of an item of linear attention: row of the state tables, first row, one past the last row, first row of the
+sequence, 1 if the item reads nothing from the state (the sequence begins with it, or a chunk of it comes before), 1 if
+the item has the sequence's last row of the step, one past the last row of the sequence's prompt."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,9 +469,9 @@ class StateTiles:
         """The part that decode steps need."""
         return StateTiles(self.singles, None, None)
 
-    def refill(self, spans: Sequence[tuple[int, int, int]], prompt_ends: Sequence[int]) -> None:
-        """Put another step's sequences into reserved tiles; both arguments as in `AttentionBatch`."""
-        lists = _state_items(spans, prompt_ends)
+    def refill(self, spans: Ints, prompt_ends: Ints, table_rows: Ints | None) -> None:
+        """Put another step's sequences into reserved tiles; the arguments as in `AttentionBatch`, as arrays."""
+        lists = _state_items(spans, prompt_ends, table_rows)
         for work, items in zip((self.singles, self.chunks, self.prompts), lists, strict=True):
             if work is not None:
                 work.refill(items)
@@ -451,16 +481,22 @@ def plan_states(batch: AttentionBatch) -> StateTiles:
     """Return the work of a step, made on first use and kept with the batch, as a cached property would be."""
     if "state_tiles" not in vars(batch):
         assert batch.state_tables is not None, "a step of a model with linear attention has the pages of its states"
-        lists = _state_items(batch.spans, batch.prompt_ends)
+        spans = np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
+        lists = _state_items(spans, np.array(batch.prompt_ends, dtype=np.int64), _table_rows(batch))
         attach_states(batch, StateTiles(*upload(lists, batch.state_tables.device)))
     found: StateTiles = vars(batch)["state_tiles"]
     return found
 
 
-def reserve_states(max_sequences: int, max_rows: int, device: torch.device) -> StateTiles:
+def reserve_states(max_sequences: int, max_rows: int, memory: StagedMemory) -> StateTiles:
     """Return empty tiles at fixed addresses for steps of up to `max_sequences` sequences and `max_rows` rows."""
     capacities = (max_sequences, max_rows // STATE_CHUNK + max_sequences, max_sequences)
-    return StateTiles(*(reserve(capacity, STATE_ITEM_WIDTH, device) for capacity in capacities))
+    return StateTiles(*(reserve(capacity, STATE_ITEM_WIDTH, memory) for capacity in capacities))
+
+
+def empty_states(device: torch.device) -> StateTiles:
+    """Return tiles without work, to compile their kernels."""
+    return StateTiles(*(_empty(STATE_ITEM_WIDTH, device) for _ in range(3)))
 
 
 def attach_states(batch: AttentionBatch, tiles: StateTiles) -> None:
@@ -468,11 +504,11 @@ def attach_states(batch: AttentionBatch, tiles: StateTiles) -> None:
     vars(batch)["state_tiles"] = tiles
 
 
-def _state_items(spans: Sequence[tuple[int, int, int]], prompt_ends: Sequence[int]) -> tuple[Ints, Ints, Ints]:
+def _state_items(spans: Ints, prompt_ends: Ints, table_rows: Ints | None) -> tuple[Ints, Ints, Ints]:
     """Return the items of sequences of one row, of the other sequences' chunks, and of these sequences."""
-    start, stop, context = np.array(spans, dtype=np.int64).reshape(-1, 3).T
-    begins, ends = stop - start == context, np.array(prompt_ends, dtype=np.int64)
-    whole = np.column_stack((np.arange(len(start)), start, stop, start, begins, np.ones_like(start), ends))
+    start, stop, context = spans.T
+    sequences = np.arange(len(start)) if table_rows is None else table_rows
+    whole = np.column_stack((sequences, start, stop, start, stop - start == context, np.ones_like(start), prompt_ends))
     is_single = stop - start == 1
     prompts = whole[~is_single]
     owner, offset = cut(prompts[:, 2] - prompts[:, 1], STATE_CHUNK)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted import INTERPRETED, exact_bfloat16, keep_arguments_in_place
+from interpreted import INTERPRETED, exact_bfloat16, quicken_interpreter
 
-keep_arguments_in_place()
+quicken_interpreter()
 
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from linear_cases import Case, Sizes, make_linear_case
@@ -9,6 +10,8 @@ from linear_cases import Case, Sizes, make_linear_case
 from loramux_kernels.cuda.linear_attention import gated_norm, linear_attention
 from loramux_kernels.cuda.work_lists import STATE_CHUNK, attach_states, reserve_states
 from loramux_kernels.linear_attention import gated_norm_reference, linear_attention_reference
+from loramux_kernels.staged_memory import StagedMemory
+from loramux_kernels.tables import AttentionBatch
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -90,14 +93,20 @@ def test_linear_attention_of_a_repeated_token_loses_no_digits(device) -> None:
 
 def test_linear_attention_lists_that_are_refilled_serve_every_step(device) -> None:
     """Reserved for more than a step holds, and filled by a larger step before."""
-    sizes, tiles = SIZES["one"], reserve_states(9, 400, device)
+    sizes, memory = SIZES["one"], StagedMemory(1 << 14, device)
+    tiles = reserve_states(9, 400, memory)
+
+    def refill(batch: AttentionBatch) -> None:
+        tiles.refill(np.array(batch.spans), np.array(batch.prompt_ends), None)
+        memory.send()
+
     for seed, spans in enumerate((FEW, [(1, 3)], [(6, 0), (1, 2)])):
         case = make_linear_case(sizes, spans, torch.float32, device, padding=5, seed=seed)
-        tiles.refill(case.batch.spans, case.batch.prompt_ends)
+        refill(case.batch)
         attach_states(case.batch, tiles)
         check(case, torch.float32)
     case = make_linear_case(sizes, [(1, 3), (1, 0), (1, 8)], torch.float32, device, padding=2)
-    tiles.refill(case.batch.spans, case.batch.prompt_ends)
+    refill(case.batch)
     attach_states(case.batch, tiles.of_single_rows)
     check(case, torch.float32)
 

@@ -19,8 +19,9 @@ from loramux_kernels.cuda.lora import (
     prepare_expand,
     prepare_shrink,
 )
-from loramux_kernels.cuda.work_lists import ROW, SHORT, TileMap, attach_tile_map, tile_map_of
+from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, attach_tile_map, tile_map_of
 from loramux_kernels.lora import lora_expand_reference, lora_shrink_reference
+from loramux_kernels.staged_memory import StagedMemory
 from loramux_kernels.tables import LoraGroup, LoraTable, Segments
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
@@ -172,7 +173,8 @@ def test_lora_reserved_tables_serve_one_step_after_another(device, shape):
     """Tables as a CUDA graph uses them: addresses and launches stay, their contents are replaced."""
     ranks = [[16], [40], [0], [5]]
     case = case_on(device, torch.float32, ranks, [4, 3, 2, 3], in_features=600, out_features=(96,))
-    reserved = TileMap.reserve(12, 64, shape, device)
+    memory = StagedMemory(1 << 16, device)
+    reserved = TileMap(12, 64, (RowTiles.reserve(shape, 12, 64, memory),))
     steps = [Segments((0, 4, 7, 9, 12), (0, 1, 2, 3)), Segments((0, 1, 2), (3, 1)), Segments((0,), ())]
     fixed = Segments((0, 12), (0,))
     attach_tile_map(fixed, reserved)
@@ -184,6 +186,7 @@ def test_lora_reserved_tables_serve_one_step_after_another(device, shape):
     for segments in steps:
         largest = case.table.ranks.amax(dim=1).cpu().numpy()
         reserved.refill(segments, largest[list(segments.slots)].astype("int64"))
+        memory.send()
         y.copy_(case.y)
         for launch in launches:
             launch.run()
@@ -193,13 +196,15 @@ def test_lora_reserved_tables_serve_one_step_after_another(device, shape):
 
 def test_lora_reserved_tables_of_any_step_serve_long_and_short_segments(device):
     case = case_on(device, torch.float32, [[16], [70], [0], [5]], [40, 3, 2, 33], in_features=130)
-    reserved = TileMap.reserve_any(80, 80, device)
+    memory = StagedMemory(1 << 16, device)
+    reserved = TileMap(80, 80, tuple(RowTiles.reserve(shape, 80, 80, memory) for shape in (SHORT, LONG)))
     fixed = Segments((0, 80), (0,))
     attach_tile_map(fixed, reserved)
     args, base = (case.pool, case.table, case.group, fixed), torch.zeros(80, case.y.shape[1], device=device)
     for segments in (case.segments, Segments((0, 2, 50), (1, 3))):
         largest = case.table.ranks.amax(dim=1).cpu().numpy()
         reserved.refill(segments, largest[list(segments.slots)].astype("int64"))
+        memory.send()
         y = base.clone()
         lora_expand(lora_shrink(case.x[:80], *args), *args, y)
         wanted = reference(Case(**{**vars(case), "segments": segments, "y": base}))

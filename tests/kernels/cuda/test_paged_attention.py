@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from attention_cases import Case, Shape, expected, make_case
@@ -17,6 +20,7 @@ from loramux_kernels.cuda.work_lists import (
     refill_attention,
     reserve_attention,
 )
+from loramux_kernels.staged_memory import StagedMemory
 from loramux_kernels.tables import AttentionBatch, KvLayer
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
@@ -136,18 +140,24 @@ def test_attention_takes_pages_beyond_32_bits(device):
     assert torch.equal(paged_attention(case.query, KvLayer(*views), away, 0.25), paged_attention(*args))
 
 
+def first_spans(case: Case, count: int) -> np.ndarray:
+    return np.array(case.batch.spans[:count], dtype=np.int64).reshape(-1, 3)
+
+
 def test_attention_reserved_tables_serve_one_step_after_another(device):
     """Work lists as a CUDA graph uses them: addresses and launches stay, their contents are replaced; unused rows stay
     NaN."""
     case = make_case([(1, 900), (1, 30), (1, 257), (1, 1)], torch.float32).to(device)
     shape = AttentionShape(2, 2, None, 16)
-    tiles = reserve_attention(shape, max_sequences=4, max_rows=4, max_partials=12, device=device)[:1]
+    memory = StagedMemory(1 << 16, device)
+    tiles = reserve_attention(shape, max_sequences=4, max_rows=4, max_partials=12, memory=memory)[:1]
     attach_attention(case.batch, shape, tiles)
     output = torch.full((4, 4, 16), float("nan"), device=device)
     launches = prepare_attention(case.query, case.layer, case.batch, 0.25, output)
     assert len(launches) == 2, "all decode, with a merge that may find nothing to do"
     for count in (4, 2, 0, 3):
-        refill_attention(tiles, case.batch.spans[:count], shape)
+        refill_attention(tiles, first_spans(case, count), None, shape)
+        memory.send()
         output.fill_(float("nan"))
         for launch in launches:
             launch.run()
@@ -158,18 +168,23 @@ def test_attention_reserved_tables_serve_one_step_after_another(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["one height", "two heights"])
 def test_attention_reserved_tables_of_every_height_serve_prompts_with_decoding(device, dtype):
+    """With block tables in another order than the sequences."""
     sequences = [(1, 600), (37, 37), (40, 290), (3, 20), (1, 1)]
     case = make_case(sequences, dtype).to(device)
     rows = len(case.query)
     shape = AttentionShape(2, 2, None, 16 if dtype == torch.float32 else 64)
-    tiles = reserve_attention(shape, max_sequences=5, max_rows=rows, max_partials=12, device=device)
+    memory = StagedMemory(1 << 16, device)
+    tiles = reserve_attention(shape, max_sequences=5, max_rows=rows, max_partials=12, memory=memory)
     assert [one.rows for one in tiles] == [16, 16 if dtype == torch.float32 else 64]
-    attach_attention(case.batch, shape, tiles)
+    places = np.array([3, 0, 4, 1, 2])
+    kept = dataclasses.replace(case.batch, block_table=case.batch.block_table[np.argsort(places)])
+    attach_attention(kept, shape, tiles)
     output = torch.full((rows, 4, 16), float("nan"), dtype=dtype, device=device)
-    launches = prepare_attention(case.query, case.layer, case.batch, 0.25, output)
+    launches = prepare_attention(case.query, case.layer, kept, 0.25, output)
     wanted = expected(case, 0.25, None, None, None)
     for count in (5, 2, 3):
-        refill_attention(tiles, case.batch.spans[:count], shape)
+        refill_attention(tiles, first_spans(case, count), places[:count], shape)
+        memory.send()
         output.fill_(float("nan"))
         for launch in launches:
             launch.run()

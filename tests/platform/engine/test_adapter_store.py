@@ -15,23 +15,28 @@ from scheduler_harness import Harness
 from loramux.engine.memory.host_memory import HostCache, LoaderThreads
 from loramux.engine.memory.residency import AdapterState
 from loramux_adapters.components import AdapterPlan
-from loramux_adapters.weights import AdapterWeights, LoraWeights
+from loramux_adapters.prepared import PreparedAdapter
+from loramux_adapters.weights import AdapterLayout, AdapterWeights, LoraWeights
 
 KIB = 1 << 10
 
 
-def weights(num_bytes: int) -> AdapterWeights:
+def prepared(weights: AdapterWeights) -> PreparedAdapter:
+    return PreparedAdapter(weights.plan, AdapterLayout((), 0, 0), {}, weights)
+
+
+def adapter(num_bytes: int) -> PreparedAdapter:
     half = torch.zeros(1, num_bytes // 8)
-    return AdapterWeights(AdapterPlan((), num_bytes), {"m": LoraWeights(half, half, 1.0)})
+    return prepared(AdapterWeights(AdapterPlan((), num_bytes), {"m": LoraWeights(half, half, 1.0)}))
 
 
 def test_host_cache_evicts_the_lowest_score_and_counts_bytes() -> None:
     tier = HostCache(3000 * KIB, clock := ManualClock(0.0))
     for name in ("often", "once", "third"):
-        tier.put(name, weights(1000 * KIB))
+        tier.put(name, adapter(1000 * KIB))
     tier.get("often")
     clock.now = 600.0
-    tier.put("new", weights(1000 * KIB))
+    tier.put("new", adapter(1000 * KIB))
     assert tier.get("once") is None
     assert tier.get("often") is not None
     assert tier.get("new") is not None
@@ -42,20 +47,20 @@ def test_host_cache_evicts_the_lowest_score_and_counts_bytes() -> None:
 
 def test_host_cache_keeps_often_used_adapters_over_a_single_use() -> None:
     tier = HostCache(1000 * KIB, ManualClock(0.0))
-    tier.put("often", weights(1000 * KIB))
+    tier.put("often", adapter(1000 * KIB))
     for _ in range(3):
         tier.get("often")
-    tier.put("passing", weights(1000 * KIB))
+    tier.put("passing", adapter(1000 * KIB))
     assert tier.get("passing") is None
     assert tier.get("often") is not None
 
 
 def test_host_cache_keeps_the_smaller_of_equally_used_adapters() -> None:
     tier = HostCache(4100 * KIB, clock := ManualClock(0.0))
-    tier.put("large", weights(4000 * KIB))
-    tier.put("small", weights(100 * KIB))
+    tier.put("large", adapter(4000 * KIB))
+    tier.put("small", adapter(100 * KIB))
     clock.now = 1.0
-    tier.put("next", weights(100 * KIB))
+    tier.put("next", adapter(100 * KIB))
     assert tier.get("large") is None
     assert tier.get("small") is not None
 
@@ -66,7 +71,7 @@ def test_host_cache_counts_every_tensor_of_an_adapter() -> None:
     pair = LoraWeights(tensor, tensor, 1.0)
     full = AdapterWeights(AdapterPlan((), 0), {"m": pair}, **{part: {"m": tensor} for part in parts})
     tier = HostCache(10_000, ManualClock(0.0))
-    tier.put("full", full)
+    tier.put("full", prepared(full))
     assert tier.num_bytes == (2 + len(parts)) * tensor.nbytes
 
 
@@ -136,7 +141,7 @@ def test_load_that_never_ends_fails_its_own_requests_and_gives_back_its_pages() 
 def test_host_cache_never_keeps_an_adapter_larger_than_itself() -> None:
     tier = HostCache(100 * KIB, ManualClock(0.0))
     assert not tier.may_take(200 * KIB)
-    tier.put("large", weights(200 * KIB))
+    tier.put("large", adapter(200 * KIB))
     assert len(tier) == tier.num_bytes == 0
 
 

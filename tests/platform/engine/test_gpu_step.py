@@ -20,7 +20,7 @@ from loramux.engine.execution.assembly import _gpu_pool_bytes, extrapolate
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
     Recording,
-    StepBuffers,
+    ReservedAttention,
     choose_recorder,
     decode_buckets,
     host_syncs_of,
@@ -29,11 +29,13 @@ from loramux.engine.execution.cuda_graphs import (
     step_buckets,
 )
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.runner import StepGraphs, pack
+from loramux.engine.execution.runner import StepGraphs, StepInputs, pack
 from loramux.engine.execution.sampler import Sampler
+from loramux.engine.execution.step_buffers import NUM_PATCHES, StepBuffers
 from loramux.engine.messages import Request, SamplingParams
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
+from loramux_kernels.cuda.work_lists import DECODE_SHAPES, LONG, AttentionShape, plan_states
 
 CPU = torch.device("cpu")
 EOS = 9
@@ -69,20 +71,25 @@ def test_graph_buckets_hold_every_count_and_waste_little() -> None:
             assert next(bucket for bucket in chosen if bucket >= count) - count <= count / 4
 
 
+def filled(buffers: StepBuffers, step: Step, pending=((), ()), sampled: torch.Tensor | None = None) -> StepInputs:
+    inputs = buffers.fill(pack(step, 2, buffers.state_pages, buffers.block_tables))
+    buffers.send(np.array(pending, dtype=np.int64), sampled)
+    return inputs
+
+
 def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> None:
-    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU)
     fixed = buffers.padded(4)
-    first = pack(decode(sequence(prompt=(3, 4, 5)), sequence("q", (6,)), sequence("z", (7, 8))), block_size=2)
-    inputs = buffers.fill(first, np.zeros(3, dtype=np.int64), None)
+    first = decode(sequence(prompt=(3, 4, 5)), sequence("q", (6,)), sequence("z", (7, 8)))
+    inputs = filled(buffers, first)
     assert inputs.input_ids.tolist() == [5, 6, 8]
     assert fixed.input_ids.tolist() == [5, 6, 8, 0]
     assert fixed.position_ids.tolist() == [2, 0, 1, 0]
     assert fixed.batch.slot_mapping.tolist() == [6 * 2, 5 * 2, 5 * 2 + 1, -1]
-    assert inputs.batch.block_table[0].tolist()[:3] == [5, 6, 7]
+    assert inputs.batch.block_table[inputs.batch.table_rows[0]].tolist()[:3] == [5, 6, 7]
     assert inputs.batch.spans == ((0, 1, 3), (1, 2, 1), (2, 3, 2))
     addresses = [t.data_ptr() for t in (fixed.input_ids, fixed.batch.slot_mapping, fixed.batch.block_table)]
-    second = pack(decode(sequence("q", (6, 2))), block_size=2)
-    inputs = buffers.fill(second, np.zeros(1, dtype=np.int64), None)
+    inputs = filled(buffers, decode(sequence("q", (6, 2))))
     assert fixed.input_ids.tolist() == [2, 0, 0, 0]
     assert fixed.batch.slot_mapping.tolist() == [11, -1, -1, -1]
     assert [t.data_ptr() for t in (fixed.input_ids, fixed.batch.slot_mapping, fixed.batch.block_table)] == addresses
@@ -90,22 +97,70 @@ def test_step_buffers_keep_their_addresses_and_padding_rows_store_nothing() -> N
 
 
 def test_step_buffers_keep_the_pages_of_states_next_to_those_of_kv() -> None:
-    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU, state_pages=2)
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU, state_pages=2)
     fixed = buffers.padded(4).batch
-    inputs = buffers.fill(pack(decode(sequence(prompt=(3, 4, 5))), 4, state_pages=2), np.zeros(1, dtype=np.int64), None)
-    assert fixed.state_tables[0].tolist() == inputs.batch.state_tables[0].tolist() == [5, 6]
-    assert fixed.block_table[0].tolist() == [7, 0, 0, 0, 0, 0]
-    assert fixed.state_tables.data_ptr() == inputs.batch.state_tables.data_ptr()
+    first, second = sequence(prompt=(3, 4, 5)), sequence("q", (6,))
+    first.pages, second.pages = [5, 6, 7, 8], [2, 1, 9]
+    batch = filled(buffers, decode(first, second)).batch
+    assert batch.table_rows is not None
+    assert fixed.state_tables[batch.table_rows].tolist() == [[5, 6], [2, 1]]
+    assert fixed.block_table[batch.table_rows, :2].tolist() == [[7, 8], [9, 0]]
+    assert fixed.slot_mapping.tolist()[:2] == [8 * 2, 9 * 2]
+    assert plan_states(batch).singles.work[1:3, 0].tolist() == batch.table_rows.tolist()
+    assert fixed.state_tables.data_ptr() == batch.state_tables.data_ptr()
 
 
 def test_step_buffers_take_a_pending_token_from_the_step_before() -> None:
     """In any row: a preempted sequence prefills through it."""
-    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, device=CPU)
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU)
     waiting, preempted = sequence("w", (1, 2), (PENDING,)), sequence("p", (3, 4), (PENDING,))
     step = Step((Chunk(waiting, 2, 1), Chunk(preempted, 0, 3)))
-    sources = np.array([1, 0, 0, 0], dtype=np.int64)
-    inputs = buffers.fill(pack(step, 2), sources, torch.tensor([77, 66]))
+    inputs = filled(buffers, step, [[0, 3], [1, 0]], torch.tensor([77, 66]))
     assert inputs.input_ids.tolist() == [66, 3, 4, 77]
+
+
+def table_of(buffers: StepBuffers, step: Step) -> list[list[int]]:
+    """Return each sequence's pages as the device has them after the step's copy."""
+    batch = filled(buffers, step).batch
+    assert batch.table_rows is not None
+    rows = batch.block_table[batch.table_rows].tolist()
+    return [row[: len(chunk.sequence.pages)] for row, chunk in zip(rows, step.chunks, strict=True)]
+
+
+def test_block_tables_send_the_pages_that_changed_alone() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU)
+    grows, shrinks = sequence("g", (1, 2)), sequence("s", (1, 2, 3))
+    step = decode(grows, shrinks)
+    assert table_of(buffers, step) == [[5, 6], [5, 6, 7]]
+    buffers.block_tables.on_device.fill_(-7)
+    grows.pages = [5, 6, 9]
+    assert table_of(buffers, step)[0] == [-7, -7, 9], "the others are there already"
+    shrinks.pages = [4]
+    assert table_of(buffers, step)[1] == [4]
+
+
+def test_block_tables_give_rows_of_absent_sequences_to_others() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=2, max_blocks=6, max_rank=16, device=CPU)
+    first, second, third = (sequence(name, (1, 2)) for name in "abc")
+    second.pages, third.pages = [7, 8], [3]
+    assert table_of(buffers, decode(first, second)) == [[5, 6], [7, 8]]
+    assert table_of(buffers, decode(third, second)) == [[3], [7, 8]], "without word that the first has ended"
+    buffers.block_tables.forget("c")
+    assert table_of(buffers, decode(first, second)) == [[5, 6], [7, 8]]
+
+
+def test_block_tables_take_more_new_pages_than_the_copy_has_room_for() -> None:
+    buffers = StepBuffers(max_rows=8, max_sequences=2, max_blocks=NUM_PATCHES + 9, max_rank=16, device=CPU)
+    long, short = sequence("l"), sequence("s")
+    long.pages = list(range(NUM_PATCHES + 5, 0, -1))
+    assert table_of(buffers, decode(long, short)) == [long.pages, [5, 6]]
+
+
+def test_step_buffers_have_room_for_every_work_list_of_the_largest_rank() -> None:
+    buffers = StepBuffers(max_rows=4096, max_sequences=300, max_blocks=2, max_rank=16_384, device=CPU, state_pages=1)
+    DeviceSampler((), CPU).send_parameters_with(buffers.memory, 300)
+    ReservedAttention([AttentionShape(2, 1, window, 64) for window in (None, 8, 16, 32)], buffers)
+    buffers.padded_segments(4, (*DECODE_SHAPES, LONG))
 
 
 def test_recording_follows_its_buffers() -> None:
@@ -299,14 +354,14 @@ def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     logits[:, EOS] = 6.0
     assert tokens(biased, plain) == [7, EOS]
-    assert len(sent) == 1 + 3, "the step's seeds, and the terms with their rows"
+    assert len(sent) == 3, "the terms with their rows"
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [7, EOS]
-    assert len(sent) == 1, "the step's seeds"
+    assert not sent
     biased.token_ids.append(7)
     assert tokens(biased, plain) == [EOS, EOS], "the answer may end now"
     assert tokens(plain, biased) == [EOS, EOS]
-    assert len(sent) == 1 + 1, "the step's seeds, and where its row is"
+    assert len(sent) == 1, "where its row is"
     sampler.forget("b")
     assert not sampler._biases._terms
 

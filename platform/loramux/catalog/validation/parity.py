@@ -307,7 +307,7 @@ def _our_outputs(weights: AdapterWeights, linears: Mapping[str, nn.Linear]) -> d
     bank = AdapterBank(torch.zeros(num_pages * page), page, sites, weights.plan.max_rank, max_slots=1)
     model = _skeleton(linears)
     fitted = fit_to_base(weights, BaseWeights(install_linears(model, bank), {}))
-    slot = bank.install(fitted, bank.plan_layout(fitted.plan), list(range(num_pages)))
+    slot = bank.install(bank.prepare(fitted), list(range(num_pages)))
     segments = Segments((0, ROWS), (slot,))
     with bank.serving(segments, bank.extras_of(segments, np.arange(0))):
         return {name: model.get_submodule(name)(_inputs(linear)) for name, linear in linears.items()}

@@ -26,7 +26,7 @@ The modules, each importing only those below it or in its row:
     loader                                    a checkpoint becomes a model with a runner
     rank_team   rank_worker                   several processes, each with a share of the weights
     assembly                                  linears that serve adapters, fused layers, the pool
-    gpu_runner   cuda_graphs                  steps on a GPU
+    gpu_runner   cuda_graphs   step_buffers   steps on a GPU
     runner                                    packing, the forward, pooling; steps on a CPU
     sampler   device_sampler   constraints    choosing tokens, on the host and on the device
     checkpoint                                a transformers model, refused where it would be served wrong

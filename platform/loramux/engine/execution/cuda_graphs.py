@@ -1,8 +1,9 @@
 """Steps as CUDA graphs: one for each bucket of rows serves every mix of adapters, contexts and pages.
 
 A graph replays launches with the addresses that they were captured with. So everything that differs between steps is
-data at fixed addresses. Token ids, positions, slots and block tables are in `StepBuffers`. The persistent attention and
-LoRA launches read work lists, and the lists' lengths, from the device. Two kinds of recordings:
+data at fixed addresses. Token ids, positions, slots, block tables and work lists are in `StepBuffers`, which one copy a
+step fills. The persistent attention and LoRA launches read the lists, and the lists' lengths, from the device. Two
+kinds of recordings:
 
 - `DecodeGraphs`: whole decode steps, from the token ids to the logits. A bucket needs three (no adapter; adapters row
   by row; adapters in tensor-core tiles), not one for each mix.
@@ -30,29 +31,28 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepGraphs, StepInputs
-from loramux.engine.scheduling.sequence import PENDING
+from loramux.engine.execution.runner import Decode, Forward, PackedStep, StepGraphs
+from loramux.engine.execution.step_buffers import MOST_RECORDED_ROWS, StepBuffers
 from loramux_adapters.bank import StepExtras
 from loramux_kernels.cuda.work_lists import (
     DECODE_SHAPES,
     LONG,
+    SHORT,
     SHORT_SEGMENT_ROWS,
     AttentionShape,
     TileMap,
     TileShape,
     attach_attention,
     attach_states,
-    attach_tile_map,
+    attached_tile_map,
     decode_shape,
     refill_attention,
     reserve_attention,
     reserve_states,
 )
-from loramux_kernels.device import stage, to_device
 from loramux_kernels.tables import AttentionBatch, Segments, prompt_ends
 
 logger = logging.getLogger(__name__)
@@ -61,108 +61,19 @@ RECORDING = threading.Lock()
 """Lock held while a step is recorded. Engines of one process record one after the other, because a recording
 synchronises the device and empties the allocator's cache, which fails during another recording."""
 
-NO_SLOT = -1
-"""Value of a padding row in `slot_mapping`: its KV is not stored."""
-
 MIN_PARTIALS = 128
 """Least number of pieces that contexts may be cut into: enough that every multiprocessor has something to read."""
-
-MOST_RECORDED_ROWS = 2048
-"""Rows of the largest step that is recorded: the arithmetic of a larger one hides its launches."""
-
-
-class StepBuffers:
-    """Inputs of steps up to `max_rows` rows and `max_sequences` sequences of `max_blocks` pages each, on the device;
-    a sequence also has `state_pages` pages with its states of fixed size.
-
-    The tensors are allocated once, so views of them keep their addresses. They are filled from pinned memory without
-    waiting.
-    """
-
-    def __init__(
-        self, max_rows: int, max_sequences: int, max_blocks: int, device: torch.device, state_pages: int = 0
-    ) -> None:
-        self.max_rows, self.max_sequences, self.state_pages = max_rows, max_sequences, state_pages
-        self._device = device
-        # Rows: input ids, positions, KV slots, the row of the previous step that sampled a PENDING token, and adapters'
-        # slots.
-        self._rows = torch.zeros(5, max_rows, dtype=torch.int64, device=device)
-        self._rows[[2, 4]] = NO_SLOT
-        tables = torch.zeros(max_sequences, state_pages + max_blocks, dtype=torch.int32, device=device)
-        self._tables, self._state_tables, self._block_table = tables, tables[:, :state_pages], tables[:, state_pages:]
-        # A decode step samples every row. Graphs read this tensor, so all of them share one.
-        self._every_row = torch.arange(max_sequences, device=device)
-
-    def fill(self, packed: PackedStep, sources: NDArray[np.int64], sampled: torch.Tensor | None) -> StepInputs:
-        """Replace the buffers' contents by a step's.
-
-        The PENDING token of row i is taken from `sampled[sources[i]]`, the tokens that an earlier step leaves on the
-        device.
-        """
-        length, sequences = len(packed.input_ids), len(packed.context_lens)
-        tables = np.hstack((packed.state_tables, packed.block_table)) if self.state_pages else packed.block_table
-        rows = np.zeros(self._rows.shape, dtype=np.int64)
-        rows[[2, 4]] = NO_SLOT
-        rows[:4, :length] = packed.input_ids, packed.position_ids, packed.slot_mapping, sources
-        if (segments := packed.segments) is not None:
-            rows[4, : segments.rows] = np.repeat(segments.slots, np.diff(segments.cu_seqlens))
-        self._rows.copy_(stage(rows, self._device), non_blocking=True)
-        if PENDING in packed.input_ids:
-            assert sampled is not None, "a pending token was sampled by the step before"
-            ids = self._rows[0]
-            ids.copy_(torch.where(ids == PENDING, sampled[self._rows[3].clamp(min=0)], ids))
-        self._tables[:sequences, : tables.shape[1]].copy_(stage(tables, self._device), non_blocking=True)
-        return StepInputs(
-            input_ids=self._rows[0, :length],
-            position_ids=self._rows[1, :length],
-            # The kernels' work lists are cut from the lengths on the host, so these two stay there.
-            batch=AttentionBatch(
-                cu_seqlens=torch.from_numpy(packed.cu_seqlens),
-                context_lens=torch.from_numpy(packed.context_lens),
-                block_table=self._block_table[:sequences],
-                slot_mapping=self._rows[2, :length],
-                state_tables=self._state_tables[:sequences],
-                prompt_lens=torch.from_numpy(packed.prompt_lens),
-            ),
-            sampled_rows=to_device(packed.sampled_rows, self._device),
-        )
-
-    def padded(self, rows: int) -> StepInputs:
-        """Return the first `rows` rows as a step's inputs: views, which show everything that is filled in later.
-
-        Before they are filled, the rows are sequences of one token each that are sampled.
-        """
-        return StepInputs(
-            input_ids=self._rows[0, :rows],
-            position_ids=self._rows[1, :rows],
-            batch=AttentionBatch(
-                cu_seqlens=torch.arange(rows + 1, dtype=torch.int32),
-                context_lens=torch.ones(rows, dtype=torch.int32),
-                block_table=self._block_table,
-                slot_mapping=self._rows[2, :rows],
-                state_tables=self._state_tables,
-            ),
-            sampled_rows=self._every_row[:rows],
-        )
-
-    def padded_segments(self, rows: int, tile_map: TileMap) -> Segments:
-        """Return the first `rows` rows as a step's segments: views of the buffers and the map."""
-        # One run of all rows represents any runs that they will hold.
-        segments = Segments((0, rows), (0,))
-        attach_tile_map(segments, tile_map)
-        segments.use_row_slots(self._rows[4, :rows])
-        return segments
 
 
 class ReservedAttention:
     """Work lists at fixed addresses, for each kind of attention that a model's layers use in one forward, and for
     states of fixed size."""
 
-    def __init__(self, shapes: Iterable[AttentionShape], buffers: StepBuffers, device: torch.device) -> None:
+    def __init__(self, shapes: Iterable[AttentionShape], buffers: StepBuffers) -> None:
         sequences, rows = buffers.max_sequences, min(buffers.max_rows, MOST_RECORDED_ROWS)
         partials = max(MIN_PARTIALS, 2 * sequences)
-        self._tiles = {shape: reserve_attention(shape, sequences, rows, partials, device) for shape in shapes}
-        self._states = reserve_states(sequences, rows, device) if buffers.state_pages else None
+        self._tiles = {shape: reserve_attention(shape, sequences, rows, partials, buffers.memory) for shape in shapes}
+        self._states = reserve_states(sequences, rows, buffers.memory) if buffers.state_pages else None
 
     @property
     def shapes(self) -> tuple[AttentionShape, ...]:
@@ -178,13 +89,13 @@ class ReservedAttention:
 
     def refill(self, packed: PackedStep, heights: int) -> None:
         """Put a step's sequences into the lists."""
-        ends = packed.cu_seqlens.tolist()
-        spans = list(zip(ends, ends[1:], packed.context_lens.tolist(), strict=False))
+        spans = np.column_stack((packed.cu_seqlens[:-1], packed.cu_seqlens[1:], packed.context_lens)).astype(np.int64)
         for shape, tiles in self._tiles.items():
-            refill_attention(tiles[:heights], spans, shape)
+            refill_attention(tiles[:heights], spans, packed.table_rows, shape)
         if self._states is not None:
             lists = self._states.of_single_rows if heights == 1 else self._states
-            lists.refill(spans, prompt_ends(spans, packed.prompt_lens.tolist()))
+            ends = np.array(prompt_ends(spans, packed.prompt_lens), dtype=np.int64)
+            lists.refill(spans, ends, packed.table_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,12 +196,15 @@ class _Graph:
     tile_map: TileMap | None
     """Tiles of the adapters' launches; None if no launch multiplies by adapters."""
 
-    def replay(self, packed: PackedStep, ranks: Sequence[int]) -> None:
-        """Run it on the step in the buffers and the attention's lists; `ranks` are the segments' largest ranks."""
+    def refill(self, packed: PackedStep, ranks: Sequence[int]) -> None:
+        """Put the step's segments into the tiles; `ranks` are the segments' largest ranks."""
         if self.tile_map is not None:
             assert packed.segments is not None
             self.tile_map.refill(packed.segments, np.asarray(ranks, dtype=np.int64))
-        self.recording.replay()
+
+
+def _tile_map_of(segments: Segments | None) -> TileMap | None:
+    return None if segments is None else attached_tile_map(segments)
 
 
 def count_graphs(recorded: Collection[_Graph]) -> StepGraphs:
@@ -327,24 +241,31 @@ class DecodeGraphs:
         """Counts of the recordings that are graphs and that are calls."""
         return count_graphs(self._graphs.values())
 
-    def run(self, packed: PackedStep, ranks: Sequence[int]) -> torch.Tensor:
-        """Return the logits `[S, vocab]` of the decode step in the buffers; valid until the next run.
+    def stage(self, packed: PackedStep, ranks: Sequence[int]) -> Callable[[], torch.Tensor]:
+        """Put a decode step's work lists into the buffers, and return the function that runs the step once they are
+        sent.
 
-        `ranks` are the largest ranks of each segment's adapter.
+        The function returns the logits `[S, vocab]`, valid until the next run. `ranks` are the largest ranks of each
+        segment's adapter.
         """
         count = len(packed.input_ids)
         rows = next(bucket for bucket in self._buckets if bucket >= count)
         graph = self._graphs[rows, decode_shape(packed.segments, ranks) if packed.segments else None]
         self._attention.refill(packed, heights=1)
-        graph.replay(packed, ranks)
-        return self._logits[:count]
+        graph.refill(packed, ranks)
+
+        def run() -> torch.Tensor:
+            graph.recording.replay()
+            return self._logits[:count]
+
+        return run
 
     def _record(self, record: GraphRecorder, rows: int, kind: TileShape | None) -> _Graph:
-        inputs, output, bank = self._buffers.padded(rows), self._logits[:rows], self._forward.bank
+        inputs, output = self._buffers.padded(rows), self._logits[:rows]
         self._attention.attach(inputs.batch, heights=1)
-        tile_map = None if kind is None else TileMap.reserve(rows, bank.max_rank, kind, bank.pool.device)
-        segments = None if tile_map is None else self._buffers.padded_segments(rows, tile_map)
-        return _Graph(record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments)), tile_map)
+        segments = None if kind is None else self._buffers.padded_segments(rows, (kind,))
+        recording = record(lambda: output.copy_(self._forward(inputs, segments)), (inputs, segments))
+        return _Graph(recording, _tile_map_of(segments))
 
 
 DecoderKind = Literal["base", "prompts", "pairs", "extras"]
@@ -382,21 +303,23 @@ class DecoderGraphs:
         """Counts of the recordings that are graphs and that are calls."""
         return count_graphs(self._graphs.values())
 
-    def decoder_of(self, packed: PackedStep, ranks: Sequence[int], extras: StepExtras | None) -> Decode | None:
-        """Return the decoder for the step in the buffers; None if the step is larger than every recorded one.
+    def stage(self, packed: PackedStep, ranks: Sequence[int], extras: StepExtras | None) -> Decode | None:
+        """Put a step's work lists into the buffers, and return the decoder that runs it once they are sent; None if the
+        step is larger than every recorded one.
 
-        Its result is valid until the next step.
+        The decoder's result is valid until the next step.
         """
         count = len(packed.input_ids)
         rows = next((bucket for bucket in self._buckets if bucket >= count), None)
         if rows is None:
             return None
         graph = self._graphs[rows, kind_of(packed.segments, ranks, extras)]
+        self._attention.refill(packed, heights=2)
+        graph.refill(packed, ranks)
 
         def decode(embeddings: torch.Tensor) -> torch.Tensor:
             self._embeddings[:count].copy_(embeddings)
-            self._attention.refill(packed, heights=2)
-            graph.replay(packed, ranks)
+            graph.recording.replay()
             return self._hidden[:count]
 
         return decode
@@ -405,12 +328,8 @@ class DecoderGraphs:
         inputs, bank = self._buffers.padded(rows), self._forward.bank
         embeddings, hidden = self._embeddings[:rows], self._hidden[:rows]
         self._attention.attach(inputs.batch, heights=2)
-        tile_map = None
-        if kind == "prompts":
-            tile_map = TileMap.reserve(rows, bank.max_rank, LONG, bank.pool.device)
-        elif kind != "base":
-            tile_map = TileMap.reserve_any(rows, bank.max_rank, bank.pool.device)
-        segments = None if tile_map is None else self._buffers.padded_segments(rows, tile_map)
+        shapes = {"base": (), "prompts": (LONG,)}.get(kind, (SHORT, LONG))
+        segments = self._buffers.padded_segments(rows, shapes) if shapes else None
         extras = None
         if kind == "extras":
             extras = StepExtras(segments, segments, segments if bank.norms else None, embedding=(), head=())
@@ -418,7 +337,7 @@ class DecoderGraphs:
         def run() -> None:
             hidden.copy_(self._forward.hidden_states(embeddings, inputs, segments, extras))
 
-        return _Graph(record(run, (embeddings, inputs, segments)), tile_map)
+        return _Graph(record(run, (embeddings, inputs, segments)), _tile_map_of(segments))
 
 
 def kind_of(segments: Segments | None, ranks: Sequence[int], extras: StepExtras | None) -> DecoderKind:

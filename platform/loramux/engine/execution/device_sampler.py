@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from loramux.common.sampling import DRAWING, KINDS, NEUTRAL, PENALTIES
 from loramux.engine.execution.constraints import TokenMasks, token_words
@@ -39,6 +40,7 @@ from loramux.engine.messages import EngineFault, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence
 from loramux_kernels.device import aligned_rows, to_device, to_host
 from loramux_kernels.sampling import forbid_tokens, sample
+from loramux_kernels.staged_memory import StagedMemory
 from loramux_kernels.tables import LogitBias, Penalties, SamplingBatch
 
 _SEED_BITS = 63
@@ -122,8 +124,18 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
         self._device = device
         self._seeds: dict[str, int] = {}
+        self._parameters = RowParameters(ROWS_ALONE, StagedMemory(ROWS_ALONE * RowParameters.BYTES, device))
         self._histories = TokenHistories(device)
         self._biases = TokenBiases(eos_token_ids, device)
+
+    def send_parameters_with(self, memory: StagedMemory, max_rows: int) -> None:
+        """Have `stage` write to `memory`, which a step sends; a step samples up to `max_rows` rows."""
+        self._parameters = RowParameters(max_rows, memory)
+
+    def stage(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+        """Put the rows' parameters into the step's copy; return them by their names in SamplingBatch, valid until the
+        next step is sent."""
+        return self._parameters.stage(sequences, self._seed)
 
     def launch(
         self,
@@ -131,10 +143,11 @@ class DeviceSampler:
         sequences: list[Sequence],
         previous: SampledTokens | None,
         masks: TokenMasks | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> TokensInFlight:
         """Sample from `logits` `[len(sequences), vocab]`; PENDING tokens of the sequences are taken from `previous`.
 
-        `masks` removes tokens from `logits` in place.
+        `masks` removes tokens from `logits` in place. `parameters` were staged and sent; None: they are sent now.
         """
         if masks is not None:
             forbid_tokens(logits, to_device(masks.rows, self._device), to_device(masks.words, self._device))
@@ -142,7 +155,7 @@ class DeviceSampler:
             tokens = reported = torch.zeros(0, dtype=torch.int64, device=self._device)
         else:
             allowed = self._allowed_only(logits, sequences)
-            tokens = sample(allowed, self._batch(sequences, logits.shape[1], previous))
+            tokens = sample(allowed, self._batch(sequences, logits.shape[1], previous, parameters))
             # The next step reads `tokens` as input ids, so they stay valid ids even if the host gets a fault.
             is_valid = allowed.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
             tokens, reported = torch.where(is_valid, tokens, 0), torch.where(is_valid, tokens, _NO_TOKEN)
@@ -160,6 +173,7 @@ class DeviceSampler:
     def forget(self, request_id: str) -> None:
         """Drop the seed, the history and the bias of a request that has ended."""
         self._seeds.pop(request_id, None)
+        self._parameters.names.clear()
         self._histories.forget(request_id)
         self._biases.forget(request_id)
 
@@ -176,19 +190,18 @@ class DeviceSampler:
         )
         return logits
 
-    def _batch(self, sequences: list[Sequence], vocab: int, previous: SampledTokens | None) -> SamplingBatch:
-        params = [sequence.request.sampling for sequence in sequences]
-        floats = [[_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS]
-        # A vocabulary has fewer than 2^31 tokens, so a larger bound keeps all tokens as well.
-        ints = [[min(getattr(p, name), 2**31 - 1) for p in params] for name in _INTS]
-        *own_ints, step = aligned_rows(
-            np.array([*ints, [r.num_output_tokens for r in sequences]], dtype=np.int32), self._device
-        )
-        own_floats = aligned_rows(np.array(floats, dtype=np.float32), self._device)
+    def _batch(
+        self,
+        sequences: list[Sequence],
+        vocab: int,
+        previous: SampledTokens | None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> SamplingBatch:
+        if parameters is None:
+            parameters = self.stage(sequences)
+            self._parameters.memory.send()
         return SamplingBatch(
-            **dict(zip(_FLOATS + _INTS, [*own_floats, *own_ints], strict=True)),
-            seed=to_device(np.array([self._seed(sequence) for sequence in sequences], dtype=np.int64), self._device),
-            step=step,
+            **parameters,
             penalties=self._penalties(sequences, previous),
             bias=self._biases.of_step(sequences, vocab),
         )
@@ -226,6 +239,51 @@ class DeviceSampler:
             place[: len(p.logprob_token_ids)] = p.logprob_token_ids
         named = logprobs.gather(1, to_device(own, self._device))
         return _Logprobs(list(asked), *map(to_host, (chosen, values, token_ids, named)))
+
+
+ROWS_ALONE = 64
+"""Rows that a sampler has room for before it gets a step's memory."""
+
+
+class RowParameters:
+    """The parameters of a step's rows on the device. If the rows are those of the step before, only the numbers of
+    generated tokens are read again."""
+
+    BYTES = 8 + 4 * (len(DRAWING) + 1)
+    """Bytes of a row."""
+
+    def __init__(self, max_rows: int, memory: StagedMemory) -> None:
+        self.memory = memory
+        """Memory whose copy sends the parameters."""
+        width = -(-max_rows // 4) * 4  # every array begins at a multiple of 16 bytes
+        self._seeds = memory.reserve((max_rows,), torch.int64)
+        self._floats = memory.reserve((len(_FLOATS), width), torch.float32)
+        self._ints = memory.reserve((len(_INTS) + 1, width), torch.int32)
+        self.names: list[str] = []
+        """Requests of the latest step's rows, unless one of them has ended since."""
+        self._constant: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]
+
+    def stage(self, sequences: list[Sequence], seed_of: Callable[[Sequence], int]) -> dict[str, torch.Tensor]:
+        """Return each row's parameters, its seed and its number of generated tokens, by the names of SamplingBatch.
+        They are there once `memory` is sent."""
+        rows, names = len(sequences), [sequence.id for sequence in sequences]
+        if names != self.names:
+            params = [sequence.request.sampling for sequence in sequences]
+            floats = [
+                [_temperature(p) if name == "temperature" else getattr(p, name) for p in params] for name in _FLOATS
+            ]
+            # A vocabulary has fewer than 2^31 tokens, so a larger bound keeps all tokens as well.
+            ints = [[min(getattr(p, name), 2**31 - 1) for p in params] for name in _INTS]
+            seeds = [seed_of(sequence) for sequence in sequences]
+            self._constant = np.array(seeds, dtype=np.int64), np.array(floats, np.float32), np.array(ints, np.int32)
+            self.names = names
+        seeds_there, floats_there = self._seeds.on_host(rows), self._floats.on_host(len(_FLOATS))
+        ints_there = self._ints.on_host(len(_INTS) + 1)
+        seeds_there[:], floats_there[:, :rows], ints_there[:-1, :rows] = self._constant
+        ints_there[-1, :rows] = [sequence.num_output_tokens for sequence in sequences]
+        *own_ints, step = self._ints.tensor[:, :rows]
+        drawing = dict(zip(_FLOATS + _INTS, (*self._floats.tensor[:, :rows], *own_ints), strict=True))
+        return drawing | {"seed": self._seeds.tensor[:rows], "step": step}
 
 
 def _temperature(params: SamplingParams) -> float:

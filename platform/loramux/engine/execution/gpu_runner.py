@@ -31,7 +31,6 @@ from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
     DecoderGraphs,
     ReservedAttention,
-    StepBuffers,
     choose_recorder,
 )
 from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
@@ -45,6 +44,7 @@ from loramux.engine.execution.runner import (
     pack,
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
+from loramux.engine.execution.step_buffers import StepBuffers
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
 from loramux_adapters.bank import StepExtras
@@ -55,8 +55,8 @@ from loramux_kernels.cuda.work_lists import (
     attach_states,
     attach_tile_map,
     attention_shapes,
-    reserve_attention,
-    reserve_states,
+    empty_attention,
+    empty_states,
 )
 from loramux_kernels.tables import Segments
 
@@ -69,6 +69,8 @@ class LaunchedForward:
     logits: torch.Tensor
     """`[len(sequences), vocab]`, valid until the next forward."""
     sequences: list[Sequence]
+    parameters: dict[str, torch.Tensor]
+    """The rows' parameters on the device, valid until the next step is sent."""
     scores: PromptScores = NO_SCORES
     """Scores of prompts; they and the vectors arrive with the tokens."""
     pooled: PooledVectors = NONE_POOLED
@@ -136,11 +138,13 @@ class GpuRunner:
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
         rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, device, state_pages)
+        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, forward.bank.max_rank, device, state_pages)
+        # Before the work lists: the copy of a step reaches from its first array to its last.
+        sampler.send_parameters_with(buffers.memory, settings.max_num_seqs)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
-        attention = ReservedAttention(attention_shapes(inputs.batch), buffers, device)
+        attention = ReservedAttention(attention_shapes(inputs.batch), buffers)
         hidden_size = forward.model.config.get_text_config().hidden_size
         decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, most_buckets)
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size, most_buckets)
@@ -151,24 +155,29 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
-        packed = pack(step, self._block_size, self._state_pages)
+        packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
         tokens = None if self._previous is None else self._previous.tokens
-        inputs = self._buffers.fill(packed, self._sources(step, packed), tokens)
+        inputs, pending = self._buffers.fill(packed), self._pending(step, packed)
+        sequences = [chunk.sequence for chunk in step.sampling]
+        parameters = self._sampler.stage(sequences)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
         if packed.decodes and extras is None:
-            logits = self._decode_graphs.run(packed, ranks)
+            run = self._decode_graphs.stage(packed, ranks)
+            self._buffers.send(pending, tokens)
+            logits = run()
         else:
-            decode = self._decoder_graphs.decoder_of(packed, ranks, extras)
+            decode = self._decoder_graphs.stage(packed, ranks, extras)
+            self._buffers.send(pending, tokens)
             if decode is None and packed.segments is not None:
                 tile_map = TileMap.for_step(packed.segments, np.array(ranks, dtype=np.int64), self.bank.pool.device)
                 attach_tile_map(packed.segments, tile_map)
             logits = self._forward(inputs, packed.segments, extras, decode)
         logits, scores = split_scored(logits, packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
-        launched = LaunchedForward(self, logits, [chunk.sequence for chunk in step.sampling], scores, pooled)
-        if not any(sequence.request.constraint for sequence in launched.sequences):
+        launched = LaunchedForward(self, logits, sequences, parameters, scores, pooled)
+        if not any(sequence.request.constraint for sequence in sequences):
             launched.sample()
         return launched
 
@@ -177,7 +186,9 @@ class GpuRunner:
         """Enqueue the choice of a step's tokens; if a constraint needs the previous step's tokens, they are known
         now."""
         masks = None if self._constraints is None else self._constraints.masks(launched.sequences)
-        in_flight = self._sampler.launch(launched.logits, launched.sequences, self._previous, masks)
+        in_flight = self._sampler.launch(
+            launched.logits, launched.sequences, self._previous, masks, launched.parameters
+        )
         self._previous = in_flight.sampled
         return in_flight
 
@@ -185,18 +196,17 @@ class GpuRunner:
         """Drop the request's seed, its sum of hidden states and the state of its constraint."""
         self._sampler.forget(request_id)
         self._pooler.forget(request_id)
+        self._buffers.block_tables.forget(request_id)
         if self._constraints is not None:
             self._constraints.forget(request_id)
 
-    def _sources(self, step: Step, packed: PackedStep) -> NDArray[np.int64]:
-        """Return int64[T]: for each PENDING token, its row among the previous step's sampled rows; 0 elsewhere."""
-        sources = np.zeros(len(packed.input_ids), dtype=np.int64)
-        ends = packed.cu_seqlens[1:] - 1
-        for chunk, last in zip(step.chunks, ends.tolist(), strict=True):
-            if packed.input_ids[last] == PENDING:
-                assert self._previous is not None, "the step before sampled it"
-                sources[last] = self._previous.row_of[chunk.sequence]
-        return sources
+    def _pending(self, step: Step, packed: PackedStep) -> NDArray[np.int64]:
+        """Return int64[2, n]: rows whose token is PENDING, and their rows among the previous step's sampled rows."""
+        lasts = packed.cu_seqlens[1:] - 1
+        chunks = np.flatnonzero(packed.input_ids[lasts] == PENDING)
+        row_of = {} if self._previous is None else self._previous.row_of
+        sources = [row_of[step.chunks[number].sequence] for number in chunks.tolist()]
+        return np.array((lasts[chunks], sources), dtype=np.int64)
 
 
 ROWS = 2
@@ -214,9 +224,9 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     rows = min(ROWS, buffers.max_sequences)
     inputs = buffers.padded(rows)
     for shape in shapes:
-        attach_attention(inputs.batch, shape, reserve_attention(shape, 1, 1, 1, device))
+        attach_attention(inputs.batch, shape, empty_attention(shape, device))
     if buffers.state_pages:
-        attach_states(inputs.batch, reserve_states(1, 1, device))
+        attach_states(inputs.batch, empty_states(device))
     segments = Segments((0, rows), (forward.bank.blank_slot(),))
     attach_tile_map(segments, TileMap.of_every_shape(rows, forward.bank.max_rank, device))
     extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())

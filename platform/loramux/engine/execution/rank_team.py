@@ -55,6 +55,7 @@ from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseMatrix, BaseWeights, FittedLinear
 from loramux_adapters.components import AdapterPlan
+from loramux_adapters.prepared import PreparedAdapter, prepare
 from loramux_adapters.ranks import shard_pair, shard_plan, shard_weights, take
 from loramux_adapters.sharding import Sharding
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, LoraWeights
@@ -240,11 +241,16 @@ class RankedBank:
         """Return the end of all steps that rank 0 has launched so far."""
         return self._bank.fence()
 
-    def install(
-        self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: torch.cuda.Event | None
-    ) -> int:
+    def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
+        """Return the whole adapter: its tensors are cut when it is installed."""
+        return prepare(weights, self.plan_layout(weights.plan))
+
+    def install(self, adapter: PreparedAdapter, pages: list[int], fence: torch.cuda.Event | None) -> int:
         """Copy each rank's share into `pages` of that rank, and return the slot that serves the adapter."""
-        slot = self._bank.install(shard_weights(weights, self._sharding, 0), layout, pages, fence)
+        weights = adapter.source
+        assert isinstance(weights, AdapterWeights), "prepared by this class"
+        own = self._bank.prepare(shard_weights(weights, self._sharding, 0))
+        slot = self._bank.install(own, pages, fence)
         installed: list[OtherRank] = []
         try:
             for other in self._team.others:

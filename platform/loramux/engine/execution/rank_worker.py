@@ -236,7 +236,7 @@ def _answered(share: AssembledModel, question: Any) -> Any:
     bank = share.forward.bank
     match question:
         case InstallAdapter(slot, weights, pages):
-            bank.install(weights, bank.plan_layout(weights.plan), pages, slot=slot)
+            bank.install(bank.prepare(weights), pages, slot=slot)
         case DropAdapter(slot):
             bank.drop(slot)
         case MergedSquares(module, pair):

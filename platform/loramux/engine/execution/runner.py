@@ -14,7 +14,7 @@ are those after the last norm, which the output head reads too: transformers' `l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,9 +103,10 @@ class PackedStep:
     context_lens: Ints
     """int32[S]; tokens of context after the step."""
     block_table: Ints
-    """int32[S, most pages of a sequence]; 0 after a sequence's last page, which is never read."""
+    """int32[S, most pages of a sequence], or the rows of a `BlockTableStore`; what follows a sequence's last page is
+    never read."""
     state_tables: Ints
-    """int32[S, pages of a sequence's recurrent states]; no columns if the model has none."""
+    """int32[S, pages of a sequence's recurrent states]; no columns if the model has none; rows as in `block_table`."""
     prompt_lens: Ints
     """int32[S]; tokens of each sequence's prompt."""
     sampled_rows: Ints
@@ -115,6 +116,8 @@ class PackedStep:
     """Rows by adapter; None if no row has an adapter."""
     scored: ScoredRows | None = None
     """Rows of prompts whose log probabilities are needed; None if there are none."""
+    table_rows: Ints | None = None
+    """int64[S]; the row of both tables of each chunk. None: chunk s has row s."""
 
     @property
     def decodes(self) -> bool:
@@ -122,18 +125,37 @@ class PackedStep:
         return len(self.input_ids) == len(self.sampled_rows) == len(self.context_lens)
 
 
-def pack(step: Step, block_size: int, state_pages: int = 0) -> PackedStep:
-    """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states."""
+class BlockTableStore(Protocol):
+    """Block tables that are kept from step to step."""
+
+    pages: Ints
+    """int32[rows, most pages of a sequence]"""
+
+    def rows_of(self, chunks: Collection[Chunk]) -> Ints:
+        """Return the row of each chunk's sequence, int64[S], after the row has the sequence's pages."""
+
+
+def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockTableStore | None = None) -> PackedStep:
+    """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states.
+
+    If `block_tables` is given, it holds the step's tables.
+    """
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
     cu_seqlens = np.concatenate(([0], np.cumsum(lengths, dtype=np.int32))).astype(np.int32)
     starts = np.array([c.start for c in chunks], dtype=np.int64)
     positions = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], lengths)
-    held = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
-    for row, chunk in enumerate(chunks):
-        held[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
-    block_table = np.ascontiguousarray(held[:, state_pages:]) if state_pages else held
-    pages = block_table[np.repeat(np.arange(len(chunks)), lengths), positions // block_size].astype(np.int64)
+    if block_tables is None:
+        table_rows = None
+        held = np.zeros((len(chunks), max(len(c.sequence.pages) for c in chunks)), dtype=np.int32)
+        for row, chunk in enumerate(chunks):
+            held[row, : len(chunk.sequence.pages)] = chunk.sequence.pages
+        block_table = np.ascontiguousarray(held[:, state_pages:])
+    else:
+        table_rows, held = block_tables.rows_of(chunks), block_tables.pages
+        block_table = held[:, state_pages:]
+    owners = np.repeat(np.arange(len(chunks)) if table_rows is None else table_rows, lengths)
+    pages = block_table[owners, positions // block_size].astype(np.int64)
     sampled: list[int] = []
     scored = ScoredRows()
     for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True):
@@ -154,6 +176,7 @@ def pack(step: Step, block_size: int, state_pages: int = 0) -> PackedStep:
         sampled_rows=np.array(sampled, dtype=np.int64),
         segments=_segments(step),
         scored=scored if scored.rows else None,
+        table_rows=table_rows,
     )
 
 

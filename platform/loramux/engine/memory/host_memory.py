@@ -31,6 +31,7 @@ from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.plan import PlanLimits, inspect_adapter
+from loramux_adapters.prepared import PreparedAdapter
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
 
 R = TypeVar("R")
@@ -44,7 +45,7 @@ OVERHEAD_BYTES = float(1 << 20)
 
 @dataclass(eq=False, slots=True)
 class _CachedAdapter:
-    weights: AdapterWeights
+    adapter: PreparedAdapter
     num_bytes: int
     recency: float = NEVER_USED
 
@@ -73,18 +74,18 @@ class HostCache:
         """Return whether this number of bytes could ever be kept."""
         return num_bytes <= self._max_bytes
 
-    def get(self, digest: str) -> AdapterWeights | None:
-        """Return the revision's weights if they are in the cache, and count a use."""
+    def get(self, digest: str) -> PreparedAdapter | None:
+        """Return the revision if it is in the cache, and count a use."""
         with self._lock:
             kept = self._kept.get(digest)
             if kept is None:
                 return None
             kept.recency = used_at(kept.recency, self._now)
-            return kept.weights
+            return kept.adapter
 
-    def put(self, digest: str, weights: AdapterWeights) -> None:
-        """Keep `weights`, unless that would remove an adapter that is worth more."""
-        kept = _CachedAdapter(weights, weights.nbytes, used_at(NEVER_USED, self._now))
+    def put(self, digest: str, adapter: PreparedAdapter) -> None:
+        """Keep `adapter`, unless that would remove an adapter that is worth more."""
+        kept = _CachedAdapter(adapter, adapter.nbytes, used_at(NEVER_USED, self._now))
         with self._lock:
             self._drop(digest)
             if (leaving := self._displaced_by(kept)) is not None:
@@ -130,10 +131,12 @@ class AdapterTarget(Protocol):
     def fence(self) -> torch.cuda.Event | None:
         """Return the end of all steps launched so far; None on a CPU, where a launch returns after its step."""
 
-    def install(
-        self, weights: AdapterWeights, layout: AdapterLayout, pages: list[int], fence: torch.cuda.Event | None
-    ) -> int:
-        """Copy an adapter, fitted to the base, into `pages` after `fence`, and return the slot that serves it."""
+    def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
+        """Return an adapter, fitted to the base, as `install` takes it. Raises AdapterRejected as `plan_layout`
+        does."""
+
+    def install(self, adapter: PreparedAdapter, pages: list[int], fence: torch.cuda.Event | None) -> int:
+        """Copy an adapter into `pages` after `fence`, and return the slot that serves it."""
 
     def drop(self, slot: int) -> None:
         """Forget a slot; its pages may be overwritten as soon as this returns."""
@@ -257,7 +260,7 @@ class DiskStore:
     def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
         """Copy the weights into `pages`, and return their slot."""
         fence = self._bank.fence()  # steps launched until now may still read the pages' old content; later steps do not
-        return self._copiers.submit(ref.digest, partial(self._weights, ref), partial(self._install, pages, fence))
+        return self._copiers.submit(ref.digest, partial(self._prepared, ref), partial(self._install, pages, fence))
 
     def drop(self, slot: int) -> None:
         """Forget a slot."""
@@ -275,20 +278,20 @@ class DiskStore:
     def _inspect(self, ref: AdapterRef) -> Inspected:
         plan = self._source.inspect(ref)
         if self._host.may_take(plan.file_bytes):
-            self._weights(ref)
+            self._prepared(ref)
         return Inspected(self._bank.plan_layout(plan).num_pages, plan.invocation)
 
     @torch.inference_mode()
-    def _install(self, pages: list[int], fence: torch.cuda.Event | None, weights: AdapterWeights) -> int:
-        return self._bank.install(weights, self._bank.plan_layout(weights.plan), pages, fence)
+    def _install(self, pages: list[int], fence: torch.cuda.Event | None, adapter: PreparedAdapter) -> int:
+        return self._bank.install(adapter, pages, fence)
 
     @torch.inference_mode()
-    def _weights(self, ref: AdapterRef) -> AdapterWeights:
-        weights = self._host.get(ref.digest)
-        if weights is None:
-            weights = self._source.load(ref)
-            self._host.put(ref.digest, weights)
-        return weights
+    def _prepared(self, ref: AdapterRef) -> PreparedAdapter:
+        adapter = self._host.get(ref.digest)
+        if adapter is None:
+            adapter = self._bank.prepare(self._source.load(ref))
+            self._host.put(ref.digest, adapter)
+        return adapter
 
 
 SAMPLE_PAGES = 16

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from adapter_zoo import Zoo
-from interpreted import INTERPRETED, keep_arguments_in_place
+from interpreted import INTERPRETED, quicken_interpreter
 
-from loramux_kernels import packed_linear
+from loramux.engine.engine import Engine
+from loramux_kernels import device, packed_linear
+from loramux_kernels.staged_memory import StagedMemory
 
-keep_arguments_in_place()
+quicken_interpreter()
 
 collect_ignore_glob = [] if INTERPRETED or torch.cuda.is_available() else ["test_*.py"]
 
@@ -26,6 +28,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _linears_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a GPU's linears. A CPU's are not operators of torch, so their launches would not be counted."""
     monkeypatch.setattr(packed_linear, "choose_format", lambda weight: packed_linear.Plain)
+
+
+@pytest.fixture
+def copies_of_decode_steps(monkeypatch: pytest.MonkeyPatch):
+    """copies_of_decode_steps(engine): a list that gets, for each decode step, the names of its copies to the device."""
+    sent: list[str] = []
+    stage, send = device.stage, StagedMemory.send
+    monkeypatch.setattr(device, "stage", lambda *args: sent.append("stage") or stage(*args))
+    monkeypatch.setattr(StagedMemory, "send", lambda memory: sent.append("send") or send(memory))
+
+    def watch(engine: Engine) -> list[list[str]]:
+        launch, copies = engine._runner.launch, []
+
+        def counted(step):
+            sent.clear()
+            flight = launch(step)
+            if all(chunk.length == 1 for chunk in step.chunks):
+                copies.append(list(sent))
+            return flight
+
+        monkeypatch.setattr(engine._runner, "launch", counted)
+        return copies
+
+    return watch
 
 
 @pytest.fixture(scope="session")

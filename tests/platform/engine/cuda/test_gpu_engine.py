@@ -173,6 +173,17 @@ def test_gpu_engine_many_rows_of_one_adapter_take_the_tensor_core_graph(zoo_of) 
     assert any(kind is not None and kind.rows == 16 for _, kind in kinds)
 
 
+def test_gpu_engine_decode_step_is_sent_in_one_copy(zoo_of, copies_of_decode_steps) -> None:
+    """Its inputs, tables of pages, work lists and the parameters of sampling."""
+    zoo = zoo_of("llama")
+    engine = small_engine(zoo)
+    copies = copies_of_decode_steps(engine)
+    asked = [Asked(f"r{i}", name, (5 + i, 6), 3) for i, name in enumerate(("plain", None, "rslora"))]
+    check(zoo, engine, asked)
+    assert copies
+    assert all(step == ["send"] for step in copies), copies
+
+
 def test_gpu_engine_seeded_requests_repeat_with_any_other_rows(zoo_of) -> None:
     zoo = zoo_of("llama")
     sampling = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2}

@@ -43,8 +43,9 @@ def make_zoo(family: str, root) -> FormatZoo:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gpu_hybrid_mixed_steps_answer_as_peft_does(tmp_path, family: str, caplog) -> None:
-    """Prompts in chunks next to decoding rows, one of a single token, and a preempted answer, over pages of NaN."""
+def test_gpu_hybrid_mixed_steps_answer_as_peft_does(tmp_path, family: str, caplog, copies_of_decode_steps) -> None:
+    """Prompts in chunks next to decoding rows, one of a single token, and a preempted answer, over pages of NaN. A
+    decode step is sent in one copy."""
     zoo = make_zoo(family, tmp_path)
     prompts = [(5, 6, 7), (11,), tuple(range(3, 40)), (9, 8)]
     adapters = ["all", None, "inputs", None]
@@ -53,10 +54,12 @@ def test_gpu_hybrid_mixed_steps_answer_as_peft_does(tmp_path, family: str, caplo
     engine = zoo.engine(device=DEVICE, max_num_seqs=3, max_num_batched_tokens=36, **sizes)
     assert isinstance(engine._runner, GpuRunner)
     engine._runner.bank.pool.fill_(float("nan"))
+    copies = copies_of_decode_steps(engine)
     engine = preempting(engine)
     got = serve(zoo, engine, asked, arrivals=[0, 0, 1, 2])
     assert got == {request.name: zoo.answer(request) for request in asked}
     assert "without CUDA graphs" not in caplog.text
+    assert {tuple(step) for step in copies} == {("send",)}
     stats = engine.stats()
     assert stats.preemptions > 0
     assert stats.pages_kv == stats.cached_tokens == 0, "states go with their sequence"

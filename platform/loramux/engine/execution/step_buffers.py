@@ -1,0 +1,219 @@
+"""Inputs of steps at fixed addresses on the device, and the block tables of running sequences.
+
+A step sends what differs from the step before in one copy: token ids, positions, slots, work lists, and the pages that
+sequences got since. A block table is kept on the device from step to step. So the host's work for a step grows with its
+rows, not with their contexts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from loramux.engine.execution.runner import PackedStep, StepInputs
+from loramux.engine.scheduling.sequence import Chunk
+from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
+from loramux_kernels.device import to_device
+from loramux_kernels.staged_memory import StagedMemory
+from loramux_kernels.tables import AttentionBatch, Segments
+
+NO_SLOT = -1
+"""Value of a padding row in `slot_mapping`: its KV is not stored."""
+
+MOST_RECORDED_ROWS = 2048
+"""Rows of the largest step that is recorded: the arithmetic of a larger one hides its launches."""
+
+NUM_PATCHES = 1024
+"""Pages that a step's copy has room for. More new pages, such as those of a long cached prefix, have two copies."""
+
+LISTS_BYTES = 8 << 20
+SEQUENCE_LISTS_BYTES = 1 << 10
+"""Room for a step's work lists of up to four kinds of attention: as a whole, and in addition for each sequence."""
+
+
+class BlockTables:
+    """Block tables on the device: a row for each sequence of the latest steps. A step sends the pages that changed."""
+
+    def __init__(self, max_sequences: int, max_blocks: int, memory: StagedMemory, device: torch.device) -> None:
+        self._device = device
+        self.on_device = torch.zeros(max_sequences, max_blocks, dtype=torch.int32, device=device)
+        self.pages = np.zeros((max_sequences, max_blocks), dtype=np.int32)
+        """The host's copy of `on_device`."""
+        self._held: list[Items[int]] = [array("i")] * max_sequences
+        self._row_of: dict[str, int] = {}
+        self._free = list(range(max_sequences))
+        self._places = memory.reserve((NUM_PATCHES,), torch.int64)
+        self._values = memory.reserve((NUM_PATCHES,), torch.int32)
+        self._patch: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._changed: list[tuple[int, int, int]] = []
+
+    def rows_of(self, chunks: Collection[Chunk]) -> NDArray[np.int64]:
+        """Return the row of each chunk's sequence, int64[S], and note the pages that `on_device` lacks."""
+        if missing := [c.sequence.id for c in chunks if c.sequence.id not in self._row_of]:
+            if len(missing) > len(self._free):
+                self._forget_all_but({c.sequence.id for c in chunks})
+            self._row_of |= {name: self._free.pop() for name in missing}
+        rows = [self._row_of[c.sequence.id] for c in chunks]
+        for row, chunk in zip(rows, chunks, strict=True):
+            held, pages = self._held[row], chunk.sequence.pages
+            if held != pages:
+                first = len(held) if held == pages[: len(held)] else 0
+                self.pages[row, first : len(pages)] = pages[first:]
+                self._changed.append((row, first, len(pages)))
+                self._held[row] = pages[:]
+        return np.array(rows, dtype=np.int64)
+
+    def stage(self) -> None:
+        """Put the pages that `on_device` lacks into the step's copy."""
+        if not self._changed:
+            return
+        width = self.pages.shape[1]
+        places = np.concatenate([np.arange(row * width + a, row * width + b) for row, a, b in self._changed])
+        values = self.pages.reshape(-1)[places]
+        count = len(places)
+        if count > NUM_PATCHES:
+            self._patch = to_device(places, self._device), to_device(values, self._device)
+            return
+        self._places.on_host(count)[:], self._values.on_host(count)[:] = places, values
+        self._patch = self._places.tensor[:count], self._values.tensor[:count]
+
+    def apply(self) -> None:
+        """Write what was staged, once it is sent."""
+        if self._patch is not None:
+            self.on_device.view(-1).index_copy_(0, *self._patch)
+            self._patch = None
+            self._changed.clear()
+
+    def _forget_all_but(self, names: set[str]) -> None:
+        for name in [name for name in self._row_of if name not in names]:
+            self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Free the row of a sequence that has ended."""
+        if (row := self._row_of.pop(name, None)) is not None:
+            self._free.append(row)
+
+
+class StepBuffers:
+    """Inputs of steps up to `max_rows` rows and `max_sequences` sequences of `max_blocks` pages each, on the device.
+
+    The tensors are allocated once, so views of them keep their addresses.
+    """
+
+    def __init__(
+        self,
+        max_rows: int,
+        max_sequences: int,
+        max_blocks: int,
+        max_rank: int,
+        device: torch.device,
+        state_pages: int = 0,
+    ) -> None:
+        """`max_rank`: the largest rank of an adapter. The first `state_pages` pages of a sequence, in addition to
+        `max_blocks`, hold its states of fixed size."""
+        self.max_rows, self.max_sequences, self.state_pages = max_rows, max_sequences, state_pages
+        self._max_rank = max_rank
+        tiles = sum(RowTiles.reserved_bytes(shape, self._rows_of(shape), max_rank) for shape in (ROW, SHORT, LONG))
+        lists = LISTS_BYTES + SEQUENCE_LISTS_BYTES * max_sequences + tiles
+        self.memory = StagedMemory(lists + 8 * 8 * max_rows, device)
+        """Memory that a step sends in one copy."""
+        # Rows: input ids, positions, KV slots and adapters' slots.
+        self._rows = self.memory.reserve((4, max_rows), torch.int64)
+        self._rows.tensor[2:] = NO_SLOT
+        # Rows whose token is PENDING, and the rows of the previous step that sampled these tokens.
+        self._pending = self.memory.reserve((2, max_rows), torch.int64)
+        self._sampled_rows = self.memory.reserve((max_rows,), torch.int64)
+        self.block_tables = BlockTables(max_sequences, state_pages + max_blocks, self.memory, device)
+        pages = self.block_tables.on_device
+        self._state_tables, self._block_table = pages[:, :state_pages], pages[:, state_pages:]
+        # A decode step samples every row. Graphs read this tensor, so all of them share one.
+        self._every_row = torch.arange(max_sequences, device=device)
+        self._tiles: dict[TileShape, RowTiles] = {}
+
+    def fill(self, packed: PackedStep) -> StepInputs:
+        """Put a step into the host's buffer, which `send` copies, and return its inputs on the device."""
+        length, num_sampled = len(packed.input_ids), len(packed.sampled_rows)
+        rows = self._rows.on_host(4)
+        # The rows that pad a recorded step: no bucket has more than twice the rows of a step, or 16 more.
+        rows[:2, length : 2 * length + 16] = 0
+        rows[2:, length : 2 * length + 16] = NO_SLOT
+        rows[:3, :length] = packed.input_ids, packed.position_ids, packed.slot_mapping
+        adapted = 0
+        if (segments := packed.segments) is not None:
+            adapted = segments.rows
+            rows[3, :adapted] = np.repeat(segments.slots, np.diff(segments.cu_seqlens))
+        rows[3, adapted:length] = NO_SLOT
+        self._sampled_rows.on_host(num_sampled)[:] = packed.sampled_rows
+        self.block_tables.stage()
+        return StepInputs(
+            input_ids=self._rows.tensor[0, :length],
+            position_ids=self._rows.tensor[1, :length],
+            # The kernels' work lists are cut from the lengths on the host, so the lengths stay there.
+            batch=AttentionBatch(
+                cu_seqlens=torch.from_numpy(packed.cu_seqlens),
+                context_lens=torch.from_numpy(packed.context_lens),
+                block_table=self._block_table,
+                slot_mapping=self._rows.tensor[2, :length],
+                state_tables=self._state_tables,
+                prompt_lens=torch.from_numpy(packed.prompt_lens),
+                table_rows=None if packed.table_rows is None else torch.from_numpy(packed.table_rows),
+            ),
+            sampled_rows=self._sampled_rows.tensor[:num_sampled],
+        )
+
+    def send(self, pending: NDArray[np.int64], sampled: torch.Tensor | None) -> None:
+        """Copy what was put into the host's buffer, and insert the tokens that the host does not know yet.
+
+        `pending` int64[2, n]: rows of the step, and the elements of `sampled` that are their tokens. `sampled` are the
+        tokens that an earlier step leaves on the device.
+        """
+        count = pending.shape[1]
+        if count:
+            self._pending.on_host(2)[:, :count] = pending
+        self.memory.send()
+        self.block_tables.apply()
+        if count:
+            assert sampled is not None, "a pending token was sampled by the step before"
+            rows, sources = self._pending.tensor[:, :count]
+            self._rows.tensor[0].index_copy_(0, rows, sampled[sources])
+
+    def tiles_of(self, shape: TileShape) -> RowTiles:
+        """Return the tiles of `shape` for steps of any recorded size; all recordings share them."""
+        if shape not in self._tiles:
+            self._tiles[shape] = RowTiles.reserve(shape, self._rows_of(shape), self._max_rank, self.memory)
+        return self._tiles[shape]
+
+    def _rows_of(self, shape: TileShape) -> int:
+        return self.max_sequences if shape == ROW else min(self.max_rows, MOST_RECORDED_ROWS)
+
+    def padded(self, rows: int) -> StepInputs:
+        """Return the first `rows` rows as a step's inputs: views, which show everything that is filled in later.
+
+        Before they are filled, the rows are sequences of one token each that are sampled.
+        """
+        return StepInputs(
+            input_ids=self._rows.tensor[0, :rows],
+            position_ids=self._rows.tensor[1, :rows],
+            batch=AttentionBatch(
+                cu_seqlens=torch.arange(rows + 1, dtype=torch.int32),
+                context_lens=torch.ones(rows, dtype=torch.int32),
+                block_table=self._block_table,
+                slot_mapping=self._rows.tensor[2, :rows],
+                state_tables=self._state_tables,
+            ),
+            sampled_rows=self._every_row[:rows],
+        )
+
+    def padded_segments(self, rows: int, shapes: Items[TileShape]) -> Segments:
+        """Return the first `rows` rows as a step's segments of adapters of any rank: views of the buffers."""
+        # One run of all rows represents any runs that they will hold.
+        segments = Segments((0, rows), (0,))
+        tiles = tuple(self.tiles_of(shape) for shape in shapes)
+        attach_tile_map(segments, TileMap(rows, whole_tiles(self._max_rank), tiles))
+        segments.use_row_slots(self._rows.tensor[3, :rows])
+        return segments
