@@ -28,7 +28,7 @@ from loramux.data.records.base import (
     to_struct,
 )
 from loramux.data.records.batches import BatchRow
-from loramux.data.records.database import LeasedRow, adopt_abandoned
+from loramux.data.records.leases import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import TenantRow
 
 RUNNING, COMPLETED, FAILED = "running", "completed", "failed"

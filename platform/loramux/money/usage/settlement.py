@@ -13,8 +13,9 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.common.units import TokenCounts
-from loramux.data.records.database import Database, dead_servers
+from loramux.data.records.database import Database
 from loramux.data.records.errors import RowRefused
+from loramux.data.records.leases import dead_servers
 from loramux.data.records.ledger import (
     EngineCountRepository,
     EntryContent,
