@@ -262,6 +262,16 @@ class Database:
         if tenant == SERVER or _holds_share.get():
             yield
             return
+        if not (self._shares.is_free(tenant) and self._shares.try_acquire(tenant)):
+            await self._wait_for_share(tenant)
+        _holds_share.set(True)
+        try:
+            yield
+        finally:
+            _holds_share.set(False)
+            self._shares.release(tenant)
+
+    async def _wait_for_share(self, tenant: str) -> None:
         try:
             async with asyncio.timeout(BUSY_SECONDS):
                 await self._shares.acquire(tenant)
@@ -269,12 +279,6 @@ class Database:
             raise RecordsUnavailable(
                 f"the organization's other requests have held its share of the database for {BUSY_SECONDS} s"
             ) from None
-        _holds_share.set(True)
-        try:
-            yield
-        finally:
-            _holds_share.set(False)
-            self._shares.release(tenant)
 
     def connect(self) -> AsyncConnection:
         """Return a connection for state that outlives a transaction (`leases`); a context manager."""
@@ -340,11 +344,17 @@ class PoolWait:
 
 @asynccontextmanager
 async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -> AsyncIterator[AsyncSession]:
+    session = AsyncSession(engine, expire_on_commit=False)
     try:
-        async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+        try:
             if pool_wait is not None and is_postgresql(session):
                 await pool_wait.connect(session)
             yield session
+            await session.commit()
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(session.close()))  # it rolls back
+            raise
+        session.sync_session.close()  # without a transaction it only forgets its rows
     except IntegrityError as error:
         raise RowRefused(str(error.orig)) from error
     except DataError as error:
