@@ -115,7 +115,7 @@ def is_postgresql(session: AsyncSession) -> bool:
 
 
 def set_pragmas(engine: Engine, **pragmas: str) -> None:
-    """Make every connection of `engine` durable and strict. `pragmas` add to those that are always set, or replace them."""
+    """Make every connection of `engine` durable and strict. `pragmas` replace those that are always set, or add."""
     chosen = {"journal_mode": "WAL", "synchronous": "FULL", "foreign_keys": "ON", "recursive_triggers": "ON"} | pragmas
 
     @event.listens_for(engine, "connect")

@@ -20,7 +20,7 @@ from loramux.data.records.ledger import (
     EngineCountRepository,
     EntryContent,
     LedgerEntry,
-    LedgerHeadRow,
+    LedgerHead,
     LedgerRepository,
     Weights,
     weights_of,
@@ -238,7 +238,7 @@ class SettlementWriter:
     async def _settle(
         self,
         session: AsyncSession,
-        head: LedgerHeadRow,
+        head: LedgerHead,
         closed: Sequence[tuple[BilledRequest, Settlement]],
         admission: AdmissionBatch,
     ) -> dict[str, LedgerEntry | Exception]:
@@ -280,7 +280,7 @@ class SettlementWriter:
                 await self._interrupt(session, head, left)
         return len(left)
 
-    async def _interrupt(self, session: AsyncSession, head: LedgerHeadRow, left: list[str]) -> None:
+    async def _interrupt(self, session: AsyncSession, head: LedgerHead, left: list[str]) -> None:
         """Close requests whose server died: free of charge, holds released, idempotency keys free again."""
         requests, ledger, now = RequestRepository(session), LedgerRepository(session), self._database.now()
         admission = AdmissionBatch(session, now)
