@@ -16,6 +16,7 @@ from sqlalchemy.sql.selectable import Select
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.identity import TenantId
 from loramux.common.units import TokenCounts
+from loramux.data.records.access import AccessRepository
 from loramux.data.records.database import Database
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.usage.service import UsageService
