@@ -10,7 +10,8 @@ from pathlib import Path
 from loramux.common.identity import new_id
 from loramux.common.settings.file import Settings
 from loramux.data.entities import Refusal, TrainingCheckpoint, TrainingJob, TrainingPlan
-from loramux.data.records.database import Database, trainer_liveness
+from loramux.data.records.database import Database
+from loramux.data.records.leases import trainer_liveness
 from loramux.data.records.training import FINISHING, QUEUED, RUNNING, TrainingJobs
 from loramux.data.storage.objects import open_objects
 from loramux.training.protocol import ADAPTER_FILES

@@ -54,7 +54,7 @@ def tenant_of_work() -> str:
 
 
 class Job(Protocol):
-    """Work of one server, which is recorded in a row of the database (`records.database`)."""
+    """Work of one server, which is recorded in a row of the database (`records.leases`)."""
 
     @property
     def id(self) -> str:

@@ -35,8 +35,9 @@ from loramux.common.sandbox.sandbox import JobLimits
 from loramux.common.settings.server import TrainingSettings
 from loramux.common.units import SECOND
 from loramux.data.entities import SAMPLES, Refusal, TrainingCheckpoint, TrainingJob
-from loramux.data.records.database import Database, trainer_liveness
+from loramux.data.records.database import Database
 from loramux.data.records.errors import RecordsUnavailable
+from loramux.data.records.leases import trainer_liveness
 from loramux.data.records.tenants import TenantRepository
 from loramux.data.records.training import (
     CANCELLED,

@@ -31,7 +31,8 @@ from loramux.catalog.validation.jobs import ValidationReport
 from loramux.common.identity import Principal
 from loramux.common.sandbox.sandbox import SandboxDied
 from loramux.common.settings.serving import UploadSettings
-from loramux.data.records.database import Database, server_liveness
+from loramux.data.records.database import Database
+from loramux.data.records.leases import server_liveness
 from loramux.data.records.uploads import UploadJobs
 from loramux.data.storage.blobs import CONFIG_FILE, WEIGHTS_FILE, BlobStore, open_blobs
 from loramux.data.storage.errors import StorageUnavailable

@@ -15,7 +15,8 @@ from loramux.common.identity import Principal
 from loramux.common.settings.server import TrainingSettings
 from loramux.data.entities import TrainingJob, TrainingPlan
 from loramux.data.records.base import Viewpoint
-from loramux.data.records.database import Database, dead_trainers, trainer_liveness
+from loramux.data.records.database import Database
+from loramux.data.records.leases import dead_trainers, trainer_liveness
 from loramux.data.records.requests import TRAINING, OpenedRequest, charged_tier
 from loramux.data.records.training import RUNNING, TrainingJobs, TrainingRepository
 from loramux.money.limits.limits import Limits

@@ -12,7 +12,8 @@ from loramux.common.identity import Principal, new_id
 from loramux.data.entities import Refusal, TrainingCheckpoint, TrainingJob, TrainingOptions, TrainingPlan
 from loramux.data.records.base import Viewpoint
 from loramux.data.records.contents import ContentRepository
-from loramux.data.records.database import Database, trainer_liveness
+from loramux.data.records.database import Database
+from loramux.data.records.leases import trainer_liveness
 from loramux.data.records.training import (
     FINISHING,
     MAX_EVENTS,

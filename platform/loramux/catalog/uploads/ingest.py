@@ -320,7 +320,7 @@ class UploadWorker:
         tenants: Tenants,
         server_id: str,
     ) -> None:
-        """`server_id` counts as alive as long as the process runs (`records.database.server_liveness`)."""
+        """`server_id` counts as alive as long as the process runs (`records.leases.server_liveness`)."""
         self.server_id = server_id
         self._database = database
         self._blobs = blobs

@@ -6,10 +6,11 @@ A name is resolved among the tenant's own adapters and those that are granted to
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, ForeignKeyConstraint, Index, Row, Select, literal, select
+from sqlalchemy import ColumnElement, Executable, ForeignKeyConstraint, Index, Row, Select, bindparam, literal, select
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, mapped_column
 
@@ -103,23 +104,15 @@ class AccessRepository(TenantScoped):
 
     async def numbered(self, owner: str, adapter: str, number: int) -> AccessibleRevision | None:
         """Return the revision `owner/adapter@number`."""
-        statement = self._callable(select(*_FOUND), owner, adapter).where(RevisionRow.number == number)
-        row = (await self._session.execute(statement)).one_or_none()
+        parameters = self._parameters(owner, adapter) | {"number": number}
+        row = (await self._session.execute(_numbered(owner == self._name), parameters)).one_or_none()
         return None if row is None else AccessibleRevision(**row._mapping)
 
     async def aliased(self, owner: str, adapter: str, alias: str) -> list[AccessibleRevision]:
         """Return the targets of `owner/adapter:alias` by revision number; empty if the alias does not exist."""
-        columns = (*_FOUND, AliasRow.id.label("key"), AliasTargetRow.weight)
-        statement = self._callable(select(*columns), owner, adapter)
-        statement = (
-            statement.join(AliasTargetRow, AliasTargetRow.revision_id == RevisionRow.id)
-            .join(
-                AliasRow, (AliasRow.adapter_id == AliasTargetRow.adapter_id) & (AliasRow.name == AliasTargetRow.alias)
-            )
-            .where(AliasRow.name == alias)
-            .order_by(RevisionRow.number)
-        )
-        return [AccessibleRevision(**row._mapping) for row in await self._session.execute(statement)]
+        parameters = self._parameters(owner, adapter) | {"alias": alias}
+        found = await self._session.execute(_aliased(owner == self._name), parameters)
+        return [AccessibleRevision(**row._mapping) for row in found]
 
     async def own(
         self, names: Collection[str] | None = None, search: str | None = None, limit: int | None = None
@@ -160,27 +153,45 @@ class AccessRepository(TenantScoped):
         )
         return (await self._session.execute(statement)).all()
 
-    def _callable(self, statement: Select[*tuple[Any, ...]], owner: str, adapter: str) -> Select[*tuple[Any, ...]]:
-        return (
-            statement.select_from(AdapterRow)
-            .join(RevisionRow, RevisionRow.adapter_id == AdapterRow.id)
-            .where(
-                AdapterRow.name == adapter,
-                AdapterRow.deleted_at.is_(None),
-                RevisionRow.state == READY,
-                self._permitted(owner),
-            )
-        )
-
-    def _permitted(self, owner: str) -> ColumnElement[bool]:
+    def _parameters(self, owner: str, adapter: str) -> dict[str, Any]:
+        """Return the parameters of `_callable`."""
         if owner == self._name:
-            return AdapterRow.tenant_id == self._tenant
-        granted = (
-            select(GrantRow.adapter_id)
-            .join(TenantRow, TenantRow.id == GrantRow.tenant_id)
-            .where(TenantRow.name == owner, GrantRow.grantee == self._name)
+            return {"adapter": adapter, "tenant": self._tenant}
+        return {"adapter": adapter, "owner": owner, "caller": self._name}
+
+
+@cache
+def _numbered(is_own: bool) -> Executable:
+    return _callable(select(*_FOUND), is_own).where(RevisionRow.number == bindparam("number"))
+
+
+@cache
+def _aliased(is_own: bool) -> Executable:
+    statement = _callable(select(*_FOUND, AliasRow.id.label("key"), AliasTargetRow.weight), is_own)
+    is_alias = (AliasRow.adapter_id == AliasTargetRow.adapter_id) & (AliasRow.name == AliasTargetRow.alias)
+    statement = statement.join(AliasTargetRow, AliasTargetRow.revision_id == RevisionRow.id).join(AliasRow, is_alias)
+    return statement.where(AliasRow.name == bindparam("alias")).order_by(RevisionRow.number)
+
+
+def _callable(statement: Select[*tuple[Any, ...]], is_own: bool) -> Select[*tuple[Any, ...]]:
+    """Limit a selection to the ready revisions of the `adapter` of the caller's own `tenant`, or of an `owner` that has
+    granted the adapter to the `caller`.
+    """
+    granted = (
+        select(GrantRow.adapter_id)
+        .join(TenantRow, TenantRow.id == GrantRow.tenant_id)
+        .where(TenantRow.name == bindparam("owner"), GrantRow.grantee == bindparam("caller"))
+    )
+    return (
+        statement.select_from(AdapterRow)
+        .join(RevisionRow, RevisionRow.adapter_id == AdapterRow.id)
+        .where(
+            AdapterRow.name == bindparam("adapter"),
+            AdapterRow.deleted_at.is_(None),
+            RevisionRow.state == READY,
+            AdapterRow.tenant_id == bindparam("tenant") if is_own else AdapterRow.id.in_(granted),
         )
-        return AdapterRow.id.in_(granted)
+    )
 
 
 async def same_content(

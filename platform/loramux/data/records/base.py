@@ -3,30 +3,38 @@
 Times are integer microseconds since the epoch, UTC; tokens and bytes are integers; money is in nano-units of the
 tenant's currency. Foreign keys include the tenant, so the database itself refuses a row that joins two tenants.
 
-The cost of a settlement is mostly round trips and their parsing, so rows are written in bulk. A terabyte that is stored
-for four months is 10^19 byte-seconds. A 64-bit column cannot hold that, so a sum is computed in two halves.
+The cost of a settlement is mostly round trips and their parsing, so rows are written in bulk. SQLAlchemy needs more
+time to build a statement than to execute it, so the statements of every request are built once, over tables
+(`Repository._run`).
+
+A terabyte that is stored for four months is 10^19 byte-seconds. A 64-bit column cannot hold that, so a sum is computed
+in two halves.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from sqlalchemy import (
     BigInteger,
+    BindParameter,
     ColumnElement,
+    Executable,
     Index,
     Integer,
     LargeBinary,
     MetaData,
+    Result,
     Select,
     SQLColumnExpression,
     Table,
     Text,
     any_,
+    bindparam,
     cast,
     func,
     literal,
@@ -38,6 +46,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.types import TypeEngine
 
 from loramux.common.identity import Principal, ProjectId, TenantId
 from loramux.data.records.database import is_postgresql
@@ -81,6 +90,10 @@ class Repository:
 
     def __init__(self, session: AsyncSession) -> None:
         self._session = session
+
+    async def _run(self, build: Callable[[bool], Executable], **parameters: Any) -> Result[Any]:
+        """Execute the statement that `build`, a cached function, returns for PostgreSQL (True) or SQLite."""
+        return await self._session.execute(build(is_postgresql(self._session)), parameters)
 
     async def _insert(self, row: Base) -> None:
         """Insert the row immediately, so that a violated constraint raises its error here."""
@@ -148,12 +161,11 @@ async def insert_new(session: AsyncSession, model: type[DeclarativeBase], rows: 
     return await _insert(session, model, rows, "ON CONFLICT DO NOTHING")
 
 
-def insert_sums(session: AsyncSession, table: Table, sums: Collection[str]) -> postgresql.Insert | sqlite.Insert:
+def insert_sums(on_postgresql: bool, table: Table, sums: Collection[str]) -> postgresql.Insert | sqlite.Insert:
     """Return an INSERT. If a row with the same primary key exists, the statement adds its columns `sums` to those of
     the row.
     """
-    dialect = postgresql if is_postgresql(session) else sqlite
-    insert = dialect.insert(table)
+    insert = (postgresql if on_postgresql else sqlite).insert(table)
     added = {name: table.c[name] + insert.excluded[name] for name in sums}
     return insert.on_conflict_do_update(index_elements=list(table.primary_key.columns), set_=added)
 
@@ -176,9 +188,28 @@ def oldest_first(statement: Select[Found], row: Any, tenant: TenantId, after: st
 
 def among(session: AsyncSession, column: SQLColumnExpression[str], values: Collection[str]) -> ColumnElement[bool]:
     """Return `column IN values` with one parameter, so that the statement is compiled once for any number of values."""
-    if is_postgresql(session):
-        return column == any_(literal(list(values), ARRAY(Text)))
-    return column.in_(select(func.json_each(literal(json.dumps(list(values)))).table_valued("value").c.value))
+    on_postgresql = is_postgresql(session)
+    return _is_in(on_postgresql, column, literal(text_list(session, values), _list_type(on_postgresql)))
+
+
+def among_parameter(on_postgresql: bool, column: SQLColumnExpression[str], name: str) -> ColumnElement[bool]:
+    """Return `column IN values`, whose values are the parameter `name`, as `text_list` writes them."""
+    return _is_in(on_postgresql, column, bindparam(name, type_=_list_type(on_postgresql)))
+
+
+def text_list(session: AsyncSession, values: Collection[str]) -> list[str] | str:
+    """Return texts as one parameter: an array on PostgreSQL, or else a JSON text."""
+    return list(values) if is_postgresql(session) else json.dumps(list(values))
+
+
+def _list_type(on_postgresql: bool) -> TypeEngine[Any]:
+    return ARRAY(Text) if on_postgresql else Text()
+
+
+def _is_in(on_postgresql: bool, column: SQLColumnExpression[str], values: BindParameter[Any]) -> ColumnElement[bool]:
+    if on_postgresql:
+        return column == any_(values)
+    return column.in_(select(func.json_each(values).table_valued("value").c.value))
 
 
 def model_name(session: AsyncSession, column: SQLColumnExpression[str]) -> SQLColumnExpression[str]:

@@ -17,7 +17,8 @@ from loramux.data.entities import BaseUpgrade, UpgradeItem
 from loramux.data.records.adapters import READY, AdapterRow, RevisionRow
 from loramux.data.records.aliases import AliasTargetRow
 from loramux.data.records.base import Base, Repository, TenantScoped, to_struct
-from loramux.data.records.database import BASES, LeasedRow, adopt_abandoned, advisory_lock
+from loramux.data.records.database import BASES, advisory_lock
+from loramux.data.records.leases import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import TenantRow
 
 RUNNING, COMPLETED, CANCELLED, FAILED = "running", "completed", "cancelled", "failed"

@@ -29,7 +29,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from loramux.common.identity import ProjectId, TenantId
 from loramux.data.entities import Batch, LineError, StoredFile
 from loramux.data.records.base import Base, Repository, TenantScoped, Viewpoint, newest_first, oldest_first, to_struct
-from loramux.data.records.database import LeasedRow, adopt_abandoned
+from loramux.data.records.leases import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import lock_tenant
 
 VALIDATING, IN_PROGRESS, FINALIZING, CANCELLING = "validating", "in_progress", "finalizing", "cancelling"

@@ -28,7 +28,8 @@ from loramux.data.records.base import (
     to_struct,
 )
 from loramux.data.records.batches import BatchRow
-from loramux.data.records.database import LeasedRow, adopt_abandoned
+from loramux.data.records.database import is_postgresql
+from loramux.data.records.leases import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import TenantRow
 
 RUNNING, COMPLETED, FAILED = "running", "completed", "failed"
@@ -318,7 +319,7 @@ class ShadowRepository(Repository):
     async def add_sums(self, added: Mapping[tuple[str, str], int]) -> None:
         """Add to the sums, by shadow and name."""
         rows = [{"shadow_id": id, "name": name, "value": value} for (id, name), value in sorted(added.items())]
-        await self._session.execute(insert_sums(self._session, table_of(ShadowSumRow), ["value"]), rows)
+        await self._session.execute(insert_sums(is_postgresql(self._session), table_of(ShadowSumRow), ["value"]), rows)
 
     async def sums(self, ids: Collection[str]) -> dict[str, dict[str, int]]:
         """Return the sums of these shadows."""

@@ -105,8 +105,7 @@ class CredentialRepository(Repository):
 
     async def key(self, mac: bytes) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
         """Return the key with this MAC unless it is revoked, with its tenant, tier and project."""
-        statement = _keys().where(KeyRow.mac == mac, KeyRow.revoked_at.is_(None))
-        return (await self._session.execute(statement)).one_or_none()
+        return (await self._session.execute(_KEY_OF_MAC, {"mac": mac})).one_or_none()
 
     async def key_of_id(self, tenant: TenantId, id: str) -> Row[KeyRow, TenantRow, TierRow, ProjectRow] | None:
         """Return the tenant's key of that id unless it is revoked, with its tenant, tier and project."""
@@ -188,6 +187,10 @@ def _keys() -> Select[KeyRow, TenantRow, TierRow, ProjectRow]:
         .join(TierRow, TierRow.name == TenantRow.tier)
         .join(ProjectRow, (ProjectRow.tenant_id == KeyRow.tenant_id) & (ProjectRow.id == KeyRow.project_id))
     )
+
+
+_KEY_OF_MAC = _keys().where(KeyRow.mac == bindparam("mac"), KeyRow.revoked_at.is_(None))
+"""Every request executes it, so it is built once."""
 
 
 def _members() -> Select[MemberRow, TenantRow, TierRow, ProjectRow]:

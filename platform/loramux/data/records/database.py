@@ -1,24 +1,22 @@
-"""One database, either embedded SQLite or PostgreSQL: its transactions, its locks, and the leases of rows.
+"""One database, either embedded SQLite or PostgreSQL: its transactions and its locks.
 
-A transaction either reads one snapshot or writes. A lock is held during a transaction (`advisory_lock`) or during the
-life of a server's process (`server_liveness`). A lease is a server's hold on a row of unfinished work. A server is
-alive as long as its process runs, so a lease needs no clock. Other servers adopt the rows of a dead server. A job
-checks in each transaction that it commits that this server still holds the job's row.
+A transaction either reads one snapshot or writes. Locks that are held longer than a transaction are in `leases`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import os
+import sqlite3
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, closing, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
-from sqlalchemy import URL, ColumnElement, Engine, event, func, make_url, select, update
+import aiosqlite
+from sqlalchemy import URL, Engine, event, func, make_url, select
 from sqlalchemy.exc import (
     ArgumentError,
     DataError,
@@ -30,11 +28,11 @@ from sqlalchemy.exc import (
 )
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import Mapped
 
 from loramux.common.jobs import SERVER, TenantSlots, tenant_of_work
 from loramux.data.records.errors import RecordsUnavailable, RowRefused, UnsupportedUrl, ValueRefused
 
+T = TypeVar("T")
 Clock = Callable[[], int]
 """A clock of microseconds since the epoch (UTC), the unit of every time in the records."""
 
@@ -83,15 +81,6 @@ BASES = 7_401_006
 DAILY_USAGE = 7_401_007
 """Lock that is held while entries are added to the daily sums, so that each entry is added once."""
 
-SERVERS = 7_401_003
-"""The first part of the two-part PostgreSQL locks of living servers; the second part is the hash of the server's id."""
-
-LOCK_SECONDS = 1.0
-"""Seconds between two looks at the connection that shows other processes that this one lives."""
-
-TRAINERS = 7_401_008
-"""The first part of the two-part PostgreSQL locks of living trainers; the second is the hash of the trainer's id."""
-
 
 def unix_microseconds() -> int:
     """Return the wall clock in the unit of the records."""
@@ -125,11 +114,8 @@ def is_postgresql(session: AsyncSession) -> bool:
     return session.get_bind().dialect.name == "postgresql"
 
 
-def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
-    """Make every connection of `engine` durable and strict, and let SQLAlchemy start transactions with `begin`.
-
-    `pragmas` add to the pragmas that are always set, or replace them.
-    """
+def set_pragmas(engine: Engine, **pragmas: str) -> None:
+    """Make every connection of `engine` durable and strict. `pragmas` replace those that are always set, or add."""
     chosen = {"journal_mode": "WAL", "synchronous": "FULL", "foreign_keys": "ON", "recursive_triggers": "ON"} | pragmas
 
     @event.listens_for(engine, "connect")
@@ -140,9 +126,96 @@ def prepare_sqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
             cursor.execute(f"PRAGMA {pragma}={value}")
         cursor.close()
 
-    @event.listens_for(engine, "begin")
-    def start(connection: Any) -> None:
-        connection.exec_driver_sql(begin)
+
+class SqliteConnection(aiosqlite.Connection):
+    """A connection that calls its thread once for each statement, and once to end a transaction.
+
+    A call costs 50 to 100 us of processor time, more than most statements. With aiosqlite's own connection, SQLAlchemy
+    makes four calls for a statement, three to begin a transaction, and two to end it.
+    """
+
+    def __init__(self, begin: str, *arguments: Any, is_reader: bool, **options: Any) -> None:
+        """`begin` is the statement that begins a transaction; the arguments are those of `sqlite3.connect`."""
+        super().__init__(partial(sqlite3.connect, *arguments, **options), iter_chunk_size=64)
+        self._begin, self._is_reader = begin, is_reader
+        self._transaction: Literal["none", "due", "open"] = "none"
+        """`due`: the transaction begins with the next statement."""
+
+    def begin(self) -> None:
+        """Let a transaction begin, with its first statement."""
+        self._transaction = "due"
+
+    def cursor(self) -> SqliteCursor:  # type: ignore[override]  # SQLAlchemy needs less
+        """Return a cursor for one statement."""
+        return SqliteCursor(self)
+
+    async def run(self, statement: Callable[[sqlite3.Connection], T]) -> T:
+        """Return the result of a statement, which is called on the connection's thread."""
+        begins = self._transaction == "due"
+        if begins:
+            self._transaction = "open"
+        connection = self._conn
+
+        def execute() -> T:
+            if begins and not connection.in_transaction:
+                connection.execute(self._begin)
+            return statement(connection)
+
+        return cast(T, await self._execute(execute))
+
+    async def commit(self) -> None:
+        """Commit the transaction."""
+        await self._end(self._conn.commit)
+
+    async def rollback(self) -> None:
+        """Roll the transaction back if one is open."""
+        await self._end(self._conn.rollback)
+
+    async def _end(self, end: Callable[[], None]) -> None:
+        is_open = self._transaction == "open"
+        if is_open and self._is_reader:  # it can neither fail nor be waited for
+            self._tx.put_nowait((None, end))
+        elif is_open:
+            await self._execute(end)
+        self._transaction = "none"
+
+
+class SqliteCursor:
+    """A cursor whose statement is executed, read and closed by one call to the connection's thread."""
+
+    arraysize = 1
+
+    def __init__(self, connection: SqliteConnection) -> None:
+        self._connection = connection
+        self._rows: list[Any] = []
+        self.description: Any = None
+        self.rowcount = -1
+        self.lastrowid: int | None = None
+
+    async def __aenter__(self) -> SqliteCursor:
+        """Return itself."""
+        return self
+
+    async def execute(self, statement: str, parameters: Any = ()) -> None:
+        """Execute a statement."""
+        await self._connection.run(lambda one: self._read(one.execute(statement, parameters)))
+
+    async def executemany(self, statement: str, parameters: Any) -> None:
+        """Execute a statement once for each of the parameters."""
+        await self._connection.run(lambda one: self._read(one.executemany(statement, parameters)))
+
+    async def fetchall(self) -> list[Any]:
+        """Return the rows of the statement."""
+        return self._rows
+
+    async def close(self) -> None:
+        """Do nothing: the statement is closed."""
+
+    def _read(self, cursor: sqlite3.Cursor) -> None:
+        with closing(cursor):
+            self.description = cursor.description
+            self._rows = cursor.fetchall()
+            self.rowcount, self.lastrowid = cursor.rowcount, cursor.lastrowid
 
 
 class Database:
@@ -189,13 +262,8 @@ class Database:
         if tenant == SERVER or _holds_share.get():
             yield
             return
-        try:
-            async with asyncio.timeout(BUSY_SECONDS):
-                await self._shares.acquire(tenant)
-        except TimeoutError:
-            raise RecordsUnavailable(
-                f"the organization's other requests have held its share of the database for {BUSY_SECONDS} s"
-            ) from None
+        if not (self._shares.is_free(tenant) and self._shares.try_acquire(tenant)):
+            await self._wait_for_share(tenant)
         _holds_share.set(True)
         try:
             yield
@@ -203,8 +271,17 @@ class Database:
             _holds_share.set(False)
             self._shares.release(tenant)
 
+    async def _wait_for_share(self, tenant: str) -> None:
+        try:
+            async with asyncio.timeout(BUSY_SECONDS):
+                await self._shares.acquire(tenant)
+        except TimeoutError:
+            raise RecordsUnavailable(
+                f"the organization's other requests have held its share of the database for {BUSY_SECONDS} s"
+            ) from None
+
     def connect(self) -> AsyncConnection:
-        """Return a connection for state that outlives a transaction (`server_liveness`); a context manager."""
+        """Return a connection for state that outlives a transaction (`leases`); a context manager."""
         return self._writer.connect()
 
     async def is_reachable(self) -> bool:
@@ -267,11 +344,17 @@ class PoolWait:
 
 @asynccontextmanager
 async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -> AsyncIterator[AsyncSession]:
+    session = AsyncSession(engine, expire_on_commit=False)
     try:
-        async with AsyncSession(engine, expire_on_commit=False) as session, session.begin():
+        try:
             if pool_wait is not None and is_postgresql(session):
                 await pool_wait.connect(session)
             yield session
+            await session.commit()
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(session.close()))  # it rolls back
+            raise
+        session.sync_session.close()  # without a transaction it only forgets its rows
     except IntegrityError as error:
         raise RowRefused(str(error.orig)) from error
     except DataError as error:
@@ -295,30 +378,24 @@ def _probe_engine(url: URL) -> AsyncEngine:
         return create_async_engine(
             url, pool_pre_ping=True, pool_size=1, max_overflow=0, connect_args=_connect_args(url)
         )
-    engine = create_async_engine(url.set(drivername="sqlite+aiosqlite"), pool_size=1, max_overflow=0)
-    _prepare_aiosqlite(engine.sync_engine, begin="BEGIN", query_only="ON")
+    return _sqlite_engine(url, "BEGIN", is_reader=True, pool_size=1)
+
+
+def _sqlite_engine(url: URL, begin: str, *, is_reader: bool, **options: Any) -> AsyncEngine:
+    """Return an engine whose connections are SqliteConnections."""
+    engine = create_async_engine(url.set(drivername="sqlite+aiosqlite"), max_overflow=0, **options)
+    set_pragmas(engine.sync_engine, **({"query_only": "ON"} if is_reader else {}))
+
+    @event.listens_for(engine.sync_engine, "do_connect")
+    def connect(dialect: Any, _record: object, arguments: Any, options: Any) -> Any:
+        creator = partial(SqliteConnection, begin, is_reader=is_reader)
+        return dialect.loaded_dbapi.connect(*arguments, async_creator_fn=creator, **options)
+
+    @event.listens_for(engine.sync_engine, "begin")
+    def start(connection: Any) -> None:
+        connection.connection.driver_connection.begin()
+
     return engine
-
-
-def _prepare_aiosqlite(engine: Engine, *, begin: str, **pragmas: str) -> None:
-    """Prepare an engine of aiosqlite, whose connections SQLAlchemy closes if a task is cancelled while it uses a
-    connection.
-    """
-    prepare_sqlite(engine, begin=begin, **pragmas)
-
-    @event.listens_for(engine, "invalidate")
-    def roll_back(connection: Any, _record: object, _error: object) -> None:
-        """End the cancelled task's transaction before the connection is closed.
-
-        SQLite keeps a closed connection and its write lock as long as one of its cursors exists (sqlite3_close_v2). The
-        cancelled task's traceback holds a cursor. aiosqlite's own stop() enters its queue in the same way.
-        """
-        driver = connection.driver_connection
-
-        def on_its_thread() -> None:  # on that thread, a lost connection is not an error of this task
-            driver._conn.rollback()
-
-        driver._tx.put_nowait((None, on_its_thread))
 
 
 def _connect_args(url: URL) -> dict[str, int]:
@@ -350,13 +427,9 @@ def _engines(url: URL) -> tuple[AsyncEngine, AsyncEngine]:
         )
         _bound_lock_waits(engine.sync_engine)
         return engine, engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-    aiosqlite = url.set(drivername="sqlite+aiosqlite")
-    timeout = {"timeout": BUSY_SECONDS}
-    writer = create_async_engine(aiosqlite, connect_args=timeout, pool_size=1, max_overflow=0, pool_timeout=60)
-    reader = create_async_engine(aiosqlite, connect_args=timeout, pool_size=READERS, max_overflow=0, pool_timeout=60)
-    _prepare_aiosqlite(writer.sync_engine, begin="BEGIN IMMEDIATE")
-    _prepare_aiosqlite(reader.sync_engine, begin="BEGIN", query_only="ON")
-    return writer, reader
+    options: dict[str, Any] = {"connect_args": {"timeout": BUSY_SECONDS}, "pool_timeout": 60}
+    writer = _sqlite_engine(url, "BEGIN IMMEDIATE", is_reader=False, pool_size=1, **options)
+    return writer, _sqlite_engine(url, "BEGIN", is_reader=True, pool_size=READERS, **options)
 
 
 async def advisory_lock(session: AsyncSession, lock: int) -> None:
@@ -366,144 +439,3 @@ async def advisory_lock(session: AsyncSession, lock: int) -> None:
     """
     if is_postgresql(session):
         await session.execute(select(func.pg_advisory_xact_lock(lock)))
-
-
-@asynccontextmanager
-async def server_liveness(database: Database, server_id: str) -> AsyncIterator[None]:
-    """Mark this server as alive while the block runs: `dead_servers` names it only after its process has ended."""
-    async with _process_lock(database, SERVERS, server_id):
-        yield
-
-
-async def dead_servers(session: AsyncSession, server_ids: Sequence[str]) -> list[str]:
-    """Return those of the servers that have ended."""
-    return await _without_lock(session, SERVERS, server_ids)
-
-
-@asynccontextmanager
-async def trainer_liveness(database: Database, trainer_id: str) -> AsyncIterator[None]:
-    """While the block runs, `dead_trainers` does not name this trainer. After the process has ended, it does."""
-    async with _process_lock(database, TRAINERS, trainer_id):
-        yield
-
-
-async def dead_trainers(session: AsyncSession, trainer_ids: Sequence[str]) -> list[str]:
-    """Return those of the trainers that have ended."""
-    return await _without_lock(session, TRAINERS, trainer_ids)
-
-
-@asynccontextmanager
-async def _process_lock(database: Database, kind: int, id: str) -> AsyncIterator[None]:
-    """Hold a lock that ends with the process: on SQLite of a file next to the database, or else an advisory lock of
-    PostgreSQL on a separate connection.
-
-    The end of the connection, as when the database is started again, releases the advisory lock. It is then taken
-    again.
-    """
-    if (file := sqlite_file(database.url)) is not None:
-        with _locked_file(_lock_file(file, id)):
-            yield
-        return
-    ended = asyncio.Event()
-    held = asyncio.get_running_loop().create_future()
-    keeper = asyncio.create_task(_keep_locked(database, (kind, func.hashtext(id)), held, ended))
-    try:
-        await asyncio.wait({keeper, held}, return_when=asyncio.FIRST_COMPLETED)
-        if keeper.done():
-            keeper.result()  # the first connection has failed
-        yield
-    finally:
-        ended.set()
-        await keeper
-
-
-@contextmanager
-def _locked_file(lock: Path) -> Iterator[None]:
-    """Hold a lock of the file, which the kernel releases when the process has ended."""
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        lock.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _lock_file(database: Path, id: str) -> Path:
-    return database.with_name(f"{database.name}-{id}.lock")
-
-
-def _is_unlocked(lock: Path) -> bool:
-    """Return whether no process holds the file, and remove a file that a dead process has left."""
-    try:
-        descriptor = os.open(lock, os.O_RDWR)
-    except FileNotFoundError:
-        return True
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        lock.unlink(missing_ok=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-async def _keep_locked(
-    database: Database, key: tuple[object, ...], held: asyncio.Future[None], ended: asyncio.Event
-) -> None:
-    """Hold an advisory lock until `ended`, and set `held` when it is held. Raises DBAPIError if this fails at first."""
-    while not ended.is_set():
-        try:
-            async with database.connect() as connection:
-                await connection.execute(select(func.pg_advisory_lock(*key)))
-                await connection.commit()
-                if not held.done():
-                    held.set_result(None)
-                while not await _is_set_within(ended, LOCK_SECONDS):
-                    await connection.execute(select(1))
-                    await connection.commit()
-                await connection.execute(select(func.pg_advisory_unlock(*key)))
-                await connection.commit()
-        except (DBAPIError, PoolTimeout, OSError):
-            if not held.done():
-                raise
-            await _is_set_within(ended, LOCK_SECONDS)
-
-
-async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    return event.is_set()
-
-
-async def _without_lock(session: AsyncSession, kind: int, ids: Sequence[str]) -> list[str]:
-    """Return the ids whose process does not hold its lock."""
-    if is_postgresql(session):
-        free = func.pg_try_advisory_xact_lock
-        return [id for id in ids if await session.scalar(select(free(kind, func.hashtext(id))))]
-    file = session.get_bind().engine.url.database
-    assert file is not None, "an embedded database is a file"
-    return [id for id in ids if _is_unlocked(_lock_file(Path(file), id))]
-
-
-class LeasedRow:
-    """The columns of a row that a server holds by a lease."""
-
-    server_id: Mapped[str | None]
-    """The server that works on the row. If this server dies, another server adopts the row."""
-    attempts: Mapped[int]
-    """The number of servers that have started the work."""
-
-
-async def adopt_abandoned(
-    session: AsyncSession, row: type[LeasedRow], unfinished: ColumnElement[bool], server_id: str
-) -> bool:
-    """Move the unfinished rows of dead servers to this server; return whether any server is dead."""
-    others = select(row.server_id).where(unfinished, row.server_id != server_id).distinct()
-    dead = await dead_servers(session, [server for server in await session.scalars(others) if server is not None])
-    if dead:
-        values: dict[Any, Any] = {row.server_id: server_id, row.attempts: row.attempts + 1}
-        await session.execute(update(row).where(unfinished, row.server_id.in_(dead)).values(values))
-    return bool(dead)

@@ -12,10 +12,22 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import CheckConstraint, ForeignKey, Index, Row, case, select, text, update
+from sqlalchemy import (
+    CheckConstraint,
+    Executable,
+    ForeignKey,
+    Index,
+    Row,
+    bindparam,
+    case,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import ProjectId, TenantId
@@ -31,6 +43,7 @@ from loramux.data.records.base import (
     insert_sums,
     table_of,
 )
+from loramux.data.records.database import is_postgresql
 from loramux.data.records.errors import ChainBroken
 
 GENESIS = "0" * 64
@@ -100,6 +113,19 @@ class LedgerHeadRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     sequence: Mapped[int]
     hash: Mapped[str]
+
+
+class LedgerHead(NamedTuple):
+    """The ledger's last sequence and hash."""
+
+    sequence: int
+    hash: str
+
+
+HEADS = table_of(LedgerHeadRow)
+_HEAD = select(HEADS.c.sequence, HEADS.c.hash)
+_LOCK_HEAD = _HEAD.with_for_update()
+_MOVE_HEAD = update(HEADS).values(sequence=bindparam("last_sequence"), hash=bindparam("last_hash"))
 
 
 class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -190,15 +216,15 @@ _encode = msgspec.json.Encoder(order="sorted").encode
 class LedgerRepository(Repository):
     """The ledger."""
 
-    async def lock(self) -> LedgerHeadRow:
+    async def lock(self) -> LedgerHead:
         """Lock and return the head: until this transaction ends, no other transaction appends."""
-        return (await self._session.scalars(select(LedgerHeadRow).with_for_update())).one()
+        return LedgerHead(*(await self._session.execute(_LOCK_HEAD)).one())
 
-    async def head(self) -> LedgerHeadRow:
+    async def head(self) -> LedgerHead:
         """Return the head without locking it."""
-        return (await self._session.scalars(select(LedgerHeadRow))).one()
+        return LedgerHead(*(await self._session.execute(_HEAD)).one())
 
-    async def append(self, head: LedgerHeadRow, drafts: Sequence[EntryContent]) -> list[LedgerEntry]:
+    async def append(self, head: LedgerHead, drafts: Sequence[EntryContent]) -> list[LedgerEntry]:
         """Append entries after `head`, which the caller has locked."""
         entries: list[LedgerEntry] = []
         sequence, last = head.sequence, head.hash
@@ -209,7 +235,7 @@ class LedgerRepository(Repository):
             last = entry.hash
         if entries:
             await insert_rows(self._session, LedgerRow, [msgspec.structs.asdict(entry) for entry in entries])
-            await self._session.execute(update(LedgerHeadRow).values(sequence=sequence, hash=last))
+            await self._session.execute(_MOVE_HEAD, {"last_sequence": sequence, "last_hash": last})
         return entries
 
     async def of_requests(self, kind: str, request_ids: Collection[str]) -> dict[str, LedgerEntry]:
@@ -236,14 +262,14 @@ class LedgerRepository(Repository):
         rows = await self._session.execute(statement.order_by(LedgerRow.sequence).limit(limit))
         return [_entry(row) for row in rows]
 
-    async def verify(self) -> LedgerHeadRow:
+    async def verify(self) -> LedgerHead:
         """Check the whole chain in this transaction's snapshot and return its head. Raises ChainBroken."""
         sequence, last = 0, GENESIS
         async for page in self._pages():
             # in a thread, because hashing a page takes tens of milliseconds
             sequence, last = await run_blocking(SERVER, _verify_page, page, sequence, last)
         head = await self.head()
-        if (head.sequence, head.hash) != (sequence, last):
+        if head != (sequence, last):
             raise ChainBroken(
                 max(sequence, head.sequence), f"the head says {head.sequence}, the entries end at {sequence}"
             )
@@ -318,12 +344,16 @@ def weights_of(base_model: str, model: str, adapter_digest: str | None) -> Weigh
     return base_model, adapter_digest if "@" in model else model
 
 
+@cache
+def _add_counts(on_postgresql: bool) -> Executable:
+    return insert_sums(on_postgresql, table_of(EngineCountRow), ("prompt_tokens", "cached_tokens", "output_tokens"))
+
+
 class EngineCountRepository(Repository):
     """The counts of the engines and of the ledger."""
 
     async def add(self, server_id: str, counts: Mapping[Weights, TokenCounts]) -> None:
         """Add to the counts of this server's engine."""
-        columns = ("prompt_tokens", "cached_tokens", "output_tokens")
         rows = [
             {
                 "server_id": server_id,
@@ -335,7 +365,7 @@ class EngineCountRepository(Repository):
             }
             for (base, digest), tokens in sorted(counts.items())
         ]
-        await self._session.execute(insert_sums(self._session, table_of(EngineCountRow), columns), rows)
+        await self._session.execute(_add_counts(is_postgresql(self._session)), rows)
 
     async def engines(self) -> dict[Weights, TokenCounts]:
         """Return the tokens that all engines have ever counted for settled requests."""

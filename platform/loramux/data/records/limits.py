@@ -9,10 +9,12 @@ no two transactions wait for each other.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
 from typing import Any
 
 from sqlalchemy import (
     CheckConstraint,
+    Executable,
     ForeignKey,
     Index,
     UniqueConstraint,
@@ -27,7 +29,7 @@ from sqlalchemy import (
 from sqlalchemy.orm import Mapped, mapped_column
 
 from loramux.common.identity import TenantId
-from loramux.data.records.base import Base, Repository, among, insert_new, insert_rows, table_of
+from loramux.data.records.base import Base, Repository, among_parameter, insert_new, insert_rows, table_of, text_list
 from loramux.data.records.billing import PlanRow, PriceRow, SubscriptionRow
 from loramux.data.records.credentials import KeyRow
 from loramux.data.records.tenants import MemberRow, ProjectRow, TierRow
@@ -153,13 +155,60 @@ class AlertRow(Base):
     delivered_at: Mapped[int | None]
 
 
-BUDGET = (
-    BudgetRow.id,
-    BudgetRow.tenant_id,
-    BudgetRow.subject,
-    BudgetRow.period,
-    BudgetRow.amount,
-    BudgetRow.thresholds,
+LIMITS, COUNTERS, HOLDS = table_of(LimitRow), table_of(CounterRow), table_of(HoldRow)
+BUDGETS, SPENDINGS, BUDGET_HOLDS = table_of(BudgetRow), table_of(SpendingRow), table_of(BudgetHoldRow)
+
+
+@cache
+def _limits(on_postgresql: bool) -> Executable:
+    statement = select(LIMITS.c.subject, LIMITS.c.name, LIMITS.c.value)
+    found = statement.where(among_parameter(on_postgresql, LIMITS.c.subject, "subjects"))
+    return found.order_by(LIMITS.c.subject, LIMITS.c.name)
+
+
+@cache
+def _budgets(on_postgresql: bool) -> Executable:
+    of_subject = among_parameter(on_postgresql, BUDGETS.c.subject, "subjects")
+    return (
+        select(BUDGETS).where(of_subject | among_parameter(on_postgresql, BUDGETS.c.id, "ids")).order_by(BUDGETS.c.id)
+    )
+
+
+@cache
+def _counters(on_postgresql: bool) -> Executable:
+    found = select(COUNTERS).where(among_parameter(on_postgresql, COUNTERS.c.subject, "subjects"))
+    return found.order_by(COUNTERS.c.subject).with_for_update()
+
+
+@cache
+def _holds(on_postgresql: bool) -> Executable:
+    return select(HOLDS).where(among_parameter(on_postgresql, HOLDS.c.request_id, "requests"))
+
+
+@cache
+def _budget_holds(on_postgresql: bool) -> Executable:
+    return select(BUDGET_HOLDS).where(among_parameter(on_postgresql, BUDGET_HOLDS.c.request_id, "requests"))
+
+
+@cache
+def _remove_holds(on_postgresql: bool) -> Executable:
+    return delete(HOLDS).where(among_parameter(on_postgresql, HOLDS.c.request_id, "requests"))
+
+
+@cache
+def _remove_budget_holds(on_postgresql: bool) -> Executable:
+    return delete(BUDGET_HOLDS).where(among_parameter(on_postgresql, BUDGET_HOLDS.c.request_id, "requests"))
+
+
+_WRITE_COUNTER = (
+    update(COUNTERS)
+    .where(COUNTERS.c.subject == bindparam("new_subject"))
+    .values({name: bindparam(f"new_{name}") for name in COUNTED})
+)
+_WRITE_SPENDING = (
+    update(SPENDINGS)
+    .where(SPENDINGS.c.budget_id == bindparam("new_budget_id"), SPENDINGS.c.start == bindparam("new_start"))
+    .values({name: bindparam(f"new_{name}") for name in SPENT})
 )
 
 
@@ -168,16 +217,12 @@ class LimitRepository(Repository):
 
     async def limits(self, subjects: Collection[str]) -> Rows:
         """Return subject, name and value of these subjects' limits."""
-        statement = select(LimitRow.subject, LimitRow.name, LimitRow.value).where(
-            among(self._session, LimitRow.subject, subjects)
-        )
-        return (await self._session.execute(statement.order_by(LimitRow.subject, LimitRow.name))).all()
+        return (await self._run(_limits, subjects=text_list(self._session, subjects))).all()
 
     async def budgets(self, subjects: Collection[str], ids: Collection[str] = ()) -> Rows:
-        """Return the columns of BUDGET of these subjects' budgets and of those with these ids."""
-        of_subject = among(self._session, BudgetRow.subject, subjects)
-        statement = select(*BUDGET).where(of_subject | among(self._session, BudgetRow.id, ids))
-        return (await self._session.execute(statement.order_by(BudgetRow.id))).all()
+        """Return the rows of these subjects' budgets and of those with these ids."""
+        named = {"subjects": text_list(self._session, subjects), "ids": text_list(self._session, ids)}
+        return (await self._run(_budgets, **named)).all()
 
     async def subject(self, tenant: TenantId | None, id: str) -> str | None:
         """Return the subject that `id` names: the tenant, its project or member, or for a key the head of its lineage.
@@ -237,15 +282,11 @@ class CounterRepository(Repository):
 
     async def holds(self, request_ids: Collection[str]) -> Rows:
         """Return the holds of these requests on subjects."""
-        statement = select(*table_of(HoldRow).c).where(among(self._session, HoldRow.request_id, request_ids))
-        return (await self._session.execute(statement)).all()
+        return (await self._run(_holds, requests=text_list(self._session, request_ids))).all()
 
     async def budget_holds(self, request_ids: Collection[str]) -> Rows:
         """Return the holds of these requests on budgets."""
-        statement = select(*table_of(BudgetHoldRow).c).where(
-            among(self._session, BudgetHoldRow.request_id, request_ids)
-        )
-        return (await self._session.execute(statement)).all()
+        return (await self._run(_budget_holds, requests=text_list(self._session, request_ids))).all()
 
     async def peek(self, subjects: Collection[str]) -> Rows:
         """Return the subjects' existing counters, without a lock."""
@@ -255,14 +296,14 @@ class CounterRepository(Repository):
 
     async def counters(self, subjects: Collection[str]) -> Rows:
         """Return the subjects' counters; insert missing ones."""
-        statement = select(*table_of(CounterRow).c).where(CounterRow.subject.in_(subjects)).order_by(CounterRow.subject)
-        found = (await self._session.execute(statement.with_for_update())).all()
+        named = {"subjects": text_list(self._session, subjects)}
+        found = (await self._run(_counters, **named)).all()
         missing = sorted(set(subjects) - {row.subject for row in found})
         if not missing:
             return found
         zero = dict.fromkeys(COUNTED, 0)
         await insert_new(self._session, CounterRow, [{"subject": subject} | zero for subject in missing])
-        return (await self._session.execute(statement.with_for_update())).all()
+        return (await self._run(_counters, **named)).all()
 
     async def spendings(self, budgets: Collection[Spending]) -> Rows:
         """Return the budgets' spendings in these periods; insert missing ones."""
@@ -278,16 +319,11 @@ class CounterRepository(Repository):
 
     async def write_counters(self, rows: Sequence[dict[str, Any]]) -> None:
         """Update whole rows, which are locked."""
-        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in COUNTED}
-        statement = update(table_of(CounterRow)).where(CounterRow.subject == bindparam("new_subject")).values(values)
-        await self._execute(statement, [{f"new_{name}": value for name, value in row.items()} for row in rows])
+        await self._execute(_WRITE_COUNTER, [{f"new_{name}": value for name, value in row.items()} for row in rows])
 
     async def write_spendings(self, rows: Sequence[dict[str, Any]]) -> None:
         """Update whole rows, which are locked."""
-        key = (SpendingRow.budget_id == bindparam("new_budget_id"), SpendingRow.start == bindparam("new_start"))
-        values: dict[str, Any] = {name: bindparam(f"new_{name}") for name in SPENT}
-        statement = update(table_of(SpendingRow)).where(*key).values(values)
-        await self._execute(statement, [{f"new_{name}": value for name, value in row.items()} for row in rows])
+        await self._execute(_WRITE_SPENDING, [{f"new_{name}": value for name, value in row.items()} for row in rows])
 
     async def add_holds(self, rows: Sequence[dict[str, Any]]) -> None:
         """Insert holds on subjects."""
@@ -299,9 +335,8 @@ class CounterRepository(Repository):
 
     async def remove_holds(self, request_ids: Collection[str]) -> None:
         """Delete the holds of ended requests."""
-        for model in (HoldRow, BudgetHoldRow):
-            held = table_of(model)
-            await self._session.execute(delete(held).where(among(self._session, held.c.request_id, request_ids)))
+        for remove in (_remove_holds, _remove_budget_holds):
+            await self._run(remove, requests=text_list(self._session, request_ids))
 
     async def add_alerts(self, rows: Sequence[dict[str, Any]]) -> None:
         """Insert the alerts that do not exist yet."""

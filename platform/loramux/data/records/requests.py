@@ -19,11 +19,13 @@ apply to it, and no limit per minute does.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import msgspec
 from sqlalchemy import (
     CheckConstraint,
+    Executable,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
@@ -40,7 +42,17 @@ from sqlalchemy.orm import Mapped, mapped_column
 from loramux.common.identity import ProjectId, TenantId
 from loramux.data.entities import CHOSEN, AnsweredRequest, IdempotencyClaim, ServiceTier
 from loramux.data.records.adapters import AdapterRow, RevisionRow
-from loramux.data.records.base import Base, Repository, among, insert_new, newest_first, table_of, to_struct
+from loramux.data.records.base import (
+    Base,
+    Repository,
+    among,
+    among_parameter,
+    insert_new,
+    newest_first,
+    table_of,
+    text_list,
+    to_struct,
+)
 from loramux.data.records.tenants import TenantRow
 
 OPEN = "open"
@@ -156,6 +168,13 @@ REQUESTS = table_of(RequestRow)
 BILLED = tuple(REQUESTS.c[name] for name in BilledRequest.__struct_fields__)
 
 
+@cache
+def _close(on_postgresql: bool) -> Executable:
+    open = among_parameter(on_postgresql, REQUESTS.c.id, "ids"), REQUESTS.c.status != SETTLED
+    closed = update(REQUESTS).where(*open).values(status=bindparam("end"), settled_at=bindparam("at"))
+    return closed.returning(*BILLED)
+
+
 OPENED = tuple(name for name in OpenedRequest.__struct_fields__ if name in REQUESTS.c)
 
 
@@ -197,13 +216,8 @@ class RequestRepository(Repository):
 
     async def close(self, ids: Collection[str], status: str, at: int) -> dict[str, BilledRequest]:
         """Close these requests; return by id the requests that were not yet settled."""
-        statement = (
-            update(REQUESTS)
-            .where(among(self._session, RequestRow.id, ids), REQUESTS.c.status != SETTLED)
-            .values(status=status, settled_at=at)
-            .returning(*BILLED)
-        )
-        return {row[0]: BilledRequest(*row) for row in await self._session.execute(statement)}
+        closed = await self._run(_close, ids=text_list(self._session, ids), end=status, at=at)
+        return {row.id: BilledRequest(**row._mapping) for row in closed}
 
     async def answered_by(
         self,

@@ -17,6 +17,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from loramux.common.identity import ProjectId, TenantId
 from loramux.data.entities import FIRST_TOKEN_BOUNDS
 from loramux.data.records.base import Base, BigInt, Repository, insert_sums
+from loramux.data.records.database import is_postgresql
 from loramux.data.records.requests import RequestRow
 
 FIRST_TOKENS = tuple(f"first_token_{number}" for number in range(len(FIRST_TOKEN_BOUNDS) + 1))
@@ -107,7 +108,7 @@ class RevisionMetricsRepository(Repository):
             | {name: one.get(name, 0) for name in COUNTED}
             for key, one in sorted(counts.items())
         ]
-        await self._session.execute(insert_sums(self._session, REVISION_HOURS, COUNTED), rows)
+        await self._session.execute(insert_sums(is_postgresql(self._session), REVISION_HOURS, COUNTED), rows)
 
     async def sums(self, caller: Caller, adapter: str, since: int, until: int | None = None) -> dict[str, Counts]:
         """Sum the caller's requests to revisions of `owner/adapter` in the hours from `since` to `until`, by model."""

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import URL, Column, Connection, Table, Text, create_engine, inspect, select, text
+from sqlalchemy import URL, Column, Connection, Table, Text, create_engine, event, inspect, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
@@ -45,7 +45,7 @@ from loramux.data.records import (  # noqa: F401 - each declares tables
     webhooks,
 )
 from loramux.data.records.base import Base
-from loramux.data.records.database import BUSY_SECONDS, MIGRATIONS, parse_url, prepare_sqlite, sqlite_file
+from loramux.data.records.database import BUSY_SECONDS, MIGRATIONS, parse_url, set_pragmas, sqlite_file
 from loramux.data.records.errors import RecordsUnavailable, SchemaOutOfDate, SchemaTooNew
 
 METADATA = Base.metadata
@@ -175,7 +175,8 @@ def _connect(url: URL) -> Iterator[Connection]:
     engine = create_engine(url, poolclass=NullPool, connect_args={"timeout": BUSY_SECONDS} if is_sqlite else {})
     if is_sqlite:
         # a rebuilt table is dropped while other tables refer to it, so `migrate` checks the foreign keys at its end
-        prepare_sqlite(engine, begin="BEGIN IMMEDIATE", foreign_keys="OFF")
+        set_pragmas(engine, foreign_keys="OFF")
+        event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     try:
         with engine.connect() as connection:
             yield connection

@@ -39,7 +39,7 @@ from loramux.data.entities import (
     TrainingPlan,
 )
 from loramux.data.records.base import Base, Repository, TenantScoped, Viewpoint, newest_first, to_struct
-from loramux.data.records.database import LeasedRow, adopt_abandoned, dead_trainers
+from loramux.data.records.leases import LeasedRow, adopt_abandoned, dead_trainers
 from loramux.data.records.tenants import lock_tenant
 
 VALIDATING_FILES, QUEUED, RUNNING, PAUSED = "validating_files", "queued", "running", "paused"

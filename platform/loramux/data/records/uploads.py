@@ -21,7 +21,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 from loramux.common.identity import TenantId
 from loramux.data.entities import Refusal, Submitter, Upload, UploadFile, UploadOutcome
 from loramux.data.records.base import Base, Repository, TenantScoped, newest_first, to_struct
-from loramux.data.records.database import LeasedRow, adopt_abandoned
+from loramux.data.records.leases import LeasedRow, adopt_abandoned
 from loramux.data.records.tenants import TenantRow, lock_tenant
 
 UPLOADING, VALIDATING, READY, REJECTED, EXPIRED = "uploading", "validating", "ready", "rejected", "expired"

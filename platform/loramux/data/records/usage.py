@@ -50,7 +50,7 @@ from loramux.data.records.base import (
     model_name,
     table_of,
 )
-from loramux.data.records.database import DAILY_USAGE, advisory_lock
+from loramux.data.records.database import DAILY_USAGE, advisory_lock, is_postgresql
 from loramux.data.records.ledger import LedgerHeadRow, LedgerRow
 from loramux.data.records.requests import SHADOW
 
@@ -195,7 +195,7 @@ class DailyUsageRepository(Repository):
         return end - done
 
     async def _add(self, sums: Select[Any]) -> None:
-        insert = insert_sums(self._session, table_of(DailyUsageRow), QUANTITIES)
+        insert = insert_sums(is_postgresql(self._session), table_of(DailyUsageRow), QUANTITIES)
         await self._session.execute(insert.from_select([*KEYS, *QUANTITIES], sums))
 
     async def clear(self) -> None:

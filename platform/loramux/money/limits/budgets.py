@@ -107,7 +107,7 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 def budget_of(row: Any) -> Budget:
-    """Return the budget of a row of `records.limits.BUDGET`."""
+    """Return the budget of a row of `records.limits.BUDGETS`."""
     return Budget(
         id=row.id,
         tenant=row.tenant_id,

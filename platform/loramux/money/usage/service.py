@@ -17,7 +17,8 @@ from loramux.common.jobs import run_blocking
 from loramux.common.units import DAY, SECOND
 from loramux.data.entities import AnsweredRequest, IdempotencyClaim, ServedRequest
 from loramux.data.records.contents import PINNED, STORED, StorageMeterRepository, UnbilledSpan
-from loramux.data.records.database import Database, server_liveness
+from loramux.data.records.database import Database
+from loramux.data.records.leases import server_liveness
 from loramux.data.records.ledger import EntryContent, LedgerEntry, LedgerRepository
 from loramux.data.records.requests import BACKGROUND, ClaimRepository, OpenedRequest, RequestRepository, service_tier
 from loramux.data.records.traffic_log import TrafficLogRepository
@@ -65,7 +66,7 @@ class UsageService:
         self._database = database
         self.server_id = new_id("server")
         """Id under which other servers see this one alive between `start` and `stop`
-        (`records.database.dead_servers`)."""
+        (`records.leases.dead_servers`)."""
         self._answers = answers or AnswerStorage.temporary()
         self._operations = SettlementWriter(
             database, self.server_id, prices or NoPrices(), self._answers, bill_abandoned=bill_abandoned

@@ -13,13 +13,14 @@ import msgspec
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from loramux.common.units import TokenCounts
-from loramux.data.records.database import Database, dead_servers
+from loramux.data.records.database import Database
 from loramux.data.records.errors import RowRefused
+from loramux.data.records.leases import dead_servers
 from loramux.data.records.ledger import (
     EngineCountRepository,
     EntryContent,
     LedgerEntry,
-    LedgerHeadRow,
+    LedgerHead,
     LedgerRepository,
     Weights,
     weights_of,
@@ -237,7 +238,7 @@ class SettlementWriter:
     async def _settle(
         self,
         session: AsyncSession,
-        head: LedgerHeadRow,
+        head: LedgerHead,
         closed: Sequence[tuple[BilledRequest, Settlement]],
         admission: AdmissionBatch,
     ) -> dict[str, LedgerEntry | Exception]:
@@ -279,7 +280,7 @@ class SettlementWriter:
                 await self._interrupt(session, head, left)
         return len(left)
 
-    async def _interrupt(self, session: AsyncSession, head: LedgerHeadRow, left: list[str]) -> None:
+    async def _interrupt(self, session: AsyncSession, head: LedgerHead, left: list[str]) -> None:
         """Close requests whose server died: free of charge, holds released, idempotency keys free again."""
         requests, ledger, now = RequestRepository(session), LedgerRepository(session), self._database.now()
         admission = AdmissionBatch(session, now)

@@ -1,0 +1,120 @@
+"""The cost of a request in the records: its statements, those that are built, and calls to a connection's thread.
+
+The counts are ratchets: they may go down.
+"""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+import aiosqlite
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.sql.dml import Delete, Insert, Update
+from sqlalchemy.sql.selectable import Select
+
+from loramux.accounts.tenants.tenants import Tenants
+from loramux.common.identity import TenantId
+from loramux.common.units import TokenCounts
+from loramux.data.records.access import AccessRepository
+from loramux.data.records.database import Database
+from loramux.data.records.requests import OpenedRequest
+from loramux.money.usage.service import UsageService
+from loramux.money.usage.settlement import Settlement
+
+pytestmark = pytest.mark.anyio
+
+AUTHENTICATE = 1
+OPEN, SETTLE = 3, 5
+"""Statements of a request without limits, budgets and an idempotency key."""
+
+
+def is_sqlite(database: Database) -> bool:
+    return database.url.get_backend_name() == "sqlite"
+
+
+class Counts:
+    """Counts since the block began."""
+
+    def __init__(self) -> None:
+        self.statements = self.built = self.calls = 0
+
+
+@contextmanager
+def counted(database: Database) -> Iterator[Counts]:
+    counts = Counts()
+
+    def execute(*_: object) -> None:
+        counts.statements += 1
+
+    def built(made: Callable[..., None]) -> Callable[..., None]:
+        def make(*arguments: object, **options: object) -> None:
+            counts.built += 1
+            made(*arguments, **options)
+
+        return make
+
+    run = aiosqlite.Connection._execute
+
+    def call(*arguments: object, **options: object) -> Awaitable[object]:
+        counts.calls += 1
+        return run(*arguments, **options)
+
+    engines = [database._writer.sync_engine]
+    if is_sqlite(database):  # PostgreSQL's reader shares the writer's events
+        engines.append(database._reader.sync_engine)
+    with ExitStack() as patches:
+        for one in engines:
+            sa.event.listen(one, "before_cursor_execute", execute)
+            patches.callback(sa.event.remove, one, "before_cursor_execute", execute)
+        for kind in (Select, Insert, Update, Delete):
+            patches.enter_context(mock.patch.object(kind, "__init__", built(kind.__init__)))
+        patches.enter_context(mock.patch.object(aiosqlite.Connection, "_execute", call))
+        yield counts
+
+
+async def serve(database: Database, tenants: Tenants, secret: str, usage: UsageService, id: str) -> None:
+    """Do what a request does in the records."""
+    caller = await tenants.authenticator.authenticate(secret)
+    request = OpenedRequest(
+        id=id,
+        tenant_id=caller.tenant,
+        key_id=caller.key_id,
+        model="base",
+        adapter_digest=None,
+        prompt_tokens=5,
+        max_tokens=5,
+    )
+    await usage.open(request)
+    tokens = TokenCounts(prompt=5, cached=0, output=1)
+    end = Settlement(request_id=id, ended_by="completion", finish_reason="stop", delivered=tokens, engine_count=tokens)
+    await usage.settle(end)
+
+
+async def test_request_has_few_statements_and_builds_none(database: Database, tenants: Tenants) -> None:
+    await tenants.create("acme")
+    _, secret = await tenants.create_key("acme")
+    usage = UsageService(database)
+    await usage.start()
+    await serve(database, tenants, secret, usage, "chatcmpl-1")
+    with counted(database) as counts:
+        await serve(database, tenants, secret, usage, "chatcmpl-2")
+    await usage.stop()
+    statements = AUTHENTICATE + OPEN + SETTLE
+    assert (counts.statements, counts.built) == (statements, 0)
+    if is_sqlite(database):
+        assert counts.calls == statements + 2, "one call for each statement, and one for each commit of the writer"
+
+
+@pytest.mark.parametrize("owner", ["acme", "other"])
+async def test_name_of_an_adapter_is_looked_up_without_building_a_statement(database: Database, owner: str) -> None:
+    async def look_up() -> None:
+        async with database.read() as session:
+            access = AccessRepository(session, TenantId("tenant_acme"), "acme")
+            assert await access.aliased(owner, "adapter", "latest") == []
+            assert await access.numbered(owner, "adapter", 1) is None
+
+    await look_up()
+    with counted(database) as counts:
+        await look_up()
+    assert (counts.statements, counts.built) == (2, 0)
