@@ -279,7 +279,8 @@ class EngineFault(msgspec.Struct, frozen=True):
     """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused on arrival because it would miss its
     deadline), `deadline_exceeded` (its deadline passed while it waited), `adapter_not_finite` (its adapter's logits are
     not finite), `invalid_constraint` (its grammar cannot be compiled), `constraint_too_complex` (its grammar exceeds a
-    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`) or `internal_error`.
+    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`), `images_not_supported`
+    (its adapter changes modules that read images) or `internal_error`.
     """
     message: str
     retry_after: int | None = None
@@ -461,6 +462,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of adapters in use or loading."""
     pages_adapters_idle: int = 0
     pages_free: int = 0
+    images_encoded: int = 0
+    """Images that the vision tower has computed."""
+    images_found: int = 0
+    """Images of requests whose rows were kept from an earlier request."""
+    image_bytes: int = 0
+    """Bytes of host memory with rows of images."""
     kv_evictions: int = 0
     kv_pages_swapped_out: int = 0
     """Pages of preempted requests that were copied to the host's memory."""
@@ -542,6 +549,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that each running sequence holds for its recurrent states; 0 for a model without."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Recommendations of the checkpoint's `generation_config.json`."""
+    images: bool = False
+    """True if prompts may have images."""
 
     @property
     def context(self) -> int:
