@@ -193,7 +193,7 @@ class Engine:
         self._meter = ServiceMeter(self.scheduler.queue)
         self._timeline = StepTimeline(self._counters, time.time() - parts.clock())
         self._was_commanded = False
-        """True if a command that may change the next step has come since the last step."""
+        """True if a command, or memory for images, that may change the next step has come since the last step."""
         self._stats_sent_at = float("-inf")
         self._service_sent_at = float("-inf")
         self._stats_version: tuple[int, ...] | None = None
@@ -208,7 +208,7 @@ class Engine:
         def has_started(request_id: str) -> bool:
             return request_id not in sequences or sequences[request_id].began_at is not None
 
-        rows = ImageRows(tower, max_bytes, self._counters, self._clock, self._wake, has_started)
+        rows = ImageRows(tower, max_bytes, self._counters, self._clock, self._wake, has_started, self._note_image)
         self._runner.image_rows = rows
         return rows
 
@@ -319,10 +319,18 @@ class Engine:
         if self._images is None:
             return
         ready, failed = self._images.advance()
+        ended = [TokenEvent(request_id=one.id, is_worked_on=False) for one in ready if one.id in self._reported]
+        if ended:
+            self.announce(StepReport(ended))
         for request in ready:
             self._compile(request)
         for request, fault in failed:
             self.scheduler.refuse(request, fault)
+
+    def _note_image(self, request_id: str) -> None:
+        """Report that an image of the request is being computed."""
+        if request_id in self._reported:
+            self.announce(StepReport([TokenEvent(request_id=request_id, is_worked_on=True)]))
 
     def _add_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled."""
@@ -412,6 +420,7 @@ class Engine:
                 self._runner.forget(event.request_id)
                 if self._images is not None:
                     self._images.release(event.request_id)
+                    self._was_commanded |= not self._images.is_idle  # a request may wait for this one's memory
         events = self._accounting.count_events(events)
         stats, service = self._stats_if_due(), self._service_if_due()
         return StepReport(events, stats, pins, service) if events or pins or stats or service else None

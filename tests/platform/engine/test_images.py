@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from adapter_zoo import Asked, Zoo
+from adapter_zoo import Asked, Zoo, load
 from eager_drafts import draft_always
 from image_prompts import PAD, ImageZoo, Pictured, picture, save_processor
+from msgspec.structs import replace
 from preempting import preempting
 
-from loramux.engine.engine import Engine
+from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
+from loramux.engine.worker import request_fault
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
@@ -182,6 +185,48 @@ def test_images_larger_than_their_memory_are_refused_with_the_setting(zoo: Image
         ended = [event for event in until_ended(engine, "large") if event.finish_reason]
         assert ended[0].fault is not None
         assert "engine.image_bytes" in ended[0].fault.message
+    finally:
+        engine.close()
+
+
+def test_request_that_waits_for_memory_of_images_goes_on_without_a_command(zoo: ImageZoo) -> None:
+    """The engine waits as its worker does: for a command, of which there is none, or for a wake-up."""
+    woken = threading.Semaphore(0)
+    loaded, settings = load(zoo.zoo.base, image_bytes=16 * 3 * 64 * 4)
+    engine = build_engine(loaded, settings, wake=woken.release)
+    asked = [Pictured(f"r{i}", None, ((5, 6), picture(i, 32, 32), (7,)), 3) for i in range(3)]
+    ended = set()
+    try:
+        for one in asked:
+            engine.submit(zoo.request(one))
+        while not engine.is_idle:
+            if engine.wait_seconds > 0:
+                assert woken.acquire(timeout=10)
+            report = engine.step()
+            ended |= {event.request_id for event in (report.events if report else []) if event.finish_reason}
+        assert ended == {"r0", "r1", "r2"}
+        assert engine.stats().images_encoded == 3
+    finally:
+        engine.close()
+
+
+def test_engine_refuses_requests_whose_images_have_no_place(zoo: ImageZoo) -> None:
+    engine = zoo.zoo.engine()
+    valid = zoo.request(mixed_prompts(3)[2])
+    first, second = valid.images[:2]
+    try:
+        assert request_fault(valid, engine.facts) is None
+        for images in ((second, first), (replace(first, num_tokens=999),), (replace(first, digest="0"),)):
+            fault = request_fault(replace(valid, images=images), engine.facts)
+            assert fault is not None
+            assert "placeholders" in fault.message
+        fault = request_fault(valid, replace(engine.facts, images=False))
+        assert fault is not None
+        assert fault.message == "The model reads no images."
+        engine.submit(replace(valid, images=(replace(first, patches=b"short"), *valid.images[1:])))
+        ended = [event for event in until_ended(engine, valid.id) if event.finish_reason]
+        assert ended[0].fault is not None
+        assert "and 5 bytes" in ended[0].fault.message
     finally:
         engine.close()
 

@@ -82,9 +82,10 @@ class ImageRows(Generic[Rows]):
         clock: Callable[[], float],
         wake: Callable[[], None],
         has_started: Callable[[str], bool],
+        on_start: Callable[[str], None],
     ) -> None:
         """`wake` is called from the thread after each image. `has_started` tells if a request, by its id, has begun to
-        run or has ended."""
+        run or has ended. `on_start` is called with a request's id before an image of it is computed."""
         self.num_bytes = 0
         """Bytes of rows, computed or reserved."""
         self._encoder = encoder
@@ -93,6 +94,7 @@ class ImageRows(Generic[Rows]):
         self._clock = clock
         self._wake = wake
         self._has_started = has_started
+        self._on_start = on_start
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images", initializer=_lower_priority)
         self._held: OrderedDict[Key, _Held[Rows]] = OrderedDict()
         """The last used last."""
@@ -220,6 +222,7 @@ class ImageRows(Generic[Rows]):
                     is_full = True  # no request overtakes one that waits for memory
                     continue
             image = next(i for i in request.images if self._held[request.tenant, i.digest].rows is None)
+            self._on_start(request.id)
             job = self._thread.submit(self._encoder.encode, image)
             self._job = (request.tenant, image.digest), job
             job.add_done_callback(lambda _: self._wake())
