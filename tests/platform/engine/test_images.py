@@ -54,7 +54,7 @@ def serve(zoo: ImageZoo, engine: Engine, asked: list[Any], arrivals: list[int] |
 
 
 def mixed_prompts(count: int) -> list[Pictured | Asked]:
-    """Return requests with none to three images of mixed sizes, for the base and two adapters."""
+    """Return requests of the base and two adapters, with none to three images of mixed sizes."""
     sizes = ((8, 8), (40, 12), (17, 33), (24, 24), (9, 60), (30, 20))
     names = (None, *RECIPES)
     asked: list[Pictured | Asked] = []
