@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 from manual_clock import ManualClock
 
-from loramux.engine.memory.image_rows import MAX_AHEAD, ImageRows
+from loramux.engine.memory.image_rows import MAX_AHEAD, NICENESS, ImageRows
 from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.messages import ImageInput, Request, SamplingParams
@@ -20,6 +22,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self.computed: list[str] = []
+        self.niceness: list[int] = []
         self.done = threading.Semaphore(0)
 
     def fault_of(self, image: ImageInput) -> str | None:
@@ -31,6 +34,7 @@ class Encoder:
     def encode(self, image: ImageInput) -> str:
         assert self.done.acquire(timeout=10)
         self.computed.append(image.digest)
+        self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if image.digest.startswith("bad"):
             raise RuntimeError("too odd")
         return f"rows of {image.digest}"
@@ -102,6 +106,14 @@ def test_tenants_take_turns_image_by_image(harness: Harness) -> None:
     assert harness.encoder.computed == ["a1", "c1", "a2", "a3", "b1"]
     assert harness.started == ["a", "c", "a", "a", "b"]
     assert harness.rows.is_idle
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no priorities of threads")
+def test_images_are_computed_with_a_lower_priority_than_steps(harness: Harness) -> None:
+    harness.submit("a", "t", "one")
+    harness.compute()
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert harness.encoder.niceness == [min(19, own + NICENESS)]
 
 
 def test_equal_image_is_computed_once_a_tenant(harness: Harness) -> None:

@@ -33,7 +33,7 @@ from loramux.engine.metrics import Counters
 logger = logging.getLogger(__name__)
 
 NICENESS = 10
-"""Niceness of the thread; Linux gives it a tenth of the time of a thread of niceness 0 on the same core."""
+"""Niceness that the thread has more than others; Linux then gives it a tenth of a core that another one uses too."""
 MAX_AHEAD = 4
 """Requests of a tenant and class whose images are computed and that have not started."""
 
@@ -103,6 +103,8 @@ class ImageRows(Generic[Rows]):
         self._turns: OrderedDict[Turn, deque[_Waiting]] = OrderedDict()
         """Waiting requests by tenant and class, the next turn first."""
         self._job: tuple[Key, Future[Rows]] | None = None
+        self._has_news = False
+        """True if a request may have all its rows that had not before."""
 
     # questions
 
@@ -130,6 +132,7 @@ class ImageRows(Generic[Rows]):
                 f"images. Send fewer or smaller images, or ask the operator for a larger engine.image_bytes."
             )
             return EngineFault("context_length_exceeded", message, field="messages")
+        self._has_news = True
         turn = request.service_class, request.tenant
         self._turns.setdefault(turn, deque()).append(_Waiting(request, self._clock()))
         return None
@@ -142,6 +145,7 @@ class ImageRows(Generic[Rows]):
                 if not waiting:
                     del self._turns[turn]
                 self.release(request_id)
+                self._has_news = True
                 return found.request
         return None
 
@@ -157,7 +161,8 @@ class ImageRows(Generic[Rows]):
         Returned requests hold no patches, and their deadline is shortened by their wait here.
         """
         failed = self._take_result()
-        ready = [self._without_patches(one) for turn in list(self._turns) for one in self._take_ready(turn)]
+        turns, self._has_news = list(self._turns) if self._has_news else [], False
+        ready = [self._without_patches(one) for turn in turns for one in self._take_ready(turn)]
         if self._job is None:
             self._start_next()
         return ready, failed
@@ -176,6 +181,7 @@ class ImageRows(Generic[Rows]):
         if self._job is None or not self._job[1].done():
             return []
         (key, job), self._job = self._job, None
+        self._has_news = True
         if (error := job.exception()) is None:
             self._counters.images_encoded += 1
             if held := self._held.get(key):  # None: its request was cancelled, and others needed the memory
@@ -271,4 +277,5 @@ class ImageRows(Generic[Rows]):
 def _lower_priority() -> None:
     """Lower the priority of this thread, and of the threads that it will start to compute."""
     if sys.platform == "linux":  # other systems have one priority for all threads of a process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(19, os.getpriority(os.PRIO_PROCESS, thread) + NICENESS))
