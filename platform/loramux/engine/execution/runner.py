@@ -179,7 +179,8 @@ def _place_images(
     """Return the positions by time, height and width, and the rows of images, of chunks with these first rows."""
     if not any(chunk.sequence.request.images for chunk in chunks):
         return None, ()
-    rotary, found = np.tile(positions, (3, 1)), []
+    rotary = np.tile(positions, (3, 1))
+    found: list[RowsOfImage] = []
     for first, chunk in zip(firsts, chunks, strict=False):
         if images := chunk.sequence.request.images:
             rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
@@ -236,8 +237,10 @@ class Forward:
         self._hidden: torch.Tensor | None = None
         self._decoder.register_forward_hook(self._keep)
         self._images: StepImages | None = None
-        for depth, layer in enumerate(self._decoder.layers[: num_deep_rows(model.config)], start=1):
-            layer.register_forward_hook(partial(self._add_deep_rows, depth))
+        for depth in range(1, 1 + num_deep_rows(model.config)):
+            self._decoder.get_submodule(f"layers.{depth - 1}").register_forward_hook(
+                partial(self._add_deep_rows, depth)
+            )
 
     def __call__(
         self,

@@ -114,7 +114,7 @@ class Tower:
         makes for each token."""
         self._module: Any = module
         self._scale, self._offset = scale, offset
-        config = self._module.config
+        config: Any = self._module.config
         self._merge = int(config.spatial_merge_size)
         dtype = next(module.parameters()).dtype
         self._row_bytes = depth * int(_out_width(config)) * dtype.itemsize

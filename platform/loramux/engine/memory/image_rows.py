@@ -41,9 +41,10 @@ Key = tuple[str, str]
 """Tenant and digest of an image."""
 Turn = tuple[ServiceClass, str]
 Rows = TypeVar("Rows")
+Rows_co = TypeVar("Rows_co", covariant=True)
 
 
-class Encoder(Protocol[Rows]):
+class Encoder(Protocol[Rows_co]):
     """The vision tower."""
 
     def fault_of(self, image: ImageInput) -> str | None:
@@ -52,7 +53,7 @@ class Encoder(Protocol[Rows]):
     def bytes_of(self, image: ImageInput) -> int:
         """Return the bytes of the rows of `image`."""
 
-    def encode(self, image: ImageInput) -> Rows:
+    def encode(self, image: ImageInput) -> Rows_co:
         """Compute the rows of `image`."""
 
 
