@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from msgspec.structs import replace
 from preempting import preempting
 
 from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.checkpoint import read_config
+from loramux.engine.execution.loader import plan_memory
 from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
 from loramux.engine.worker import request_fault
+from loramux_adapters.base import describe_base
+from loramux_adapters.sharding import Sharding
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
@@ -269,6 +274,18 @@ def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
         assert f"images in prompts of base are refused: {'the checkpoint' if missing else 'images'}" in caplog.text
     finally:
         engine.close()
+
+
+def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        loaded, _ = load(zoo.zoo.base, image_bytes=300_000_000)
+    (line,) = (record.message for record in caplog.records if " pool " in record.message)
+    assert line.endswith("on all linears, images 0.3 GB")
+    config, base = read_config(zoo.zoo.base), describe_base(zoo.zoo.base)
+    plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, 16)
+    tower = 4 * sum(part.numel() for part in loaded.runner._forward.model.model.visual.parameters())
+    assert tower > 0
+    assert loaded.weight_bytes <= plan.weight_bytes - tower, "a step does not read the tower"
 
 
 def test_positions_are_transformers_for_every_cut(zoo: ImageZoo) -> None:

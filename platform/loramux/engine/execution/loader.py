@@ -300,8 +300,10 @@ class MemoryPlan:
         fit."""
         if self.total_bytes <= memory:
             return
-        left = (memory - self.image_bytes - self.num_ranks * self.weight_bytes) // self.num_ranks
-        if left >= max(self.page_bytes, 1):
+        left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
+        if left >= max(self.page_bytes, 1) and self.image_bytes:
+            way_out = f"set engine.pool_bytes and engine.image_bytes to {left} or less together"
+        elif left >= max(self.page_bytes, 1):
             way_out = f"set engine.pool_bytes to {left} or less"
         elif self.is_quantized:
             way_out = "the weights alone are too large: give a checkpoint of fewer bits, or a larger machine"
