@@ -193,7 +193,7 @@ class Engine:
         self._meter = ServiceMeter(self.scheduler.queue)
         self._timeline = StepTimeline(self._counters, time.time() - parts.clock())
         self._was_commanded = False
-        """True if a command, or memory for images, that may change the next step has come since the last step."""
+        """True if a command that may change the next step has come since the last step."""
         self._stats_sent_at = float("-inf")
         self._service_sent_at = float("-inf")
         self._stats_version: tuple[int, ...] | None = None
@@ -420,7 +420,6 @@ class Engine:
                 self._runner.forget(event.request_id)
                 if self._images is not None:
                     self._images.release(event.request_id)
-                    self._was_commanded |= not self._images.is_idle  # a request may wait for this one's memory
         events = self._accounting.count_events(events)
         stats, service = self._stats_if_due(), self._service_if_due()
         return StepReport(events, stats, pins, service) if events or pins or stats or service else None
