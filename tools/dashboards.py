@@ -128,7 +128,7 @@ DASHBOARDS: dict[str, tuple[str, tuple[Panel, ...]]] = {
             ),
             rates("Cached prefixes evicted", "ops", pages=f"{E}kv_evictions_total"),
             rates("Pages swapped", "ops", out=f"{E}kv_pages_swapped_out_total", back=f"{E}kv_pages_swapped_in_total"),
-            gauges("Host memory", "bytes", adapters=f"{E}adapters_host_bytes"),
+            gauges("Host memory", "bytes", adapters=f"{E}adapters_host_bytes", images=f"{E}image_bytes"),
         ),
     ),
     "scheduler": (

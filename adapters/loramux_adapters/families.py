@@ -49,7 +49,7 @@ short to its long factors beyond `original_max_position_embeddings`; dynamic NTK
 OTHER_INPUTS = re.compile(
     r"(?:^|\.)(?:visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
-"""Names of modules that read images or sound: these modules are neither served nor cut."""
+"""Names of modules that read images or sound: adapters do not change them, and ranks do not divide them."""
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Stacked weights of a mixture's experts, `[experts, out_features, in_features]` each, in the order in which
@@ -109,6 +109,9 @@ class Family:
     """transformers' name of the family, as in config.json."""
     text_type: str = ""
     """The `model_type` of the text, if the family reads images too; empty: it reads text alone."""
+    reads_images: bool = False
+    """True if images of prompts are served too: rows of the vision tower replace the embeddings of placeholders, each
+    token has a position in time, height and width, and attention is causal."""
     fuses_layers: bool = False
     """True if the layer is two sublayers on one residual stream, as `fused_layers.py` describes them, with queries and
     keys rotated by halves. Other layers may have the same parts and join them differently."""
@@ -139,7 +142,7 @@ class Family:
     def kind(self) -> str:
         """The kind of model, as docs/models.md names it."""
         if self.text_type:
-            return "the text of a model of text and images"
+            return "text and images" if self.reads_images else "the text of a model of text and images"
         size = "dense"
         if self.experts:
             size = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
@@ -222,9 +225,9 @@ ROWS = (
     Family("gemma3", text_type="gemma3_text"),
     Family("gemma4", text_type="gemma4_text"),
     Family("mistral3", text_type="mistral"),
-    Family("qwen2_vl", text_type="qwen2_vl_text", derives_head_width=True),
-    Family("qwen2_5_vl", text_type="qwen2_5_vl_text", derives_head_width=True),
-    Family("qwen3_vl", text_type="qwen3_vl_text"),
+    Family("qwen2_vl", text_type="qwen2_vl_text", reads_images=True, derives_head_width=True),
+    Family("qwen2_5_vl", text_type="qwen2_5_vl_text", reads_images=True, derives_head_width=True),
+    Family("qwen3_vl", text_type="qwen3_vl_text", reads_images=True),
     Family("qwen3_5", text_type="qwen3_5_text"),
     Family("qwen3_5_moe", text_type="qwen3_5_moe_text"),
 )
@@ -269,6 +272,11 @@ MXFP4_FAMILIES = tuple(family.model_type for family in ROWS if family.experts an
 
 ROUTERS = tuple(dict.fromkeys(family.experts.router for family in ROWS if family.experts))
 """Names of the modules that choose experts, of all families."""
+
+
+def reads_other_inputs(name: str) -> bool:
+    """Return whether `name` is of a module, or of a parameter of a module, that reads images or sound."""
+    return OTHER_INPUTS.search(name) is not None
 
 
 def family_of(config: PretrainedConfig) -> Family:

@@ -19,7 +19,7 @@ from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, QuantizedLinear, base_linear, weight_of
 from loramux_adapters.experts import ExpertRouter, Experts, GroupedExperts, install_mixtures
-from loramux_adapters.families import NormForm
+from loramux_adapters.families import NormForm, reads_other_inputs
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels.decoder_layer import LayerLinear
 from loramux_kernels.format_choice import LinearsShape
@@ -288,8 +288,8 @@ def install(
     shard: Shard | None = None,
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> BaseWeights:
-    """Replace every module of `model` that adapters may touch, and return the base's weights in the form that adapters
-    need.
+    """Replace every module of `model` that adapters change, and return the base's weights in the form that adapters
+    need. Modules that read images or sound stay transformers' own.
 
     `packing` is that of linears and experts; embedding, head and routers are not packed. `shard` is
     this rank's place if `model` is its share of the base; the returned weights are then the rank's own. `track`
@@ -300,6 +300,8 @@ def install(
     linears = install_linears(model, bank, packing, shard, summed, track)
     packed_bytes = _packed_bytes(model)
     for name, width in base.norms.items():
+        if reads_other_inputs(name):
+            continue
         if shard is not None and shard.sharding.outputs(name, shard.ranks.rank, width) is not None:
             replace_module(model, name, SummedNorm(model.get_submodule(name), shard.sharding.family.norm, shard.ranks))
         replace_module(model, name, AdaptedNorm(name, model.get_submodule(name), bank))
@@ -345,6 +347,10 @@ def install_linears(
     """
     known = {}
     sites = {name: site for name, site in bank.sites.items() if not is_expert(name)}
+    for name in filter(reads_other_inputs, bank.sites):
+        if isinstance(linear := model.get_submodule(name), nn.Linear):
+            known[name] = base_linear(linear, linear, slice(None))
+            del sites[name]
     for names in track(list(_groups(sites))):
         linears = [_linear(model, name) for name in names]
         ranks = None if shard is None else _summing(names, shard, summed)

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.components import PREFIX
-from loramux_adapters.families import OTHER_INPUTS
+from loramux_adapters.families import reads_other_inputs
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 
@@ -129,7 +129,7 @@ class TensorNames:
         if place is None and (part := self._of_joined(module, tail)) is not None:
             return part
         if place is None:
-            never_runs = OTHER_INPUTS.search(module) is not None or self._is_of_shared_kv(module)
+            never_runs = reads_other_inputs(module) or self._is_of_shared_kv(module)
             return TensorPlace(module, "", tail) if never_runs else None
         return TensorPlace(module, place + module.removeprefix(stem), tail)
 

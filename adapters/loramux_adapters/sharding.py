@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, parameter_of
 from loramux_adapters.errors import BaseUnusable
-from loramux_adapters.families import OTHER_INPUTS, Cut, family_of
+from loramux_adapters.families import Cut, family_of, reads_other_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -198,7 +198,7 @@ class Sharding:
         return self._rule(key).outputs is VOCABULARY
 
     def _rule(self, name: str) -> Rule:
-        if OTHER_INPUTS.search(name):
+        if reads_other_inputs(name):
             return WHOLE
         attribute = _attribute(name)
         if (layer := LAYER.search(name)) is not None and (rule := self._rules.get(f"{layer[1]}.{attribute}")):

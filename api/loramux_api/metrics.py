@@ -81,6 +81,9 @@ ENGINE_FAMILIES: dict[str, Family] = {
     "adapters_pinned": _engine("adapters_pinned", "gauge", "Adapters that a pin keeps in the pool."),
     "adapters_host": _engine("adapters_host", "gauge", "Adapters in the host's memory, read and checked."),
     "adapters_host_bytes": _engine("adapters_host_bytes", "gauge", "Bytes of the adapters in the host's memory."),
+    "images_encoded": _engine("images_encoded", "counter", "Images that the vision tower has computed."),
+    "images_found": _engine("images_found", "counter", "Images of requests that an earlier request had computed."),
+    "image_bytes": _engine("image_bytes", "gauge", "Bytes of host memory with computed images."),
     "step_graphs": _engine("step_graphs", "gauge", "Recordings of steps that are CUDA graphs; 0 on a CPU."),
     "step_graphs_missing": _engine(
         "step_graphs_missing",

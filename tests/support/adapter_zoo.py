@@ -311,7 +311,7 @@ def with_images(config_class: type, text_class: type, vision: Mapping[str, objec
 
 VISION = {"hidden_size": 16, "intermediate_size": 16}
 PATCHES = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-BLOCKS = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+BLOCKS = VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 
 WITH_IMAGES = {
@@ -336,15 +336,26 @@ WITH_IMAGES = {
         WIDE_HEADS,
     ),
     "qwen2_vl": (
-        with_images(transformers.Qwen2VLConfig, Qwen2VLTextConfig, {"depth": 1, "embed_dim": 16, "hidden_size": 64}),
+        with_images(
+            transformers.Qwen2VLConfig,
+            Qwen2VLTextConfig,
+            {"depth": 2, "embed_dim": 24, "num_heads": 3, "hidden_size": 64, "patch_size": 4},
+        ),
         SECTIONS,
     ),
-    "qwen2_5_vl": (with_images(transformers.Qwen2_5_VLConfig, Qwen2_5_VLTextConfig, BLOCKS), SECTIONS),
+    "qwen2_5_vl": (
+        with_images(
+            transformers.Qwen2_5_VLConfig,
+            Qwen2_5_VLTextConfig,
+            BLOCKS | {"window_size": 24, "fullatt_block_indexes": [1]},
+        ),
+        SECTIONS,
+    ),
     "qwen3_vl": (
         with_images(
             transformers.Qwen3VLConfig,
             transformers.Qwen3VLTextConfig,
-            BLOCKS | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+            BLOCKS | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
         ),
         SECTIONS | {"head_dim": 16},
     ),

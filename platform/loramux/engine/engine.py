@@ -27,14 +27,17 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
+import torch
 from llguidance import LLMatcher
 
 from loramux.common.settings.file import Settings
 from loramux.engine.execution.constraints import INVALID, Constraints
 from loramux.engine.execution.loader import LoadedModel
 from loramux.engine.execution.rank_team import RankedBank, RankedHostKv, RankTeam
-from loramux.engine.execution.runner import LaunchedStep, Runner
+from loramux.engine.execution.runner import CpuRunner, LaunchedStep, Runner
+from loramux.engine.execution.vision import Tower
 from loramux.engine.memory.host_memory import AdapterSource, AdapterTarget, DiskStore, HostCache, HostPages
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.memory.memory import AdapterPins, HostKv, PinLimits
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import AdapterStore, Residency, ResidencyPolicy
@@ -92,6 +95,8 @@ class EngineParts:
     """Bytes of the base model's weights."""
     constraints: Constraints | None = None
     """Compiler of grammars; None: requests with a constraint are refused."""
+    tower: Tower | None = None
+    """The vision tower; None: no request has images."""
     team: RankTeam | None = None
     """The other ranks of this engine."""
     clock: Callable[[], float] = time.monotonic
@@ -118,6 +123,7 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
         host_kv=host_kv,
         weight_bytes=loaded.weight_bytes,
         constraints=loaded.constraints,
+        tower=loaded.tower,
         team=loaded.team,
     )
     return Engine(parts, settings, wake)
@@ -176,6 +182,8 @@ class Engine:
             policy,
             parts.host_kv,
         )
+        self._images = self._serve_images(parts.tower, settings.engine.image_bytes)
+        """Requests that wait for their images, and the rows of images; None: no request has images."""
         max_pinned = int(budget.num_pages * adapters.pinned_pool_share)
         pin_limits = PinLimits(max_pinned, budget.watermark, adapters.pins_per_tenant)
         self._pins = AdapterPins(pin_limits, self.scheduler.memory)
@@ -191,6 +199,19 @@ class Engine:
         self._stats_version: tuple[int, ...] | None = None
         """Numbers that change with the statistics, at the time when statistics were last sent."""
 
+    def _serve_images(self, tower: Tower | None, max_bytes: int) -> ImageRows[torch.Tensor] | None:
+        if tower is None:
+            return None
+        assert isinstance(self._runner, CpuRunner), "images are refused on a GPU"
+        sequences = self.scheduler.state.sequences
+
+        def has_started(request_id: str) -> bool:
+            return request_id not in sequences or sequences[request_id].began_at is not None
+
+        rows = ImageRows(tower, max_bytes, self._counters, self._clock, self._wake, has_started, self._note_image)
+        self._runner.image_rows = rows
+        return rows
+
     # the loop
 
     def step(self) -> StepReport | None:
@@ -201,6 +222,7 @@ class Engine:
         if self._team is not None:
             self._team.ensure_alive()
         self._was_commanded = False
+        self._add_with_images()
         self._add_compiled()
         step = self.scheduler.plan()
         events = self.scheduler.drain_events()
@@ -215,7 +237,8 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """True if no request runs or waits and no event remains to be reported."""
-        return self.scheduler.is_idle and self._pipeline.is_idle and not self._compiling
+        waits = self._compiling or (self._images is not None and not self._images.is_idle)
+        return self.scheduler.is_idle and self._pipeline.is_idle and not waits
 
     @property
     def wait_seconds(self) -> float:
@@ -227,10 +250,19 @@ class Engine:
     # commands
 
     def submit(self, request: Request) -> None:
-        """Queue a request; one with a constraint is queued once its grammar is compiled."""
+        """Queue a request once its images are computed and its grammar is compiled."""
         self._was_commanded = True
         if request.report_start:
             self._reported.add(request.id)
+        if not request.images:
+            self._compile(request)
+            return
+        assert self._images is not None, "the serving layer refuses images that the model does not read"
+        if fault := self._images.submit(request):
+            self.scheduler.refuse(request, fault)
+
+    def _compile(self, request: Request) -> None:
+        """Queue a request; one with a constraint is queued once its grammar is compiled."""
         if request.constraint is None:
             self.scheduler.add(request)
         elif self._constraints is None:
@@ -246,6 +278,8 @@ class Engine:
         self._was_commanded = True
         if (waiting := self._compiling.pop(request_id, None)) is not None:
             self.scheduler.refuse(waiting[0])
+        elif self._images is not None and (request := self._images.cancel(request_id)) is not None:
+            self.scheduler.refuse(request)
         else:
             self.scheduler.cancel(request_id)
 
@@ -277,6 +311,26 @@ class Engine:
             self._team.close()
         if self._constraints is not None:
             self._constraints.close()
+        if self._images is not None:
+            self._images.close()
+
+    def _add_with_images(self) -> None:
+        """Go on with the requests whose images have been computed."""
+        if self._images is None:
+            return
+        ready, failed = self._images.advance()
+        ended = [TokenEvent(request_id=one.id, is_worked_on=False) for one in ready if one.id in self._reported]
+        if ended:
+            self.announce(StepReport(ended))
+        for request in ready:
+            self._compile(request)
+        for request, fault in failed:
+            self.scheduler.refuse(request, fault)
+
+    def _note_image(self, request_id: str) -> None:
+        """Report that an image of the request is being computed."""
+        if request_id in self._reported:
+            self.announce(StepReport([TokenEvent(request_id=request_id, is_worked_on=True)]))
 
     def _add_compiled(self) -> None:
         """Queue the requests whose grammar has been compiled."""
@@ -322,6 +376,7 @@ class Engine:
             adapters_pinned=len(self._pins),
             adapters_host=self._store.num_cached,
             adapters_host_bytes=self._store.cached_bytes,
+            image_bytes=self._images.num_bytes if self._images is not None else 0,
             step_graphs=self._runner.graphs.recorded,
             step_graphs_missing=self._runner.graphs.missing,
         )
@@ -363,6 +418,8 @@ class Engine:
             if event.finish_reason is not None:
                 self._reported.discard(event.request_id)
                 self._runner.forget(event.request_id)
+                if self._images is not None:
+                    self._images.release(event.request_id)
         events = self._accounting.count_events(events)
         stats, service = self._stats_if_due(), self._service_if_due()
         return StepReport(events, stats, pins, service) if events or pins or stats or service else None

@@ -104,6 +104,24 @@ class KvIdentity(NamedTuple):
     scope: str
 
 
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt: resized, and cut into patches."""
+
+    digest: str
+    """SHA-256 of the image's pixels as the engine gets them and of their grid, in hexadecimal digits. Never an address.
+    """
+    patches: bytes
+    """The patches, one byte a value: uint8 [temporal * height * width, channels * temporal_patch * patch * patch], as
+    the checkpoint's image processor orders them before it scales and normalises values.
+    """
+    grid: tuple[int, int, int]
+    """Temporal, height and width, in patches."""
+    start: int
+    """Position of the image's first placeholder in `prompt_token_ids`."""
+    num_tokens: int
+    """Number of its placeholders: the product of `grid` divided by the square of the merge size."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. `tenant` and `adapter` are set by the server and never read from a client's body."""
 
@@ -114,6 +132,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Beginning of the request's answer, which another engine has generated. This engine continues after these tokens.
     """
     sampling: SamplingParams
+    images: tuple[ImageInput, ...] = ()
+    """Images of the prompt, in order of `start`; their placeholders do not overlap."""
     adapter: AdapterRef | None = None
     """Revision that answers the request; None: the base model."""
     service_class: ServiceClass = ServiceClass.STANDARD
@@ -259,7 +279,8 @@ class EngineFault(msgspec.Struct, frozen=True):
     """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused on arrival because it would miss its
     deadline), `deadline_exceeded` (its deadline passed while it waited), `adapter_not_finite` (its adapter's logits are
     not finite), `invalid_constraint` (its grammar cannot be compiled), `constraint_too_complex` (its grammar exceeds a
-    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`) or `internal_error`.
+    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`), `images_not_supported`
+    (its adapter changes modules that read images) or `internal_error`.
     """
     message: str
     retry_after: int | None = None
@@ -441,6 +462,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Pages of adapters in use or loading."""
     pages_adapters_idle: int = 0
     pages_free: int = 0
+    images_encoded: int = 0
+    """Images that the vision tower has computed."""
+    images_found: int = 0
+    """Images of requests whose rows were kept from an earlier request."""
+    image_bytes: int = 0
+    """Bytes of host memory with rows of images."""
     kv_evictions: int = 0
     kv_pages_swapped_out: int = 0
     """Pages of preempted requests that were copied to the host's memory."""
@@ -537,6 +564,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Recommendations of the checkpoint's `generation_config.json`."""
     linears: LinearFacts | None = None
     """The linears' format and floor; None on a GPU."""
+    images: bool = False
+    """True if prompts may have images."""
 
     @property
     def context(self) -> int:

@@ -82,6 +82,8 @@ class Counters:
     """Loaded adapters whose claim was revoked before a request had run under them, because fairness demanded it."""
 
     # memory
+    images_encoded: int = 0
+    images_found: int = 0
     kv_evictions: int = 0
     kv_pages_swapped_out: int = 0
     kv_pages_swapped_in: int = 0

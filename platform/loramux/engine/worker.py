@@ -54,6 +54,9 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_S = 10.0
 """Seconds between two heartbeats of an engine that has requests and waits, for example for an adapter."""
 
+DIGEST_DIGITS = 64
+"""Hexadecimal digits of SHA-256."""
+
 MAX_WAIT_S = 3600.0
 """Longest wait for a command, in seconds: because a lock does not accept a time-out as long as the longest deadline."""
 
@@ -153,7 +156,7 @@ def request_fault(request: Request, facts: ModelFacts) -> EngineFault | None:
     ):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             return EngineFault("internal_error", f"{name} has a token outside the model's 0 to {size - 1}.")
-    if message := _length_fault(request):
+    if message := _length_fault(request) or _image_fault(request, facts):
         return EngineFault("internal_error", message)
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= size:
         return EngineFault("internal_error", f"logprobs must be 0 to {size}.")
@@ -171,6 +174,18 @@ def _length_fault(request: Request) -> str | None:
     if len(request.output_token_ids) >= request.sampling.max_tokens:
         return "A request needs fewer tokens of output already than max_tokens."
     return None
+
+
+def _image_fault(request: Request, facts: ModelFacts) -> str | None:
+    """Return the fault in the places of the request's images; None if they are valid."""
+    if request.images and not facts.images:
+        return "The model reads no images."
+    end = 0
+    for image in request.images:
+        if image.start < end or image.num_tokens < 1 or len(image.digest) != DIGEST_DIGITS:
+            return "A request's images need their digests, and their placeholders one after the other."
+        end = image.start + image.num_tokens
+    return "A request's images need their placeholders in its prompt." if end > len(request.prompt_token_ids) else None
 
 
 def serve_process(settings: Settings, connection: Connection) -> None:

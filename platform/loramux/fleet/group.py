@@ -367,7 +367,8 @@ class EngineGroup:
             self._scaler.requested(self._now())
         routed = None
         if len(self._members) > 1:
-            digests = prefix_digests(self._prefix_key, request.tenant, request.prompt_token_ids, self._block_size)
+            tokens, images = request.prompt_token_ids, request.images
+            digests = prefix_digests(self._prefix_key, request.tenant, tokens, self._block_size, images)
             request = msgspec.structs.replace(request, prefix_digests=digests)
             routed = RoutingRequest.of(request, self._block_size)
         run = Run(request, on_event, self._now(), routed)

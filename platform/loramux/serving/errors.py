@@ -185,6 +185,7 @@ def from_fault(fault: EngineFault | None) -> ServingError:
             | "invalid_constraint"
             | "constraint_too_complex"
             | "not_a_classifier"
+            | "images_not_supported"
         ):
             return InvalidRequest(fault.message, fault.field, code=fault.code)
         case "adapter_failed":

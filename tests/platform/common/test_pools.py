@@ -33,6 +33,7 @@ WITHOUT_SHARES = {
     ("loramux/common/jobs.py", "run_in_executor"): "ThreadPool, which has shares",
     ("loramux/data/records/database.py", "create_async_engine"): "Database, which has shares",
     ("loramux/engine/execution/runner.py", "ThreadPoolExecutor"): "the step's own thread; no request waits in it",
+    ("loramux/engine/memory/image_rows.py", "ThreadPoolExecutor"): "one image at a time; tenants take turns before it",
     ("loramux/engine/client.py", "to_thread"): "the end of an engine",
     ("loramux/server/platform.py", "to_thread"): "the start of a server",
     ("loramux/server/trainer.py", "to_thread"): "the start of a trainer",

@@ -59,6 +59,10 @@ def test_plan_of_a_quantized_checkpoint_counts_the_bytes_that_are_held(tmp_path,
     [
         (MemoryPlan(1, 15 * GB, 20 * GB, 10**6, 10**8), r"set engine.pool_bytes to 9000000000 or less"),
         (MemoryPlan(2, 8 * GB, 9 * GB, 10**6, 10**8), r"set engine.pool_bytes to 4000000000 or less"),
+        (
+            MemoryPlan(1, 15 * GB, 8 * GB, 10**6, 10**8, image_bytes=2 * GB),
+            r"images 2\.0 GB do not fit .* set engine.pool_bytes and engine.image_bytes to 9000000000 or less together",
+        ),
         (MemoryPlan(1, 40 * GB, GB, 10**6, 10**8), r'quantization = "int8" or "nf4"'),
         (MemoryPlan(2, 20 * GB, GB, 10**6, 10**8, is_quantized=True), r"a checkpoint of fewer bits"),
         (MemoryPlan(2, 20 * GB, GB, 10**6, 10**8), r"all ranks share this machine"),

@@ -110,6 +110,9 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory of each rank for KV of preempted requests, used if a copy is faster than computing. 0: none.
     """
+    image_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
+    """Bytes of host memory for images, as the vision tower has computed them. Images of running requests stay in this
+    memory, and others until it is full. A base without images takes none."""
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads of each rank of the engine. Unset: all threads of the machine, divided among the ranks."""
     linear_format: LinearFormat = "auto"

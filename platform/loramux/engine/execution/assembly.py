@@ -38,6 +38,7 @@ from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
 from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
 from loramux_adapters.experts import expert_sites
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.modules import install, linears_shapes
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
@@ -157,14 +158,14 @@ def assemble_share(
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
-    """Copy the tensors that `install` does not change: embeddings, norms and biases.
+    """Copy the tensors that `install` does not change: embeddings, norms, biases and the vision tower.
 
     They are in the checkpoint's mapped file. The whole file, as large as all weights, stays in memory while one tensor
     refers to it.
     """
     kept = {id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module}
-    for parameter in model.parameters():
-        if parameter.ndim == 1 or id(parameter) in kept:
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 or id(parameter) in kept or reads_other_inputs(name):
             parameter.data = parameter.data.clone()
 
 
@@ -364,7 +365,8 @@ def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:
 
 
 def _bytes_read(model: PreTrainedModel) -> int:
-    """Return the bytes of weights that a step reads: all but an embedding that is not also the head."""
+    """Return the bytes of weights that a step reads: all but an embedding that is not also the head, and a tower."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
     tied = head is not None and head.weight is embedding
-    return sum(p.numel() * p.element_size() for p in model.parameters() if tied or p is not embedding)
+    read = (p for name, p in model.named_parameters() if not reads_other_inputs(name))
+    return sum(p.numel() * p.element_size() for p in read if tied or p is not embedding)

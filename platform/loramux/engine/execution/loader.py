@@ -43,6 +43,7 @@ from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
+from loramux.engine.execution.vision import Tower, images_refused, open_tower, reads_images_too
 from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
@@ -70,6 +71,8 @@ class LoadedModel:
     facts: ModelFacts
     weight_bytes: int
     """Bytes of weights that a step reads at least once, on each rank."""
+    tower: Tower | None = None
+    """The model's vision tower; None: prompts have no images."""
     sharding: Sharding | None = None
     """Division of the base among ranks; None: one rank has all."""
     team: RankTeam | None = None
@@ -116,8 +119,16 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding) -> None
     directory, engine = Path(settings.model.path), settings.engine
     itemsize = itemsize_of(sharding.config, settings.model.dtype, torch.device("cpu"))
     has_fp8_kv = engine.kv_cache_dtype == "fp8"
+    refused = images_refused(directory, sharding.config, on_cpu=True, num_ranks=sharding.size)
     plan = plan_memory(
-        directory, base, sharding, itemsize, pool_bytes_of(settings), engine.block_size, has_fp8_kv=has_fp8_kv
+        directory,
+        base,
+        sharding,
+        itemsize,
+        pool_bytes_of(settings),
+        engine.block_size,
+        image_bytes=engine.image_bytes if refused is None else 0,
+        has_fp8_kv=has_fp8_kv,
     )
     plan.check(machine_memory())
     logger.info("loading %s: %s", settings.model.served_model_name, plan)
@@ -154,6 +165,7 @@ def _served(
     vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
     runner = _runner(share, settings, eos, max_model_len, constraints, team)
+    tower = _tower(model, settings)
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=base.vocab_size,
@@ -167,6 +179,7 @@ def _served(
         hidden_size=base.hidden_size,
         sampling_defaults=defaults or SamplingDefaults(),
         linears=_linear_facts(share),
+        images=tower is not None,
     )
     logger.info(
         "serving %s in %s on %s, linears in %s, KV in %s, %.2f GB of weights a step%s: %d pages of %d tokens",
@@ -194,7 +207,22 @@ def _served(
             len(states.layers),
             states.num_pages,
         )
-    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, sharding, team)
+    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team)
+
+
+def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
+    """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
+    directory, name = Path(settings.model.path), settings.model.served_model_name
+    on_cpu, num_ranks = model.device.type == "cpu", settings.engine.tensor_parallel_size
+    reason = images_refused(directory, model.config, on_cpu=on_cpu, num_ranks=num_ranks)
+    if reason is None:
+        try:
+            return open_tower(model, directory)
+        except (UnsupportedModel, OSError, ValueError) as error:
+            reason = str(error)
+    if reads_images_too(model.config):
+        logger.warning("images in prompts of %s are refused: %s", name, reason)
+    return None
 
 
 def _linear_facts(share: AssembledModel) -> LinearFacts | None:
@@ -265,19 +293,22 @@ class MemoryPlan:
     adapter_bytes: int
     """Bytes of an adapter of TYPICAL_RANK on all linears."""
     is_quantized: bool = False
+    image_bytes: int = 0
+    """Bytes for images, as the vision tower has computed them."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all ranks."""
-        return self.num_ranks * (self.weight_bytes + self.pool_bytes)
+        return self.num_ranks * (self.weight_bytes + self.pool_bytes) + self.image_bytes
 
     def __str__(self) -> str:
         pages = f" = {self.pool_bytes // self.page_bytes:,} pages" if self.page_bytes else ""
         adapters = self.pool_bytes // self.adapter_bytes if self.adapter_bytes else 0
         where = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        images = f", images {self.image_bytes / GB:.1f} GB" if self.image_bytes else ""
         return (
             f"weights {self.weight_bytes / GB:.1f} GB, pool {self.pool_bytes / GB:.1f} GB{pages}, or {adapters:,} "
-            f"adapters of rank {TYPICAL_RANK} on all linears{where}"
+            f"adapters of rank {TYPICAL_RANK} on all linears{where}{images}"
         )
 
     def check(self, memory: int) -> None:
@@ -286,7 +317,9 @@ class MemoryPlan:
         if self.total_bytes <= memory:
             return
         left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
-        if left >= max(self.page_bytes, 1):
+        if left >= max(self.page_bytes, 1) and self.image_bytes:
+            way_out = f"set engine.pool_bytes and engine.image_bytes to {left} or less together"
+        elif left >= max(self.page_bytes, 1):
             way_out = f"set engine.pool_bytes to {left} or less"
         elif self.is_quantized:
             way_out = "the weights alone are too large: give a checkpoint of fewer bits, or a larger machine"
@@ -308,6 +341,7 @@ def plan_memory(
     pool_bytes: int,
     block_size: int | None,
     *,
+    image_bytes: int = 0,
     has_fp8_kv: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of weights and keys with `itemsize` bytes an element, and of codes as they are held.
@@ -331,6 +365,7 @@ def plan_memory(
         _page_bytes(sharding, block_size, RANK_TILE * max(map(max, widths.values())), itemsize, has_fp8_kv),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
         is_quantized=form is not None,
+        image_bytes=image_bytes,
     )
 
 

@@ -14,7 +14,7 @@ are those after the last norm, which the output head reads too: transformers' `l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,14 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from loramux.engine.execution.attention import AttentionStep
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, Sampler, ScoredRows, split_scored
+from loramux.engine.execution.vision import (
+    RowsOfImage,
+    StepImages,
+    num_deep_rows,
+    rotary_positions,
+    rows_of_images,
+)
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank, PagedRows, StepExtras
@@ -118,6 +126,11 @@ class PackedStep:
     """Rows of prompts whose log probabilities are needed; None if there are none."""
     table_rows: Ints | None = None
     """int64[S]; the row of both tables of each chunk. None: chunk s has row s."""
+    rotary_positions: Ints | None = None
+    """int64[3, T]; positions by time, height and width. None if no sequence of the step has images: all three are then
+    `position_ids`."""
+    images: tuple[RowsOfImage, ...] = ()
+    """The rows of images."""
 
     @property
     def decodes(self) -> bool:
@@ -156,6 +169,7 @@ def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockT
         block_table = held[:, state_pages:]
     owners = np.repeat(np.arange(len(chunks)) if table_rows is None else table_rows, lengths)
     pages = block_table[owners, positions // block_size].astype(np.int64)
+    rotary, images = _place_images(chunks, cu_seqlens.tolist(), positions)
     sampled: list[int] = []
     scored = ScoredRows()
     for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True):
@@ -177,7 +191,24 @@ def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockT
         segments=_segments(step),
         scored=scored if scored.rows else None,
         table_rows=table_rows,
+        rotary_positions=rotary,
+        images=images,
     )
+
+
+def _place_images(
+    chunks: Sequence[Chunk], firsts: list[int], positions: Ints
+) -> tuple[Ints | None, tuple[RowsOfImage, ...]]:
+    """Return the positions by time, height and width, and the rows of images, of chunks with these first rows."""
+    if not any(chunk.sequence.request.images for chunk in chunks):
+        return None, ()
+    rotary = np.tile(positions, (3, 1))
+    found: list[RowsOfImage] = []
+    for first, chunk in zip(firsts, chunks, strict=False):
+        if images := chunk.sequence.request.images:
+            rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
+            found += rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
+    return rotary, tuple(found)
 
 
 def _segments(step: Step) -> Segments | None:
@@ -199,6 +230,8 @@ class StepInputs:
     batch: AttentionBatch
     sampled_rows: torch.Tensor
     """int64: the rows whose logits are needed."""
+    images: StepImages | None = None
+    """Images of the step; None if no sequence of the step has images."""
 
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
@@ -226,6 +259,11 @@ class Forward:
         self._keeps_hidden = False
         self._hidden: torch.Tensor | None = None
         self._decoder.register_forward_hook(self._keep)
+        self._images: StepImages | None = None
+        for depth in range(1, 1 + num_deep_rows(model.config)):
+            self._decoder.get_submodule(f"layers.{depth - 1}").register_forward_hook(
+                partial(self._add_deep_rows, depth)
+            )
 
     def __call__(
         self,
@@ -239,10 +277,10 @@ class Forward:
         `extras` holds the parts of the step's adapters other than LoRA pairs on linears: vectors, biases, vocabulary
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
+        self._images = inputs.images
         with self.bank.serving(segments, extras, inputs.batch.slot_mapping), self._decoding_by(decode):
             logits: torch.Tensor = self.model(
-                input_ids=inputs.input_ids[None],
-                position_ids=inputs.position_ids[None],
+                **self._tokens(inputs),
                 use_cache=False,
                 logits_to_keep=inputs.sampled_rows,
                 attention_step=self._attention_step(inputs),
@@ -250,6 +288,22 @@ class Forward:
         if extras is not None:
             extras.forbid_unknown(logits, self.bank.num_tokens)
         return logits
+
+    def _tokens(self, inputs: StepInputs) -> dict[str, torch.Tensor]:
+        """Return the tokens, or their embeddings, and the positions that the model reads."""
+        images, tokens = inputs.images, {"input_ids": inputs.input_ids[None]}
+        if images is None:
+            return tokens | {"position_ids": inputs.position_ids[None]}
+        if images.features is not None:
+            embeddings = self.model.get_input_embeddings()(inputs.input_ids[None])
+            embeddings[0, images.rows] = images.features[0]
+            tokens = {"inputs_embeds": embeddings}
+        return tokens | {"position_ids": images.positions[:, None]}
+
+    def _add_deep_rows(self, depth: int, _module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> None:
+        """Add the rows of images that belong after the layer number `depth`, counted from 1."""
+        if self._images is not None and self._images.features is not None:
+            hidden[0, self._images.rows] += self._images.features[depth]
 
     def hidden_states(
         self, embeddings: torch.Tensor, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None
@@ -414,7 +468,7 @@ class OtherRanks(Protocol):
 
 
 @torch.inference_mode()
-def run_forward(forward: Forward, packed: PackedStep) -> torch.Tensor:
+def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None = None) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
     tables = (
         *(packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping),
@@ -425,6 +479,7 @@ def run_forward(forward: Forward, packed: PackedStep) -> torch.Tensor:
         position_ids=torch.from_numpy(packed.position_ids),
         batch=AttentionBatch(*map(torch.from_numpy, tables)),
         sampled_rows=torch.from_numpy(packed.sampled_rows),
+        images=images,
     )
     return forward(inputs, packed.segments, forward.bank.extras_of(packed.segments, packed.sampled_rows))
 
@@ -452,6 +507,8 @@ class CpuRunner:
         self._pooler = Pooler(forward.bank.classifier_of)
         self._constraints = constraints
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self.image_rows: ImageRows[torch.Tensor] | None = None
+        """Rows of images, if the model reads images."""
         self._forward = forward
         self._block_size = block_size
         self._state_pages = state_pages
@@ -478,11 +535,19 @@ class CpuRunner:
 
     def _run(self, packed: PackedStep) -> torch.Tensor:
         try:
-            return run_forward(self._forward, packed)
+            return run_forward(self._forward, packed, self._images_of(packed))
         except RuntimeError as error:
             if self._team is None:
                 raise
             raise self._team.explained(error) from error
+
+    def _images_of(self, packed: PackedStep) -> StepImages | None:
+        """Return the images of a step, with their rows."""
+        if packed.rotary_positions is None:
+            return None
+        assert self.image_rows is not None, "requests with images are refused otherwise"
+        rows = [(place, self.image_rows.rows_of(place.tenant, place.digest)) for place in packed.images]
+        return StepImages.of(packed.rotary_positions, rows)
 
     def _start_masks(self, chunks: list[Chunk]) -> Future[TokenMasks | None] | None:
         """Fill the masks on another thread while the model runs."""

@@ -30,6 +30,7 @@ from loramux.engine.messages import AdapterRef
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import AdapterPlan
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.plan import PlanLimits, inspect_adapter
 from loramux_adapters.prepared import PreparedAdapter
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
@@ -279,7 +280,8 @@ class DiskStore:
         plan = self._source.inspect(ref)
         if self._host.may_take(plan.file_bytes):
             self._prepared(ref)
-        return Inspected(self._bank.plan_layout(plan).num_pages, plan.invocation)
+        changed = (part.module for part in plan.components if reads_other_inputs(part.module))
+        return Inspected(self._bank.plan_layout(plan).num_pages, plan.invocation, next(changed, None))
 
     @torch.inference_mode()
     def _install(self, pages: list[int], fence: torch.cuda.Event | None, adapter: PreparedAdapter) -> int:

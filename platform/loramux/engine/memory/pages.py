@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from loramux.engine.memory.prefix_digests import with_image_ids
 from loramux.engine.memory.ranking import NEVER_USED
 from loramux.engine.messages import KvIdentity, Request
 
@@ -209,6 +210,12 @@ class SequenceKv:
         if self.request.pooling == "mean":
             return True
         return self.request.sampling.prompt_logprobs is not None and not self.request.output_token_ids
+
+    def cache_ids(self, start: int, end: int) -> Tokens:
+        """Return the ids of the tokens [start, end) by which their KV is found: those of their images for
+        placeholders."""
+        token_ids = self.token_ids[start:end]
+        return tuple(with_image_ids(token_ids, self.request.images, start) if self.request.images else token_ids)
 
     @property
     def num_shareable(self) -> int:

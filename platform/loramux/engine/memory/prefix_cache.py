@@ -88,7 +88,7 @@ class PrefixCache:
         children = prefix[-1].children if prefix else tree.children
         most = min(len(sequence.token_ids) - 1, sequence.num_shareable)
         for end in range((len(prefix) + 1) * size, most + 1, size):
-            if not children or (found := children.get(tuple(sequence.token_ids[end - size : end]))) is None:
+            if not children or (found := children.get(sequence.cache_ids(end - size, end))) is None:
                 return
             prefix.append(found)
             children = found.children
@@ -112,7 +112,7 @@ class PrefixCache:
         prefix, size = sequence.prefix_pages, self._block_size
         most = min(sequence.num_computed, sequence.num_shareable)
         for end in range((len(prefix) + 1) * size, most + 1, size):
-            tokens = tuple(sequence.token_ids[end - size : end])
+            tokens = sequence.cache_ids(end - size, end)
             parent = prefix[-1] if prefix else None
             tree = parent.tree if parent else self._tree(sequence.kv_identity)
             siblings = parent.children if parent else tree.children

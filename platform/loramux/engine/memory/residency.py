@@ -45,6 +45,8 @@ class Inspected(NamedTuple):
     """Pages that the revision takes."""
     invocation: tuple[int, ...] | None = None
     """Tokens that activate an activated LoRA."""
+    part_for_images: str | None = None
+    """A module that the revision changes and that reads images; None: it changes no such module."""
 
 
 class StoreJob(Future[T]):
@@ -117,6 +119,7 @@ class Resident:
     state: AdapterState = AdapterState.INSPECTING
     num_pages: int = 0
     invocation: tuple[int, ...] | None = None
+    part_for_images: str | None = None
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     users: int = 0
@@ -217,6 +220,10 @@ class Residency:
     def invocation(self, digest: str) -> tuple[int, ...] | None:
         """Return the tokens that activate the revision if it is an activated LoRA and its files have been checked."""
         return self._known[digest].invocation
+
+    def part_for_images(self, digest: str) -> str | None:
+        """Return a module that the revision changes and that reads images, if its files have been checked."""
+        return self._known[digest].part_for_images
 
     def expected_wait(self, digest: str) -> float:
         """Return the seconds until a wanted revision is likely to be READY, estimated from the mean time of all loads
@@ -451,7 +458,7 @@ class Residency:
         elif error := pending.exception():
             self._fail(resident, error)
         elif isinstance(result := pending.result(), Inspected):
-            resident.num_pages, resident.invocation = result
+            resident.num_pages, resident.invocation, resident.part_for_images = result
             resident.state = AdapterState.KNOWN
         else:
             resident.slot, resident.state, resident.failures = result, AdapterState.READY, 0

@@ -1,0 +1,306 @@
+"""Prompts with images, token for token with transformers' own class and PEFT, in float32."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from adapter_zoo import Asked, Zoo, load
+from eager_drafts import draft_always
+from image_prompts import PAD, ImageZoo, Pictured, picture, save_processor
+from msgspec.structs import replace
+from preempting import preempting
+
+from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.checkpoint import read_config
+from loramux.engine.execution.loader import plan_memory
+from loramux.engine.execution.vision import rotary_positions
+from loramux.engine.messages import TokenEvent
+from loramux.engine.worker import request_fault
+from loramux_adapters.base import describe_base
+from loramux_adapters.sharding import Sharding
+
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
+RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, "lora_alpha": 6, "use_rslora": True}}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageZoo:
+    made = Zoo(request.param, tmp_path_factory.mktemp(request.param))
+    for seed, (name, recipe) in enumerate(RECIPES.items()):
+        made.make_adapter(name, recipe, seed)
+    return ImageZoo(made)
+
+
+def serve(zoo: ImageZoo, engine: Engine, asked: list[Any], arrivals: list[int] | None = None) -> dict[str, list[int]]:
+    """Run the requests to their ends; the i-th arrives before step `arrivals[i]`."""
+    tokens: dict[str, list[int]] = {one.name: [] for one in asked}
+    waiting = sorted(zip(arrivals or [0] * len(asked), range(len(asked)), asked, strict=True))
+    open_requests = set(tokens)
+    turn = 0
+    while open_requests:
+        while waiting and waiting[0][0] <= turn:
+            engine.submit(zoo.request(waiting.pop(0)[2]))
+        report = engine.step()
+        turn += 1
+        for event in report.events if report else []:
+            assert event.finish_reason != "error", event.fault
+            if event.token_id is not None:
+                tokens[event.request_id].append(event.token_id)
+            if event.finish_reason:
+                open_requests.discard(event.request_id)
+    return tokens
+
+
+def mixed_prompts(count: int) -> list[Pictured | Asked]:
+    """Return requests of the base and two adapters, with none to three images of mixed sizes."""
+    sizes = ((8, 8), (40, 12), (17, 33), (24, 24), (9, 60), (30, 20))
+    names = (None, *RECIPES)
+    asked: list[Pictured | Asked] = []
+    for i in range(count):
+        name, adapter, text = f"r{i}", names[i % 3], tuple(range(3 + i, 9 + 2 * i))
+        if i % 4 == 3:
+            asked.append(Asked(name, adapter, text, 7))
+            continue
+        images = [picture(10 * i + k, *sizes[(i + k) % len(sizes)]) for k in range(1 + i % 3)]
+        parts: list[Any] = [text]
+        for k, image in enumerate(images):
+            parts += [image, (20 + k, 21 + i)]
+        asked.append(Pictured(name, adapter, tuple(parts), 7))
+    return asked
+
+
+@pytest.fixture(scope="module")
+def answers(zoo: ImageZoo) -> dict[str, list[int]]:
+    return {one.name: zoo.answer(one) for one in mixed_prompts(20)}
+
+
+def test_answers_to_images_next_to_text_and_other_adapters_are_transformers(
+    zoo: ImageZoo, answers: dict[str, list[int]]
+) -> None:
+    asked = mixed_prompts(20)
+    engine = zoo.zoo.engine(max_num_batched_tokens=64)
+    try:
+        assert engine.facts.images
+        assert serve(zoo, engine, asked, [i // 3 for i in range(20)]) == answers
+    finally:
+        engine.close()
+
+
+def test_chunks_cut_inside_images_and_preemptions_change_no_answer(
+    zoo: ImageZoo, answers: dict[str, list[int]]
+) -> None:
+    asked = mixed_prompts(9)
+    engine = preempting(zoo.zoo.engine(max_num_batched_tokens=13, prefix_cache=False, swap_bytes=0), every=8)
+    try:
+        served = serve(zoo, engine, asked, [i // 2 for i in range(9)])
+        stats = engine.stats()
+    finally:
+        engine.close()
+    assert served == {one.name: answers[one.name] for one in asked}
+    assert stats.preemptions > 0
+    assert stats.recomputed_tokens > 0
+    assert stats.images_encoded == sum(len(zoo.request(one).images) for one in asked), "once, in spite of preemptions"
+
+
+def test_drafts_after_images_change_no_answer(zoo: ImageZoo, answers: dict[str, list[int]]) -> None:
+    asked = [one for one in mixed_prompts(9) if isinstance(one, Pictured)]
+    engine = zoo.zoo.engine(max_num_batched_tokens=48, speculation="ngram")
+    draft_always(engine.scheduler, lambda sequence: answers[sequence.id])
+    try:
+        assert serve(zoo, engine, asked) == {one.name: answers[one.name] for one in asked}
+        assert engine.stats().accepted_tokens > 0
+    finally:
+        engine.close()
+
+
+def test_prefix_of_an_equal_image_is_found_and_of_another_image_of_its_size_is_not(zoo: ImageZoo) -> None:
+    """The second request begins like the first, the third has the same tokens with another image."""
+    text, more = tuple(range(3, 20)), tuple(range(30, 41))
+    first, other = picture(1, 40, 24), picture(2, 40, 24)
+    asked = [
+        Pictured("first", "plain", (text, first, more), 5),
+        Pictured("again", "plain", (text, first, (*more, 50, 51, 52)), 5),
+        Pictured("other", "plain", (text, other, (*more, 50, 51, 52)), 5),
+    ]
+    engine = zoo.zoo.engine()
+    try:
+        for one in asked:
+            assert serve(zoo, engine, [one]) == {one.name: zoo.answer(one)}
+            engine_found = engine.stats().cached_tokens
+            assert engine_found == {"first": 0, "again": 32, "other": 32 + 16}[one.name]
+        assert engine.stats().images_encoded == 2
+        assert engine.stats().images_found == 1
+    finally:
+        engine.close()
+
+
+def test_choices_share_an_image_and_tenants_do_not(zoo: ImageZoo) -> None:
+    image = picture(5, 30, 30)
+    asked = [
+        Pictured(f"{tenant}{choice}", None, ((5, 6, 7), image, (8, 9)), 4, tenant)
+        for tenant in ("a", "b")
+        for choice in range(3)
+    ]
+    engine = zoo.zoo.engine()
+    try:
+        served = serve(zoo, engine, asked)
+        assert set(map(tuple, served.values())) == {tuple(zoo.answer(asked[0]))}
+        assert engine.stats().images_encoded == 2
+        assert engine.stats().images_found == 4
+    finally:
+        engine.close()
+
+
+def test_quantized_text_keeps_its_tower(zoo: ImageZoo) -> None:
+    asked = mixed_prompts(4)
+    engine = zoo.zoo.engine(quantization="int8")
+    try:
+        assert engine.facts.images
+        assert all(len(tokens) == 7 for tokens in serve(zoo, engine, asked).values())
+    finally:
+        engine.close()
+
+
+def test_adapter_of_the_tower_answers_text_and_is_refused_by_name_for_images(zoo: ImageZoo) -> None:
+    zoo.zoo.make_adapter("tower", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, 7)
+    text = Asked("text", "tower", tuple(range(3, 19)), 5)
+    engine = zoo.zoo.engine()
+    try:
+        assert serve(zoo, engine, [text]) == {"text": zoo.answer(text)}
+        engine.submit(zoo.request(Pictured("image", "tower", ((5, 6), picture(3, 16, 16), (7,)), 5)))
+        ended = [event for event in until_ended(engine, "image") if event.finish_reason]
+    finally:
+        engine.close()
+    assert ended[0].fault is not None
+    assert ended[0].fault.code == "images_not_supported"
+    assert "visual." in ended[0].fault.message
+
+
+def test_images_larger_than_their_memory_are_refused_with_the_setting(zoo: ImageZoo) -> None:
+    engine = zoo.zoo.engine(image_bytes=2_000)
+    try:
+        engine.submit(zoo.request(Pictured("large", None, ((5, 6), picture(3, 32, 32), (7,)), 5)))
+        ended = [event for event in until_ended(engine, "large") if event.finish_reason]
+        assert ended[0].fault is not None
+        assert "engine.image_bytes" in ended[0].fault.message
+    finally:
+        engine.close()
+
+
+def test_request_that_waits_for_memory_of_images_goes_on_without_a_command(zoo: ImageZoo) -> None:
+    """The engine waits as its worker does: for a command, of which there is none, or for a wake-up."""
+    woken = threading.Semaphore(0)
+    loaded, settings = load(zoo.zoo.base, image_bytes=16 * 3 * 64 * 4)
+    engine = build_engine(loaded, settings, wake=woken.release)
+    asked = [Pictured(f"r{i}", None, ((5, 6), picture(i, 32, 32), (7,)), 3) for i in range(3)]
+    ended = set()
+    try:
+        for one in asked:
+            engine.submit(zoo.request(one))
+        while not engine.is_idle:
+            if engine.wait_seconds > 0:
+                assert woken.acquire(timeout=10)
+            report = engine.step()
+            ended |= {event.request_id for event in (report.events if report else []) if event.finish_reason}
+        assert ended == {"r0", "r1", "r2"}
+        assert engine.stats().images_encoded == 3
+    finally:
+        engine.close()
+
+
+def test_engine_refuses_requests_whose_images_have_no_place(zoo: ImageZoo) -> None:
+    engine = zoo.zoo.engine()
+    valid = zoo.request(mixed_prompts(3)[2])
+    first, second = valid.images[:2]
+    try:
+        assert request_fault(valid, engine.facts) is None
+        for images in ((second, first), (replace(first, num_tokens=999),), (replace(first, digest="0"),)):
+            fault = request_fault(replace(valid, images=images), engine.facts)
+            assert fault is not None
+            assert "placeholders" in fault.message
+        fault = request_fault(valid, replace(engine.facts, images=False))
+        assert fault is not None
+        assert fault.message == "The model reads no images."
+        engine.submit(replace(valid, images=(replace(first, patches=b"short"), *valid.images[1:])))
+        ended = [event for event in until_ended(engine, valid.id) if event.finish_reason]
+        assert ended[0].fault is not None
+        assert "and 5 bytes" in ended[0].fault.message
+    finally:
+        engine.close()
+
+
+def test_cancelled_request_releases_its_image(zoo: ImageZoo) -> None:
+    engine = zoo.zoo.engine()
+    try:
+        engine.submit(zoo.request(Pictured("gone", None, ((5, 6), picture(3, 32, 32), (7,)), 5)))
+        engine.cancel("gone")
+        ended = [event.finish_reason for event in until_ended(engine, "gone") if event.finish_reason]
+        assert ended == ["cancelled"]
+        assert engine.is_idle
+        assert serve(zoo, engine, mixed_prompts(1)) == {"r0": zoo.answer(mixed_prompts(1)[0])}
+    finally:
+        engine.close()
+
+
+def until_ended(engine: Engine, name: str) -> list[TokenEvent]:
+    """Step until the request has ended; return all events."""
+    events: list[TokenEvent] = []
+    while not any(event.request_id == name and event.finish_reason for event in events):
+        report = engine.step()
+        events += report.events if report else []
+    return events
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"tensor_parallel_size": 2}, {"without": "preprocessor_config.json"}], ids=["ranks", "no processor"]
+)
+def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: dict[str, Any]
+) -> None:
+    made = Zoo("qwen2_5_vl", tmp_path)
+    save_processor(made.base)
+    if missing := chosen.pop("without", None):
+        (made.base / missing).unlink()
+    engine = made.engine(**chosen)
+    try:
+        assert not engine.facts.images
+        assert f"images in prompts of base are refused: {'the checkpoint' if missing else 'images'}" in caplog.text
+    finally:
+        engine.close()
+
+
+def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        loaded, _ = load(zoo.zoo.base, image_bytes=300_000_000)
+    (line,) = (record.message for record in caplog.records if " pool " in record.message)
+    assert line.endswith("on all linears, images 0.3 GB")
+    config, base = read_config(zoo.zoo.base), describe_base(zoo.zoo.base)
+    plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, 16)
+    tower = 4 * sum(part.numel() for part in loaded.runner._forward.model.model.visual.parameters())
+    assert tower > 0
+    assert loaded.weight_bytes <= plan.weight_bytes - tower, "a step does not read the tower"
+
+
+def test_positions_are_transformers_for_every_cut(zoo: ImageZoo) -> None:
+    model = zoo.zoo.auto.from_pretrained(zoo.zoo.base).model
+    request = zoo.request(mixed_prompts(20)[14])
+    prompt = torch.tensor([request.prompt_token_ids])
+    assert len(request.images) > 1
+    wanted, delta = model.get_rope_index(
+        prompt,
+        mm_token_type_ids=(prompt == PAD).int(),
+        image_grid_thw=torch.tensor([image.grid for image in request.images]),
+    )
+    size = prompt.shape[1]
+    after = np.arange(size, size + 5) + int(delta)
+    wanted = np.concatenate((wanted[:, 0].numpy(), np.tile(after, (3, 1))), axis=1)
+    for cut in range(1, size + 4):
+        parts = rotary_positions(request.images, 0, cut), rotary_positions(request.images, cut, size + 5)
+        assert np.array_equal(np.concatenate(parts, axis=1), wanted)
