@@ -104,6 +104,24 @@ class KvIdentity(NamedTuple):
     scope: str
 
 
+class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
+    """One image of a prompt: resized, and cut into patches."""
+
+    digest: str
+    """SHA-256 of the image's pixels as the engine gets them and of their grid, in hexadecimal digits. Never an address.
+    """
+    patches: bytes
+    """The patches, one byte a value: uint8 [temporal * height * width, channels * temporal_patch * patch * patch], as
+    the checkpoint's image processor orders them before it scales and normalises values.
+    """
+    grid: tuple[int, int, int]
+    """Temporal, height and width, in patches."""
+    start: int
+    """Position of the image's first placeholder in `prompt_token_ids`."""
+    num_tokens: int
+    """Number of its placeholders: the product of `grid` divided by the square of the merge size."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One generation. `tenant` and `adapter` are set by the server and never read from a client's body."""
 
@@ -114,6 +132,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Beginning of the request's answer, which another engine has generated. This engine continues after these tokens.
     """
     sampling: SamplingParams
+    images: tuple[ImageInput, ...] = ()
+    """Images of the prompt, in order of `start`; their placeholders do not overlap."""
     adapter: AdapterRef | None = None
     """Revision that answers the request; None: the base model."""
     service_class: ServiceClass = ServiceClass.STANDARD
