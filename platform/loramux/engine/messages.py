@@ -542,6 +542,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Pages that each running sequence holds for its recurrent states; 0 for a model without."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Recommendations of the checkpoint's `generation_config.json`."""
+    images: bool = False
+    """True if prompts may have images."""
 
     @property
     def context(self) -> int:
