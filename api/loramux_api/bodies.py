@@ -48,9 +48,7 @@ BodyKind = Literal["json", "document", "inference", "requests", "adapter", "file
 BODY_BYTES: Mapping[BodyKind, Callable[[Platform], int]] = {
     "json": lambda _: SMALL_BODY_BYTES,
     "document": lambda _: 512 << 10,
-    "inference": lambda platform: inference_body_bytes(
-        platform.completions.context, platform.settings.images.max_request_bytes if platform.bases.take_images else 0
-    ),
+    "inference": lambda platform: inference_body_bytes(platform.completions.context, platform.completions.image_bytes),
     "requests": lambda _: MAX_BODY_BYTES,
     "adapter": lambda platform: platform.settings.server.max_upload_bytes,
     "file": lambda platform: platform.settings.batches.max_body_bytes,

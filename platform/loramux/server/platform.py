@@ -88,6 +88,7 @@ class Platform:
     usage: UsageService
     billing: BillingService
     completions: CompletionService
+    images: ImageReader
     responses: ResponseStore
     webhooks: WebhookService
     pushes: PushService
@@ -240,6 +241,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             usage=usage,
             billing=BillingService(database, settings.billing),
             completions=completions,
+            images=images,
             responses=responses,
             webhooks=webhooks,
             pushes=pushes,

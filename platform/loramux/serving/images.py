@@ -164,6 +164,11 @@ class ImageReader:
         self._threads = ThreadPool("images", settings.processes, max(1, settings.processes // 2))
         self._memory = TenantSlots(settings.memory_bytes, settings.tenant_bytes)
 
+    @property
+    def max_request_bytes(self) -> int:
+        """Maximum bytes of the files of a request's images together."""
+        return self._settings.max_request_bytes
+
     def read_files_with(self, read: ReadFile) -> None:
         """Read images that are files of the caller with `read`."""
         self._read_file = read

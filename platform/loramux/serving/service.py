@@ -159,11 +159,6 @@ class ServedBases(dict[str, ServedBase]):
         """Return the base that serves adapters that were uploaded for the base `recorded`."""
         return next((base for base in self.values() if recorded in (base.name, *base.former_names)), None)
 
-    @property
-    def take_images(self) -> bool:
-        """Return whether any base reads images."""
-        return any(base.images is not None for base in self.values())
-
     def engines(self) -> list[EngineStatus]:
         """Describe the engines of every base."""
         return [status for base in self.values() for status in base.engines.statuses()]
@@ -252,6 +247,12 @@ class CompletionService:
     def context(self) -> int:
         """Maximum number of tokens that a request to any base may have."""
         return max((base.context for base in self.bases.values()), default=0)
+
+    @property
+    def image_bytes(self) -> int:
+        """Maximum bytes of the images of a request to any base; 0 if no base reads images."""
+        takes_images = any(base.images is not None for base in self.bases.values())
+        return self._images.max_request_bytes if self._images is not None and takes_images else 0
 
     @property
     def running(self) -> int:
