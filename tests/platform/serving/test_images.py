@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from PIL import Image
 from scripted_engine import FACTS
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from loramux.common.public_http import PublicTransport, Resolver
 from loramux.common.settings.serving import ImageSettings
 from loramux.engine.messages import ImageInput, SamplingParams
 from loramux.serving.errors import InvalidRequest, PromptTooLong
@@ -276,3 +278,71 @@ def test_every_choice_gets_the_images(tmp_path: Path) -> None:
         assert len(made.engine.requests) == 3
 
     in_images(test, tmp_path)
+
+
+PUBLIC = "93.184.216.34"
+
+
+def web_of(made: Harness, answer: Callable[[httpx.Request], httpx.Response], **names: str) -> None:
+    """Answer the calls of the reader without a network; `names` have addresses."""
+    assert made.images is not None
+    resolver = Resolver("images", lookup=lambda host: [names[host.partition(".")[0]]])
+    transport = PublicTransport(resolver, ports=(80, 443))
+    transport._inner = httpx.MockTransport(answer)  # type: ignore[assignment]
+    made.images._client._transport = transport
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("http://127.0.0.1/a.png", "not a public address"),
+        ("http://[::1]/a.png", "not a public address"),
+        ("http://169.254.169.254/latest/meta-data", "not a public address"),
+        ("http://2130706433/a.png", "not a public address"),
+        ("http://inside.example/a.png", "leads to 10.0.0.1, which is not a public address"),
+        ("http://outside.example:22/a.png", "the port 22 is not allowed"),
+        ("http://outside.example/to-inside", "leads to 10.0.0.1, which is not a public address"),
+        ("http://outside.example/to-loopback", "127.0.0.1, which is not a public address"),
+        ("http://outside.example/to-port", "the port 6379 is not allowed"),
+        ("http://outside.example/zipped", "its reply is encoded"),
+        ("ftp://outside.example/a.png", "begins with https"),
+        ("http://", "begins with https"),
+        ("http://a b", "not a public address"),
+    ],
+)
+def test_an_address_that_is_not_public_is_never_called(tmp_path: Path, address: str, reason: str) -> None:
+    called: list[str] = []
+    moved = {
+        "/to-inside": "http://inside.example/a.png",
+        "/to-loopback": "http://127.0.0.1/a.png",
+        "/to-port": "http://outside.example:6379/",
+    }
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        called.append(request.url.host)
+        if request.url.path == "/zipped":
+            return httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b""))
+        return httpx.Response(302, headers={"Location": moved[request.url.path]})
+
+    async def test(made: Harness) -> None:
+        web_of(made, answer, inside="10.0.0.1", outside=PUBLIC)
+        with pytest.raises(InvalidRequest, match=reason) as refusal:
+            await made.begin(**chat(turn("a", (0, source(address, kind="url")))))
+        assert (refusal.value.field, refusal.value.code) == (WHERE, "invalid_image_url")
+        assert set(called) <= {PUBLIC}
+
+    in_images(test, tmp_path)
+
+
+def test_fetched_images_count_in_the_tenants_memory_until_the_request_is_refused(tmp_path: Path) -> None:
+    settings = ImageSettings(max_bytes=12 << 20, max_request_bytes=30 << 20, memory_bytes=64 << 20, fetch_seconds=30)
+
+    async def test(made: Harness) -> None:
+        web_of(made, lambda _: httpx.Response(200, stream=httpx.ByteStream(bytes(11 << 20))), outside=PUBLIC)
+        one = source("http://outside.example/a.png", kind="url")
+        with pytest.raises(TooManyImages):
+            await made.begin(**chat(turn("a", (0, one), (0, one))))
+        assert made.images is not None
+        assert made.images._memory.held_by(made.principal.tenant) == 0
+
+    in_images(test, tmp_path, settings)
