@@ -70,5 +70,5 @@ def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
             **{path: BatchEndpoint(parse, error_answer) for path, parse in parsers.items()},
             MESSAGES: BatchEndpoint(message_parser, message_error, answers_every_line=True),
         },
-        max_line_bytes=inference_body_bytes(completions.context) + LINE_BYTES,
+        max_line_bytes=inference_body_bytes(completions.context, completions.image_bytes) + LINE_BYTES,
     )

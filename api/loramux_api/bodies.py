@@ -27,7 +27,7 @@ from litestar.dto import AbstractDTO
 from litestar.exceptions import InternalServerException
 from litestar.types import Empty, Message, Scope
 
-from loramux.common.jobs import ANYONE, TenantSlots
+from loramux.common.jobs import ANYONE, HeldUnits
 from loramux.server.platform import Platform
 from loramux.serving.errors import InvalidRequest, ServingError, Unavailable
 from loramux_api.headers import note_ignored
@@ -48,7 +48,7 @@ BodyKind = Literal["json", "document", "inference", "requests", "adapter", "file
 BODY_BYTES: Mapping[BodyKind, Callable[[Platform], int]] = {
     "json": lambda _: SMALL_BODY_BYTES,
     "document": lambda _: 512 << 10,
-    "inference": lambda platform: inference_body_bytes(platform.completions.context),
+    "inference": lambda platform: inference_body_bytes(platform.completions.context, platform.completions.image_bytes),
     "requests": lambda _: MAX_BODY_BYTES,
     "adapter": lambda platform: platform.settings.server.max_upload_bytes,
     "file": lambda platform: platform.settings.batches.max_body_bytes,
@@ -139,12 +139,16 @@ class ApiRequest(AnyRequest):
         """
         if self._body is not Empty or self._connection_state.body is not Empty:
             return await super().body()
-        memory, parts = HeldBody(self.app.state.platform.memory, self._tenant), list[bytes]()
+        # The bytes count in the tenant's share, because many connections may hold unfinished bodies.
+        memory, parts = HeldUnits(self.app.state.platform.memory, self._tenant), list[bytes]()
         self.scope[HELD_BODY] = memory  # type: ignore[literal-required]
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 async for part in self.stream():
-                    memory.add(len(part))
+                    if not memory.try_add(len(part)):
+                        raise TooManyBodies(
+                            "Too many large bodies are on their way to this server at once. Please send fewer."
+                        )
                     parts.append(part)
         except TimeoutError:
             raise BodyTimeout(f"The body did not arrive within {BODY_SECONDS:.0f} seconds.") from None
@@ -208,31 +212,10 @@ HELD_BODY = "loramux_held_body"
 """The key of a request's scope with the memory that its body holds."""
 
 
-class HeldBody:
-    """Bytes of one body, counted in its tenant's share of the server's memory, because many connections may hold
-    unfinished bodies.
-    """
-
-    def __init__(self, memory: TenantSlots, tenant: str) -> None:
-        self._memory, self._tenant, self._held = memory, tenant, 0
-
-    def add(self, count: int) -> None:
-        """Hold bytes more. Raises TooManyBodies."""
-        if not self._memory.try_acquire(self._tenant, count):
-            raise TooManyBodies("Too many large bodies are on their way to this server at once. Please send fewer.")
-        self._held += count
-
-    def release(self) -> None:
-        """Return the bytes."""
-        held, self._held = self._held, 0
-        if held:
-            self._memory.release(self._tenant, held)
-
-
 def release_body(scope: Scope) -> None:
     """Give back the memory of a request's body, because its answer begins or the request has ended."""
     held = scope.get(HELD_BODY)
-    if isinstance(held, HeldBody):
+    if isinstance(held, HeldUnits):
         held.release()
 
 
@@ -242,9 +225,11 @@ async def release_answered_body(message: Message, scope: Scope) -> None:
         release_body(scope)
 
 
-def inference_body_bytes(context: int) -> int:
-    """Return the maximum bytes of a request for completions, computed from the tokens of the largest context."""
-    return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * context), MAX_BODY_BYTES)
+def inference_body_bytes(context: int, image_bytes: int = 0) -> int:
+    """Return the maximum bytes of a request for completions, computed from the tokens of the largest context, and from
+    the bytes of its images, which it holds as base64.
+    """
+    return min(max(MIN_BODY_BYTES, BYTES_PER_TOKEN * context), MAX_BODY_BYTES) + image_bytes * 4 // 3
 
 
 async def check_shape(data: bytes) -> None:

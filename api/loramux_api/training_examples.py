@@ -126,6 +126,12 @@ def _request(line: _Conversation, messages: bytes) -> GenerationRequest:
 def _conversation(asked: GenerationRequest) -> Conversation:
     (conversation,) = asked.prompts
     assert isinstance(conversation, tuple)
+    for turn in conversation:
+        for _, image in turn.images:
+            raise InvalidRequest(
+                f"'{image.where}' is of the type '{image.type}', and models are trained on text only. Leave it out",
+                image.where,
+            )
     return conversation
 
 

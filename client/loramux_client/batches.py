@@ -21,7 +21,7 @@ POLL_SECONDS, MAX_POLL_SECONDS = 0.5, 15.0
 CHAT = "/v1/chat/completions"
 
 
-def create_file(path: str | Path, purpose: Literal["batch", "evals", "fine-tune"] = "batch") -> Flow[File]:
+def create_file(path: str | Path, purpose: Literal["batch", "evals", "fine-tune", "vision"] = "batch") -> Flow[File]:
     """Send a file, which is held in memory during the call. Raises OSError, InvalidRequest, NotPermitted."""
     source = Path(path)
     data: bytes = yield Block(source.read_bytes)

@@ -26,6 +26,7 @@ TOOLS = [
     {"name": "get_weather", "description": "the weather", "input_schema": {"type": "object"}, "type": "custom"},
 ]
 HELLO = [{"role": "user", "content": "hello"}]
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +231,9 @@ def test_error_in_the_middle_of_a_stream_is_an_event(chats: Site) -> None:
         ),
         ({"messages": [*HELLO, {"role": "assistant", "content": " "}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [IMAGE | {"source": {}}]}]}, "messages[0].content[0].source"),
+        ({"messages": [{"role": "assistant", "content": [IMAGE]}]}, "messages[0].content[0]"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 300_000}]}, "messages"),

@@ -37,6 +37,9 @@ PREFERENCE = {
 }
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
+
+
 def chat(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
     return {"messages": list(messages)} | more
 
@@ -93,7 +96,7 @@ def until(client: openai.OpenAI, id: str, *states: str) -> Any:
         (jsonl([*shouted(10), chat({"role": "robot", "content": "x"}, assistant())]), "'messages[0].role'"),
         (jsonl([*shouted(10), chat(user(), assistant(None))]), "neither 'content' nor 'tool_calls'"),
         (jsonl([*shouted(10), chat()]), "Line 11"),
-        (jsonl([*shouted(10), chat(user([{"type": "image_url"}]), assistant())]), "this model reads text only"),
+        (jsonl([*shouted(10), chat(user([IMAGE]), assistant())]), "models are trained on text only"),
         (jsonl([*shouted(10), chat(user(), assistant(), tools=[{"type": "function"}])]), "Line 11"),
         (jsonl([*shouted(10), PREFERENCE]), "has 'messages' and line 11 a preference"),
         (jsonl([*shouted(10), PREFERENCE | {"preferred_output": [user()]}]), "is a list of one assistant's message"),

@@ -9,16 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from scripted_engine import ScriptedEngine
+import msgspec
+from image_base import image_format, image_tokenizer
+from scripted_engine import FACTS, ScriptedEngine
 from tiny_base import byte_tokenizer
 
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.resolver import ResolvedModel
+from loramux.common.settings.serving import ImageSettings
 from loramux.data.records import schema
 from loramux.data.records.database import Database
 from loramux.engine.messages import SamplingParams
 from loramux.money.usage.service import UsageService
 from loramux.serving.formats import GrammarTrials
+from loramux.serving.images import ImageReader
 from loramux.serving.messages import Answer, GenerationRequest
 from loramux.serving.service import CompletionService, ServedBase, ServedBases
 from loramux.serving.tokenizer import Tokenizer
@@ -31,6 +35,7 @@ class Harness(SimpleNamespace):
     service: CompletionService
     usage: UsageService
     database: Database
+    images: ImageReader | None
 
     async def begin(self, **changes: Any) -> Answer:
         ask: dict[str, Any] = {
@@ -61,7 +66,14 @@ class AnyName:
 
 
 @asynccontextmanager
-async def harness(folder: Path, *, share_base_cache: bool = False, **engine: Any) -> AsyncIterator[Harness]:
+async def harness(
+    folder: Path, *, share_base_cache: bool = False, images: ImageSettings | None = None, **engine: Any
+) -> AsyncIterator[Harness]:
+    """`images` are the settings of a base that reads images."""
+    if images is not None:
+        engine = {
+            "facts": msgspec.structs.replace(FACTS, vocab_size=261, pages_total=1024, max_model_len=8192)
+        } | engine
     url = f"sqlite:///{folder}/records.sqlite3"
     schema.migrate(url)
     database = Database(url)
@@ -69,19 +81,26 @@ async def harness(folder: Path, *, share_base_cache: bool = False, **engine: Any
     await tenants.create("acme")
     principal = await tenants.authenticator.authenticate((await tenants.create_key("acme"))[1])
     await usage.start()
-    tokenizer, facts = Tokenizer(byte_tokenizer()), await scripted.start()
+    tokenizer, facts = Tokenizer(byte_tokenizer() if images is None else image_tokenizer()), await scripted.start()
+    form = None if images is None else image_format()
+    reader = None if images is None else ImageReader(images)
     trials = GrammarTrials(tokenizer, facts)
-    base = ServedBase("tiny", cast(Any, scripted), facts, tokenizer, trials, share_cache=share_base_cache)
+    base = ServedBase("tiny", cast(Any, scripted), facts, tokenizer, trials, share_cache=share_base_cache, images=form)
     service = CompletionService(
         bases=ServedBases({"tiny": base}),
         resolver=cast(Any, AnyName()),
         usage=usage,
+        images=reader,
     )
     try:
-        yield Harness(engine=scripted, service=service, usage=usage, database=database, principal=principal)
+        yield Harness(
+            engine=scripted, service=service, usage=usage, database=database, principal=principal, images=reader
+        )
     finally:
         await service.drain(1)
         trials.close()
+        if reader is not None:
+            await reader.close()
         await usage.stop()
         await database.close()
 

@@ -105,8 +105,9 @@ class FileController(ApiController):
         files: NamedDependency[Files],
         settings: NamedDependency[Settings],
     ) -> FileObject:
-        """Upload a file of JSON lines as multipart/form-data: `file`, `purpose` (batch, evals or fine-tune), and
-        optionally `expires_after`. Every line of a file to fine-tune on is checked before the answer.
+        """Upload a file of JSON lines, or an image, as multipart/form-data: `file`, `purpose` (batch, evals, fine-tune;
+        vision for an image), and optionally `expires_after`. Every line of a file to fine-tune on is checked before the
+        answer.
         """
         limit = settings.batches.max_file_bytes
         announced = request.headers.get("content-length", "")

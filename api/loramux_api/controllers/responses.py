@@ -174,7 +174,8 @@ async def _history(responses: ResponseStore, inference: Inference, body: Respons
 
     Raises PreviousResponseNotFound, ItemNotFound, InvalidRequest.
     """
-    principal, most_bytes = inference.principal, inference_body_bytes(inference.completions.context)
+    principal, completions = inference.principal, inference.completions
+    most_bytes = inference_body_bytes(completions.context, completions.image_bytes)
     referred, previous = referred_responses(body), body.previous_response_id
     if not referred and previous is None:
         return []

@@ -20,6 +20,7 @@ from loramux_api.schemas.bounds import MAX_PARTS, Fields, Name, Text
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
     THOUGHTS,
+    Content,
     ConversationBuilder,
     Part,
     Parts,
@@ -28,6 +29,7 @@ from loramux_api.schemas.conversation import (
     ToolCallDelta,
     caller_variables,
     json_size,
+    read_content,
     read_text,
     read_thought,
     required,
@@ -227,7 +229,9 @@ def echoed_text(body: ChatBody) -> str:
     """Return the text at the beginning of the answer: the text of the last message if `echo` is set."""
     last = body.messages[-1]
     return (
-        _content(last, f"messages[{len(body.messages) - 1}].content") if body.echo and last.role == "assistant" else ""
+        _content(last, f"messages[{len(body.messages) - 1}].content").text
+        if body.echo and last.role == "assistant"
+        else ""
     )
 
 
@@ -291,16 +295,16 @@ def _add(turns: ConversationBuilder, message: ChatMessage, where: str) -> None:
         return
     if message.tool_calls:
         raise InvalidRequest(f"'{where}.tool_calls' belongs to an assistant's message.", field=f"{where}.tool_calls")
-    text = _content(message, f"{where}.content")
+    content = _content(message, f"{where}.content")
     if message.role == "tool":
         # Trainers name the function, as chat templates do, and some servers give all calls an empty id.
         if message.tool_call_id is None and not message.name:
             field = f"{where}.tool_call_id"
             message_ = f"Missing required parameter: '{field}'; it is the id of the call that this message answers."
             raise InvalidRequest(message_, field=field, code="missing_required_parameter")
-        turns.add_result(message.tool_call_id or "", text, message.name)
+        turns.add_result(message.tool_call_id or "", *content, message.name)
     else:
-        turns.add_turn(ROLES[message.role], text)
+        turns.add_turn(ROLES[message.role], *content)
 
 
 def _add_answer(turns: ConversationBuilder, message: ChatMessage, where: str) -> None:
@@ -310,7 +314,7 @@ def _add_answer(turns: ConversationBuilder, message: ChatMessage, where: str) ->
     fields = (message.reasoning_content, message.reasoning, message.thinking, message.thinking_blocks)
     if thought := read_thought(*fields, of_parts):
         turns.add_thought(thought)
-    turns.add_text(_content(message, f"{where}.content"))
+    turns.add_text(_content(message, f"{where}.content").text)
     for i, call in enumerate(message.tool_calls or ()):
         at = f"{where}.tool_calls[{i}]"
         if call.custom is not None:
@@ -326,14 +330,16 @@ def _thoughts(message: ChatMessage) -> list[Part]:
     return [part for part in content if message.role == "assistant" and part.type in THOUGHTS]
 
 
-def _content(message: ChatMessage, where: str) -> str:
-    """Return a message's text. Raises InvalidRequest."""
+def _content(message: ChatMessage, where: str) -> Content:
+    """Return a message's text, and its images if the user or a tool sends it. Raises InvalidRequest."""
     if message.content is None and message.role not in ("assistant", "tool"):
         raise InvalidRequest(f"'{where}' is missing; send a text, even if it is empty.", field=where)
-    if isinstance(message.content, list):
-        thoughts = _thoughts(message)
-        return read_text([part for part in message.content if part not in thoughts], where)
-    return message.content or message.refusal or ""
+    if not isinstance(message.content, list):
+        return Content(message.content or message.refusal or "")
+    if message.role in ("user", "tool"):
+        return read_content(message.content, where)
+    thoughts = _thoughts(message)
+    return Content(read_text([part for part in message.content if part not in thoughts], where))
 
 
 ChatFinishReason = FinishReason | Literal["tool_calls"]

@@ -12,16 +12,17 @@ arguments, empty texts, refusals, or thoughts. This server accepts every answer 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
 from loramux.common.errors import LoramuxError
 from loramux.serving.errors import InvalidRequest
-from loramux.serving.messages import Conversation, Message
+from loramux.serving.messages import Conversation, ImageSource, Message, PlacedImage
+from loramux.serving.tokenizer import join_turns
 from loramux_api.schemas.bounds import MAX_PARTS, Name, Text
 
 MAX_MESSAGES = 4096
@@ -107,8 +108,23 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 """Types of parts that are thoughts."""
-_MEDIA = frozenset({"image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file"})
-"""Types of parts that are not text."""
+IMAGES = frozenset({"image_url", "image_file", "input_image", "image"})
+"""Types of parts that are images: of chats, of Assistants, of Responses, and of Messages."""
+_MEDIA = frozenset({"input_audio", "audio_url", "video_url", "file", "input_file"})
+"""Types of parts that are neither text nor images."""
+DETAILS = ("auto", "low", "high", "original")
+"""Values of `detail`: with `low`, an image takes few tokens; the others have no effect."""
+MAX_ADDRESS = 8192
+"""The longest address of an image, in characters."""
+_DATA, _BASE64 = "data:", ";base64"
+
+
+class SentImage(msgspec.Struct, omit_defaults=True):
+    """An image: its address, a data URL, or a file of POST /v1/files."""
+
+    url: Text | None = None
+    file_id: Name | None = None
+    detail: Name | None = None
 
 
 class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -122,6 +138,14 @@ class Part(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The thought of a part of the type `thinking`: a text, or parts."""
     tool_name: Name | None = None
     """The tool that a part of the type `tool_reference` names."""
+    image_url: Text | SentImage | None = None
+    """The image of a part of the type `image_url` or `input_image`: an address or a data URL."""
+    image_file: SentImage | None = None
+    """The image of a part of the type `image_file`."""
+    file_id: Name | None = None
+    """The image of a part of the type `input_image`, as a file of POST /v1/files."""
+    detail: Name | None = None
+    """`low`: the image is resized to at most 256 tokens. `auto`, `high` and `original` have no effect."""
 
 
 Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
@@ -142,9 +166,10 @@ def read_part(part: Part, where: str) -> str:
         return part.refusal
     if part.type == "tool_reference":
         return msgspec.json.encode({"type": part.type, "tool_name": required(part, "tool_name", where)}).decode()
-    if part.type in _MEDIA:
+    if part.type in _MEDIA | IMAGES:
+        why = "images belong into a user's turn or a tool's result" if part.type in IMAGES else "it is not served"
         raise InvalidRequest(
-            f"'{where}' is of the type '{part.type}', and this model reads text only; leave it out.",
+            f"'{where}' is of the type '{part.type}', and this server reads text only here: {why}. Leave it out.",
             field=where,
             code="unsupported_parameter",
         )
@@ -153,6 +178,67 @@ def read_part(part: Part, where: str) -> str:
         field=where,
         code="invalid_value",
     )
+
+
+class Content(NamedTuple):
+    """The text of a turn, or of a call's result, with its images."""
+
+    text: str
+    images: tuple[PlacedImage, ...] = ()
+
+
+def read_content(content: str | Sequence[Part] | None, where: str) -> Content:
+    """Return the text and the images of a turn, or of a call's result. Raises InvalidRequest."""
+    if content is None or isinstance(content, str):
+        return Content(content or "")
+    parts = ((part, f"{where}[{i}]") for i, part in enumerate(content))
+    return placed(read_image(part, at) if part.type in IMAGES else read_part(part, at) for part, at in parts)
+
+
+def placed(parts: Iterable[str | ImageSource], between: str = "") -> Content:
+    """Return texts and images as one text with images. `between` is put between two texts."""
+    texts, images, length, joins = list[str](), list[PlacedImage](), 0, ""
+    for part in parts:
+        if isinstance(part, str):
+            texts += (joins, part)
+            length, joins = length + len(joins) + len(part), between
+        else:
+            images.append(PlacedImage(length, part))
+            joins = ""
+    return Content("".join(texts), tuple(images))
+
+
+def read_image(part: Part, where: str) -> ImageSource:
+    """Return the image of a part. Raises InvalidRequest."""
+    if part.type == "image_file":
+        image = required(part, "image_file", where)
+    elif part.file_id is not None:
+        image = SentImage(file_id=part.file_id)
+    else:
+        image = required(part, "image_url", where)
+    if isinstance(image, str):
+        image = SentImage(url=image)
+    return image_source(part.type, where, image.url, image.file_id, image.detail or part.detail)
+
+
+def image_source(type: str, where: str, url: str | None, file_id: str | None, detail: str | None = None) -> ImageSource:
+    """Return the image at an address, in a data URL, or in a file. Raises InvalidRequest."""
+    if detail not in (None, *DETAILS):
+        field = f"{where}.detail"
+        raise InvalidRequest(f"Invalid value for '{field}': it is one of {', '.join(DETAILS)}.", field)
+    is_small = detail == "low"
+    if file_id is not None:
+        return ImageSource("file", file_id, where, type, is_small)
+    if not url:
+        raise InvalidRequest(f"'{where}' holds no image: send its 'url' or 'file_id'.", where)
+    if url[: len(_DATA)].lower() == _DATA:
+        head, _, data = url.partition(",")
+        if not head.endswith(_BASE64):
+            raise InvalidRequest(f"'{where}' is no data URL of base64: data:image/png;base64,...", where)
+        return ImageSource("data", data, where, type, is_small)
+    if len(url) > MAX_ADDRESS:
+        raise InvalidRequest(f"'{where}' has an address of more than {MAX_ADDRESS} characters.", where)
+    return ImageSource("url", url, where, type, is_small)
 
 
 def read_thought(*given: Any) -> str:
@@ -193,19 +279,20 @@ class ConversationBuilder:
         self._called: dict[str, str] = {}
         """Names of the called functions, by the ids of their calls."""
 
-    def add_turn(self, role: str, text: str) -> None:
+    def add_turn(self, role: str, text: str, images: tuple[PlacedImage, ...] = ()) -> None:
         """Add a turn of `role`."""
         self._end_answer()
-        self._turns.append(Message(role, text))
+        self._turns.append(Message(role, text, images=images))
 
-    def add_instructions(self, text: str) -> None:
+    def add_instructions(self, text: str, images: tuple[PlacedImage, ...] = ()) -> None:
         """Add a system turn. At the beginning of a conversation the turn is joined to an existing system turn, because
         many templates accept only one.
         """
         self._end_answer()
+        turn = Message("system", text, images=images)
         if len(self._turns) == 1 and self._turns[0].role == "system":
-            text = f"{self._turns.pop().content}\n\n{text}"
-        self._turns.append(Message("system", text))
+            turn = join_turns((self._turns.pop(), turn))
+        self._turns.append(turn)
 
     def begin_answer(self) -> None:
         """Begin a turn of the assistant, which may stay empty."""
@@ -229,13 +316,15 @@ class ConversationBuilder:
         self._called[id] = name
         self._open_answer().calls.append(call_fields(id, name, read_arguments(arguments)))
 
-    def add_result(self, call_id: str, text: str, name: str | None = None) -> None:
+    def add_result(
+        self, call_id: str, text: str, images: tuple[PlacedImage, ...] = (), name: str | None = None
+    ) -> None:
         """Add the result of a call. `name` is the name of the function, if it is given."""
         self._end_answer()
         fields = {"tool_call_id": call_id}
         if found := name or self._called.get(call_id):
             fields["name"] = found
-        self._turns.append(Message("tool", text, fields, json_size(fields)))
+        self._turns.append(Message("tool", text, fields, json_size(fields), images))
 
     def conversation(self) -> Conversation:
         """Return the turns."""

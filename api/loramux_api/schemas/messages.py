@@ -12,15 +12,18 @@ from msgspec import Meta
 from loramux.common.sampling import given_numbers
 from loramux.constraints.formats import JsonSchema
 from loramux.serving.errors import InvalidRequest, ServingError
-from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest
+from loramux.serving.messages import AskedFormat, ChatOptions, Conversation, GenerationRequest, ImageSource
 from loramux_api.bodies import InferenceBody, Unsupported
 from loramux_api.schemas.bounds import MAX_PARTS, Fields, ModelName, Name, Text
 from loramux_api.schemas.conversation import (
     MAX_MESSAGES,
+    Content,
     ConversationBuilder,
     Part,
     caller_variables,
+    image_source,
     json_size,
+    placed,
     read_part,
     read_thought,
     renamed_fields,
@@ -67,21 +70,24 @@ class ContentBlock(Part, kw_only=True):
     tool_use_id: Text | None = None
     content: Text | Blocks | Fields | None = None
     """A call's result, or the text of a search result; an object only in results of another vendor's servers."""
-    source: Text | DocumentSource | None = None
-    """A document's text, or a search result's address."""
+    source: Text | BlockSource | None = None
+    """A document's text, an image, or a search result's address."""
     title: Text | None = None
     """A document's or a search result's title."""
     context: Text | None = None
     """Words about a document."""
 
 
-class DocumentSource(msgspec.Struct):
-    """The text of a document."""
+class BlockSource(msgspec.Struct):
+    """The text of a document, or an image."""
 
     type: Name = ""
-    """`text` or `content`."""
+    """`text` or `content` of a document; `base64`, `url` or `file` of an image."""
     data: Text | None = None
     content: Text | Blocks | None = None
+    url: Text | None = None
+    file_id: Name | None = None
+    """A file of POST /v1/files."""
 
 
 Blocks = Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)]
@@ -416,15 +422,15 @@ def _add_user(turns: ConversationBuilder, content: str | list[ContentBlock], whe
     if isinstance(content, str):
         turns.add_turn("user", content)
         return
-    texts = []
+    parts = []
     for i, block in enumerate(content):
         if block.type == "tool_result":
             id = required(block, "tool_use_id", f"{where}[{i}]")
-            turns.add_result(id, _texts(block.content, f"{where}[{i}].content"))
+            turns.add_result(id, *_content(block.content, f"{where}[{i}].content"))
         else:
-            texts.append(_text(block, f"{where}[{i}]"))
-    if texts or not content:
-        turns.add_turn("user", "\n".join(texts))
+            parts.append(_text_or_image(block, f"{where}[{i}]"))
+    if parts or not content:
+        turns.add_turn("user", *placed(parts, "\n"))
 
 
 def _add_assistant(turns: ConversationBuilder, content: str | list[ContentBlock], where: str) -> None:
@@ -453,6 +459,30 @@ def _is_hosted(type: str) -> bool:
     return type in ("server_tool_use", "mcp_tool_use") or type.endswith("_tool_result")
 
 
+def _content(content: str | list[ContentBlock] | dict[str, Any] | None, where: str) -> Content:
+    """Return the text and the images of a call's result. Raises InvalidRequest."""
+    if not isinstance(content, list):
+        return Content(_texts(content, where))
+    return placed((_text_or_image(block, f"{where}[{i}]") for i, block in enumerate(content)), "\n")
+
+
+def _text_or_image(block: ContentBlock, where: str) -> str | ImageSource:
+    """Return a block's text, or its image. Raises InvalidRequest."""
+    if block.type != "image":
+        return _text(block, where)
+    match required(block, "source", where):
+        case BlockSource(type="base64", data=str(data)):
+            return ImageSource("data", data, where, block.type)
+        case BlockSource(type="url" | "file") as source:
+            return image_source(block.type, where, source.url, source.file_id)
+    raise InvalidRequest(
+        f"Invalid value for '{where}.source': an image is {{type: base64, media_type, data}}, {{type: url, url}} or "
+        "{type: file, file_id}.",
+        field=f"{where}.source",
+        code="invalid_value",
+    )
+
+
 def _texts(content: str | list[ContentBlock] | dict[str, Any] | None, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
@@ -472,14 +502,14 @@ def _text(block: ContentBlock, where: str) -> str:
     return read_part(block, where)
 
 
-def _document(source: str | DocumentSource | None, where: str) -> str:
+def _document(source: str | BlockSource | None, where: str) -> str:
     """Return the text of a document. Raises InvalidRequest."""
     match source:
-        case DocumentSource(type="text", data=str(data)):
+        case BlockSource(type="text", data=str(data)):
             return data
-        case DocumentSource(type="content", content=content) if content is not None:
+        case BlockSource(type="content", content=content) if content is not None:
             return _texts(content, f"{where}.content")
-    kind = source.type if isinstance(source, DocumentSource) else "address"
+    kind = source.type if isinstance(source, BlockSource) else "address"
     raise InvalidRequest(
         f"Invalid value for '{where}': a document of the type '{kind[:40]}' cannot be read here; {_TEXT_ONLY} Send its "
         "text: {type: text, media_type: text/plain, data}.",

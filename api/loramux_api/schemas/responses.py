@@ -23,6 +23,7 @@ from loramux_api.schemas.conversation import (
     Parts,
     caller_variables,
     json_size,
+    read_content,
     read_text,
     renamed_fields,
     required,
@@ -490,7 +491,7 @@ def _add(turns: ConversationBuilder, item: InputItem, where: str) -> None:
         case "custom_tool_call":
             turns.add_call(required(item, "call_id", where), _called(item, where), {INPUT: item.input or ""})
         case "function_call_output" | "custom_tool_call_output":
-            turns.add_result(required(item, "call_id", where), read_text(item.output, f"{where}.output"))
+            turns.add_result(required(item, "call_id", where), *read_content(item.output, f"{where}.output"))
         case "tool_search_call" | "tool_search_output" if item.call_id is None:
             pass  # another server has searched; the tools that it found are offered
         case "tool_search_call":
@@ -526,14 +527,13 @@ def _called(item: InputItem, where: str) -> str:
 def _add_message(turns: ConversationBuilder, item: InputItem, where: str) -> None:
     role = required(item, "role", where)
     content = item.content if role == "assistant" else required(item, "content", where)
-    text = read_text(content, f"{where}.content")
     match role:
         case "system" | "developer":
-            turns.add_instructions(text)
+            turns.add_instructions(*read_content(content, f"{where}.content"))
         case "user":
-            turns.add_turn("user", text)
+            turns.add_turn("user", *read_content(content, f"{where}.content"))
         case "assistant":
-            turns.add_text(text, begins_turn=True)
+            turns.add_text(read_text(content, f"{where}.content"), begins_turn=True)
         case role:
             raise InvalidRequest(
                 f"Invalid value for '{where}.role': '{role[:40]}'. This server reads system, developer, user and "

@@ -40,7 +40,9 @@ from loramux.serving.checks import ensure_storage_allowed, storage_refused
 FOLDER = "files"
 FINE_TUNE = "fine-tune"
 """The purpose of training files."""
-PURPOSES = ("batch", "evals", FINE_TUNE)
+VISION = "vision"
+"""The purpose of images for prompts."""
+PURPOSES = ("batch", "evals", FINE_TUNE, VISION)
 """Purposes for which a client may send a file."""
 OUTPUT, SHADOW_OUTPUT = "batch_output", "shadow_output"
 REQUESTS = "batch_requests"
@@ -209,6 +211,17 @@ class Files:
                     yield data
             except FileNotFoundError:
                 raise FileNotFound(file.id) from None
+
+    async def read_image(self, principal: Principal, id: str, max_bytes: int) -> bytes:
+        """Return the bytes of an image. Raises FileNotFound, and InvalidFile if the file is none of that size."""
+        file = await self.get(principal, id)
+        if file.purpose != VISION or file.size > max_bytes:
+            raise InvalidFile(
+                f"The file '{id}' has the purpose '{file.purpose}' and {file.size} bytes. Send an image of at most "
+                f"{max_bytes} bytes with the purpose '{VISION}'.",
+                "file_id",
+            )
+        return b"".join([data async for data in self.content(principal.tenant, file)])
 
     async def delete(self, principal: Principal, id: str) -> StoredFile:
         """Delete a file and its bytes. Raises FileNotFound, FileInUse."""

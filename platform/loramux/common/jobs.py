@@ -245,6 +245,25 @@ class TenantSlots:
                 granted.set_result(None)
 
 
+class HeldUnits:
+    """Units of a tenant that one piece of work takes little by little, and returns together."""
+
+    def __init__(self, slots: TenantSlots, tenant: str) -> None:
+        self._slots, self._tenant, self._held = slots, tenant, 0
+
+    def try_add(self, units: int) -> bool:
+        """Take more units, if the tenant may hold them; return whether they are taken."""
+        is_taken = self._slots.try_acquire(self._tenant, units)
+        self._held += units if is_taken else 0
+        return is_taken
+
+    def release(self) -> None:
+        """Return the units."""
+        held, self._held = self._held, 0
+        if held:
+            self._slots.release(self._tenant, held)
+
+
 class ThreadPool:
     """Threads for one kind of work, of which one tenant occupies at most `per_tenant`."""
 

@@ -199,7 +199,8 @@ class Shadows:
         await self._learn()
 
     def choose(self, principal: Principal, asked: GenerationRequest, opened: OpenedRequest) -> Recorder | None:
-        """Return the function that queues the request's shadow after the answer; None if the request has no shadow.
+        """Return the function that queues the request's shadow after the answer; None if the request has no shadow. A
+        request with images has none, because they would be held in memory until the shadow runs.
 
         The choice follows `user`, or the request's id: either all requests of a user are repeated, or none.
         """
@@ -210,7 +211,13 @@ class Shadows:
         shadow = running.shadow
         named = parse_model(asked.model if "/" in asked.model else f"{principal.tenant_name}/{asked.model}")
         is_main = named is not None and named.number is None and named.alias in (None, DEFAULT_ALIAS)
-        if not is_main or int(number) == shadow.revision or not _is_chosen(shadow, asked.user or opened.id):
+        has_images = any(turn.images for one in asked.prompts if isinstance(one, tuple) for turn in one)
+        if (
+            has_images
+            or not is_main
+            or int(number) == shadow.revision
+            or not _is_chosen(shadow, asked.user or opened.id)
+        ):
             return None
 
         def submit(generation: Generation) -> None:

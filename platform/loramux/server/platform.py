@@ -50,6 +50,7 @@ from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
 from loramux.serving.adapters import AdapterService, LocalFolders
 from loramux.serving.engine_questions import EngineQuestions
+from loramux.serving.images import ImageReader
 from loramux.serving.lifecycle import RECONCILE_SECONDS, BaseLifecycle
 from loramux.serving.service import CompletionService, ServedBases
 from loramux.serving.stored_responses import ResponseStore
@@ -87,6 +88,7 @@ class Platform:
     usage: UsageService
     billing: BillingService
     completions: CompletionService
+    images: ImageReader
     responses: ResponseStore
     webhooks: WebhookService
     pushes: PushService
@@ -203,8 +205,10 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
         )
         renderer = TemplateRenderer()
         stack.callback(renderer.close)
+        images = ImageReader(settings.images)
+        stack.push_async_callback(images.close)
         completions = CompletionService(
-            bases=lifecycle.serving, resolver=registry.resolver, usage=usage, renderer=renderer
+            bases=lifecycle.serving, resolver=registry.resolver, usage=usage, renderer=renderer, images=images
         )
         responses = ResponseStore(database, tenants.pepper, settings.privacy)
         lifecycle.drain_with(completions.drain_base)
@@ -237,6 +241,7 @@ async def open_platform(settings: Settings, launch: LaunchEngine | None = None) 
             usage=usage,
             billing=BillingService(database, settings.billing),
             completions=completions,
+            images=images,
             responses=responses,
             webhooks=webhooks,
             pushes=pushes,

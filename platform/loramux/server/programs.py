@@ -89,6 +89,7 @@ async def open_programs(platform: Platform, provisions: Provisions) -> AsyncIter
             {FINE_TUNE: check_examples},
         )
         stack.callback(files.threads.close)
+        platform.images.read_files_with(files.read_image)
         worker = _batch_worker(platform, files, endpoints)
         stack.push_async_callback(worker.jobs.stop)
         batches = Batches(database, worker, files, endpoints, platform.settings.batches)

@@ -20,7 +20,9 @@ import msgspec
 
 from loramux.common.bundle import Bundle
 from loramux.common.identity import Principal
-from loramux.engine.messages import Constraint
+from loramux.data.entities import ServiceTier
+from loramux.data.records.requests import SHADOW
+from loramux.engine.messages import Constraint, ServiceClass
 from loramux.serving.errors import InvalidRequest, NotAllowed, PromptTooLong
 from loramux.serving.messages import GenerationRequest, Prompt, TextPair
 
@@ -258,6 +260,23 @@ def storage_refused(field: str) -> NotAllowed:
         field,
         code="zero_retention",
     )
+
+
+def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:
+    """Return the scheduler's class of a request. Raises NotAllowed where the tenant's tier lacks the service tier."""
+    if service_tier == "default":
+        return ServiceClass(principal.service_class)
+    if service_tier == SHADOW:
+        return ServiceClass.BATCH
+    if service_tier not in principal.service_tiers:
+        allowed = ", ".join(["auto", "default", *sorted(principal.service_tiers - {"batch"})])
+        raise NotAllowed(
+            f"Your plan has no service tier '{service_tier}'; it has {allowed}. Leave 'service_tier' out, or ask your "
+            "operator for it.",
+            "service_tier",
+            code="service_tier_not_allowed",
+        )
+    return ServiceClass.INTERACTIVE if service_tier == "priority" else ServiceClass.BATCH
 
 
 def recorded_user(principal: Principal, user: str | None) -> str | None:

@@ -47,6 +47,7 @@ from loramux.serving.checkpoint_files import problem_of
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.formats import GrammarTrials
+from loramux.serving.images import ImageFormat
 from loramux.serving.service import ServedBase, ServedBases
 from loramux.serving.tokenizer import Tokenizer
 
@@ -466,7 +467,11 @@ class BaseLifecycle:
             if base.generation_config == "none":
                 facts = msgspec.structs.replace(facts, sampling_defaults=SamplingDefaults())
             share = base.engine.share_base_cache_between_projects
-            served = ServedBase(base.name, group, facts, tokenizer, trials, base.former_names, share, base.tool_parser)
+            images = ImageFormat.load(Path(base.path), tokenizer) if facts.images else None
+            if images is not None:
+                stack.callback(images.close)
+            parser, former = base.tool_parser, base.former_names
+            served = ServedBase(base.name, group, facts, tokenizer, trials, former, share, parser, images)
             ask = partial(self._questions.ask, group)
             validator = Validator(settings.of_base(base), description, facts.dtype, ask)
             model = BaseModel(base.name, description, base.former_names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,28 @@ from loramux.serving.calls import CallDelta
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSource:
+    """An image of a request that has not been read yet."""
+
+    kind: Literal["data", "url", "file"]
+    value: str = field(repr=False)
+    """Bytes of the image's file as base64, an address, or the id of a file."""
+    where: str
+    """Field of the request that holds the image; errors name it."""
+    type: str
+    """Type of the part that holds the image, in the words of the caller's API."""
+    is_small: bool = False
+    """True if the caller asks for few tokens (`detail: "low"`)."""
+
+
+class PlacedImage(NamedTuple):
+    """An image, and the number of characters of its turn's text that come before it."""
+
+    offset: int
+    source: ImageSource
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn of a conversation."""
 
@@ -35,6 +57,8 @@ class Message:
     """
     size: int = 0
     """Length of `fields`, in characters."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images between the characters of `content`, in their order."""
 
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -84,10 +108,12 @@ class Truncation:
 
     def shorten(self, token_ids: list[int], room: int) -> list[int]:
         """Return the tokens of a prompt that are kept; if `most` is None, at most `room` tokens."""
-        most = room if self.most is None else self.most
-        if len(token_ids) <= most:
-            return token_ids
-        return token_ids[len(token_ids) - most :] if self.keeps_end else token_ids[:most]
+        return token_ids[self.kept(len(token_ids), room)]
+
+    def kept(self, num_tokens: int, room: int) -> slice:
+        """Return the place of the tokens that are kept in a prompt of `num_tokens`."""
+        most = min(num_tokens, room if self.most is None else self.most)
+        return slice(num_tokens - most, num_tokens) if self.keeps_end else slice(0, most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from http import HTTPStatus
@@ -23,10 +23,17 @@ from loramux.catalog.validation.rendering import TemplateRenderer
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
-from loramux.data.entities import ServiceTier
 from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.requests import BACKGROUND, SHADOW, OpenedRequest, charged_tier, service_tier
-from loramux.engine.messages import AdapterRef, Constraint, ModelFacts, Request, SamplingParams, ServiceClass
+from loramux.engine.messages import (
+    AdapterRef,
+    Constraint,
+    ImageInput,
+    ModelFacts,
+    Request,
+    SamplingParams,
+    ServiceClass,
+)
 from loramux.engine.metrics import SECONDS, Histogram
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.member import EngineStatus, UnknownEngine
@@ -47,11 +54,13 @@ from loramux.serving.checks import (
     ensure_storage_allowed,
     recorded_user,
     resolve_max_tokens,
+    service_class_of,
 )
-from loramux.serving.errors import Draining, EngineDown, NotAllowed
+from loramux.serving.errors import Draining, EngineDown
 from loramux.serving.formats import Format, Formats, GrammarTrials
 from loramux.serving.generation import Generation
-from loramux.serving.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
+from loramux.serving.images import ImageFormat, ImageReader, check_images, shortened_images
+from loramux.serving.messages import Answer, Conversation, GenerationRequest, Prompt, PromptText, Replay
 from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 
@@ -73,6 +82,14 @@ class CompletionCounters:
     """Seconds between one token and the next, by base model and service tier, of requests that have ended."""
 
 
+class EncodedPrompt(NamedTuple):
+    """Tokens of a prompt before it is checked."""
+
+    token_ids: list[int]
+    tail: str | None = None
+    images: tuple[ImageInput, ...] = ()
+
+
 class TokenizedPrompt(NamedTuple):
     """Tokens of a prompt, and the maximum number of tokens of each of its answers."""
 
@@ -80,6 +97,7 @@ class TokenizedPrompt(NamedTuple):
     max_tokens: int
     tail: str | None = None
     """End of a conversation's text; None if the prompt is no conversation."""
+    images: tuple[ImageInput, ...] = ()
 
 
 class TokenizedText(NamedTuple):
@@ -111,6 +129,8 @@ class ServedBase:
     """True if the projects of a tenant share cached KV of the base model. Different tenants never do."""
     tool_parser: str | None = None
     """Notation of the model's calls of tools; None: the chat template's notation."""
+    images: ImageFormat | None = None
+    """The form of images in prompts; None: the base reads text only."""
 
     @cached_property
     def format(self) -> Format:
@@ -152,6 +172,17 @@ class ServedBases(dict[str, ServedBase]):
         raise UnknownEngine(f"there is no engine {name[:80]!r}; there are {', '.join(names)}", "engine")
 
 
+class Reading(NamedTuple):
+    """A request whose prompts are being tokenized."""
+
+    principal: Principal
+    asked: GenerationRequest
+    base: ServedBase
+    format: Format
+    resources: ExitStack
+    """Gets what the request holds until its end."""
+
+
 class ReadRequest(NamedTuple):
     """A request that may be admitted: its model was found, defaults were applied, and prompts were tokenized and
     checked.
@@ -185,6 +216,7 @@ class CompletionService:
         resolver: ModelResolver,
         usage: UsageService,
         renderer: TemplateRenderer | None = None,
+        images: ImageReader | None = None,
     ) -> None:
         """`bases` may change while the service runs."""
         self.bases = bases
@@ -194,6 +226,7 @@ class CompletionService:
         self._resolver = resolver
         self._usage = usage
         self._formats = Formats(renderer or TemplateRenderer())
+        self._images = images
         self._running: set[Generation] = set()
         self._opening: Counter[str] = Counter()
         """Number of requests whose admission is awaited, by tenant. Lines of batches and shadows are not counted by
@@ -214,6 +247,12 @@ class CompletionService:
     def context(self) -> int:
         """Maximum number of tokens that a request to any base may have."""
         return max((base.context for base in self.bases.values()), default=0)
+
+    @property
+    def image_bytes(self) -> int:
+        """Maximum bytes of the images of a request to any base; 0 if no base reads images."""
+        takes_images = any(base.images is not None for base in self.bases.values())
+        return self._images.max_request_bytes if self._images is not None and takes_images else 0
 
     @property
     def running(self) -> int:
@@ -254,20 +293,23 @@ class CompletionService:
         if asked.claim is not None:
             ensure_storage_allowed(principal, "Idempotency-Key")
         id = f"{asked.kind}{uuid.uuid4().hex}"
-        read = await self._read(principal, asked, id)
-        opened = self._opened(principal, read, id)
-        outcome = await self._open(opened)
-        if isinstance(outcome, StoredAnswer):
-            return Replay(outcome, read.base.name)
-        generation = Generation(
-            opened,
-            outcome,
-            _choices(read, _template(principal, read, id, service_class)),
-            read.base.engines,
-            self._usage,
-            is_streamed=asked.is_streamed,
-            prompt_texts=read.echoed,
-        )
+        with ExitStack() as resources:
+            read = await self._read(principal, asked, id, resources)
+            opened = self._opened(principal, read, id)
+            outcome = await self._open(opened)
+            if isinstance(outcome, StoredAnswer):
+                return Replay(outcome, read.base.name)
+            generation = Generation(
+                opened,
+                outcome,
+                _choices(read, _template(principal, read, id, service_class)),
+                read.base.engines,
+                self._usage,
+                is_streamed=asked.is_streamed,
+                prompt_texts=read.echoed,
+            )
+            held = resources.pop_all()
+            generation.task.add_done_callback(lambda _: held.close())
         self._watch(generation)
         choose = None if asked.pooling else self._choose_recorder
         if choose is not None and (recorder := choose(principal, asked, opened)) is not None:
@@ -275,8 +317,11 @@ class CompletionService:
             generation.task.add_done_callback(lambda _: recorder(generation))
         return generation
 
-    async def _read(self, principal: Principal, asked: GenerationRequest, id: str) -> ReadRequest:
-        """Find the model, apply its defaults, and tokenize and check everything. Raises the same errors as `begin`."""
+    async def _read(self, principal: Principal, asked: GenerationRequest, id: str, resources: ExitStack) -> ReadRequest:
+        """Find the model, apply its defaults, and tokenize and check everything. Raises the same errors as `begin`.
+
+        `resources` gets what the request holds until its end.
+        """
         model = await self._resolver.resolve(principal, asked.model, asked.user or id)
         base = self._base_of(model)
         self._ensure_serving(base)
@@ -286,7 +331,7 @@ class CompletionService:
         num_tokens = max(base.facts.vocab_size, format.num_tokens)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             check_token_ids(name, getattr(asked.sampling, name), num_tokens)
-        prompts = await self._tokenize_all(base, format, asked, principal.tenant)
+        prompts = await self._tokenize_all(Reading(principal, asked, base, format, resources))
         stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
         constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
         check_allowed_tokens(asked, constraint)
@@ -297,46 +342,61 @@ class CompletionService:
         self._ensure_serving(base)
         return ReadRequest(asked, model, base, format, prompts, stop, constraint, texts)
 
-    async def _tokenize_all(
-        self, base: ServedBase, format: Format, asked: GenerationRequest, tenant: str
-    ) -> list[TokenizedPrompt]:
+    async def _tokenize_all(self, reading: Reading) -> list[TokenizedPrompt]:
         """Tokenize every prompt. Many short prompts yield to other requests in between."""
         found, size = [], 0
-        for prompt in asked.prompts:
-            found.append(await self._tokenize(base, format, asked, prompt, tenant))
+        for prompt in reading.asked.prompts:
+            found.append(await self._tokenize(reading, prompt))
             size += 1 + len(found[-1].token_ids)
             if size > TOKENS_A_TURN:
                 size = 0
                 await asyncio.sleep(0)
         return found
 
-    async def _tokenize(
-        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str
-    ) -> TokenizedPrompt:
+    async def _tokenize(self, reading: Reading, prompt: Prompt) -> TokenizedPrompt:
+        asked, base, format = reading.asked, reading.base, reading.format
         longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
-        token_ids, tail = await self._encode(base, format, asked, prompt, tenant, longest)
+        token_ids, tail, images = await self._encode(reading, prompt, longest)
         if asked.truncation is not None:
             room = base.context - (0 if asked.pooling else asked.max_tokens or 1)
+            images = shortened_images(images, len(token_ids), asked.truncation, room) if images else ()
             token_ids = asked.truncation.shorten(token_ids, room)
         max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
         if isinstance(prompt, list):
             check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
-        return TokenizedPrompt(token_ids, max_tokens, tail)
+        return TokenizedPrompt(token_ids, max_tokens, tail, images)
 
-    async def _encode(
-        self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str, longest: int
-    ) -> tuple[list[int], str | None]:
-        """Return a prompt's tokens and the end of a conversation's text. A prompt of more than `longest` tokens may be
-        cut short.
-        """
+    async def _encode(self, reading: Reading, prompt: Prompt, longest: int) -> EncodedPrompt:
+        """Return a prompt's tokens and images. A prompt of more than `longest` tokens may be cut short."""
+        asked, base, format, tenant = reading.asked, reading.base, reading.format, reading.principal.tenant
         check_text_length(prompt, format.tokenizer.longest_token, base.context)
-        if isinstance(prompt, str | TextPair):
-            special = asked.add_special_tokens
-            return await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special), None
         if isinstance(prompt, tuple):
-            options = format.chat_options(asked)
-            return await self._formats.encode_chat(format, prompt, options, longest, tenant)
-        return prompt, None
+            return await self._encode_chat(reading, prompt, longest)
+        if isinstance(prompt, list):
+            token_ids = prompt
+        else:
+            special = asked.add_special_tokens
+            token_ids = await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special)
+        if base.images is not None:
+            base.images.check_unplaced(token_ids, "prompt")
+        return EncodedPrompt(token_ids)
+
+    async def _encode_chat(self, reading: Reading, conversation: Conversation, longest: int) -> EncodedPrompt:
+        base, format, principal = reading.base, reading.format, reading.principal
+        options = format.chat_options(reading.asked)
+        has_images = any(turn.images for turn in conversation)
+        if has_images:
+            check_images(reading.asked, conversation, options, base.images, base.name)
+        token_ids, tail = await self._formats.encode_chat(format, conversation, options, longest, principal.tenant)
+        if base.images is None or len(token_ids) > longest:
+            return EncodedPrompt(token_ids, tail)
+        if not has_images:
+            base.images.check_unplaced(token_ids, "messages")
+            return EncodedPrompt(token_ids, tail)
+        assert self._images is not None, "a base with images has a reader of images"
+        placed = self._images.place(principal, base.images, conversation, token_ids, reading.asked.n, reading.resources)
+        token_ids, images = await placed
+        return EncodedPrompt(token_ids, tail, images)
 
     def _opened(self, principal: Principal, read: ReadRequest, id: str) -> OpenedRequest:
         """Return the facts of the request that its row in the database records."""
@@ -421,8 +481,10 @@ class CompletionService:
         base, format = await self._format_of(principal, asked.model)
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
         longest = format.tokenizer.longest_token * base.context
-        token_ids, _ = await self._encode(base, format, asked, asked.prompts[0], principal.tenant, longest)
-        return TokenizedText(token_ids, base.context, format.tokenizer)
+        with ExitStack() as resources:
+            reading = Reading(principal, asked, base, format, resources)
+            encoded = await self._encode(reading, asked.prompts[0], longest)
+        return TokenizedText(encoded.token_ids, base.context, format.tokenizer)
 
     async def detokenize(self, principal: Principal, model: str, token_ids: list[int]) -> str:
         """Return the text of tokens, including special ones. Raises the same errors as `tokenize`."""
@@ -544,23 +606,6 @@ class CompletionService:
                 continue
 
 
-def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:
-    """Return the scheduler's class of a request. Raises NotAllowed where the tenant's tier lacks the service tier."""
-    if service_tier == "default":
-        return ServiceClass(principal.service_class)
-    if service_tier == SHADOW:
-        return ServiceClass.BATCH
-    if service_tier not in principal.service_tiers:
-        allowed = ", ".join(["auto", "default", *sorted(principal.service_tiers - {"batch"})])
-        raise NotAllowed(
-            f"Your plan has no service tier '{service_tier}'; it has {allowed}. Leave 'service_tier' out, or ask your "
-            "operator for it.",
-            "service_tier",
-            code="service_tier_not_allowed",
-        )
-    return ServiceClass.INTERACTIVE if service_tier == "priority" else ServiceClass.BATCH
-
-
 def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass) -> Request:
     """Return the engine's request without the fields that differ between choices."""
     asked, revision, format = read.asked, read.model.revision, read.format
@@ -589,12 +634,16 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
     choices = []
     for index in range(len(read.prompts) * asked.n):
         number, i = divmod(index, asked.n)
-        token_ids, max_tokens, tail = read.prompts[number]
+        token_ids, max_tokens, tail, images = read.prompts[number]
         sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
         if i and not asked.is_streamed:  # an answer in one piece needs a prompt's scores once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         request = msgspec.structs.replace(
-            template, id=f"{template.group_id}-{index}", prompt_token_ids=token_ids, sampling=sampling
+            template,
+            id=f"{template.group_id}-{index}",
+            prompt_token_ids=token_ids,
+            images=images,
+            sampling=sampling,
         )
         output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
         if asked.pooling is None:

@@ -29,7 +29,7 @@ from loramux.common.jobs import ThreadPool
 from loramux.common.settings.file import SettingsError
 from loramux.common.tokenizer_file import TokenizerDiffers, load_tokenizer
 from loramux.serving.errors import InvalidRequest
-from loramux.serving.messages import ChatOptions, Conversation, Message, PromptText, TextPair, Token
+from loramux.serving.messages import ChatOptions, Conversation, Message, PlacedImage, PromptText, TextPair, Token
 
 T = TypeVar("T")
 TAIL_CHARACTERS = 64
@@ -307,7 +307,30 @@ class TemplateRefusal(InvalidRequest):
 
 def template_messages(conversation: Conversation) -> list[dict[str, Any]]:
     """Return the messages as chat templates expect them."""
-    return [{"role": message.role, "content": message.content, **message.fields} for message in conversation]
+    return [{"role": message.role, "content": _template_content(message), **message.fields} for message in conversation]
+
+
+def _template_content(message: Message) -> str | list[dict[str, str]]:
+    """Return a turn's text, or its texts and images."""
+    if not message.images:
+        return message.content
+    parts, begin = list[dict[str, str]](), 0
+    for offset, _ in message.images:
+        parts += [{"type": "text", "text": message.content[begin:offset]}, {"type": "image"}]
+        begin = offset
+    parts.append({"type": "text", "text": message.content[begin:]})
+    return [part for part in parts if part.get("text") != ""]
+
+
+def join_turns(turns: Sequence[Message]) -> Message:
+    """Return one turn with the texts and images of all `turns`, which have no other fields."""
+    content, images = "", list[PlacedImage]()
+    for turn in turns:
+        if content and turn.content:
+            content += _BETWEEN_TURNS
+        images += [PlacedImage(len(content) + offset, source) for offset, source in turn.images]
+        content += turn.content
+    return replace(turns[0], content=content, images=tuple(images))
 
 
 def render_accepted(conversation: Conversation, render: Callable[[Conversation], str]) -> tuple[str, Conversation]:
@@ -351,12 +374,10 @@ def _later_instructions(conversation: Conversation) -> Iterable[Message]:
 
 
 def _fold_instructions(conversation: Conversation) -> Conversation:
-    later = [turn.content for turn in _later_instructions(conversation)]
-    if not later:
+    if not any(_later_instructions(conversation)):
         return conversation
-    others = [turn for turn in conversation if turn.role != "system"]
-    first = [conversation[0].content] if conversation[0].role == "system" else []
-    return (Message("system", _BETWEEN_TURNS.join(first + later)), *others)
+    instructions = [turn for turn in conversation if turn.role == "system"]
+    return (join_turns(instructions), *(turn for turn in conversation if turn.role != "system"))
 
 
 def _join_turns(conversation: Conversation) -> Conversation:
@@ -368,7 +389,7 @@ def _join_turns(conversation: Conversation) -> Conversation:
             continue
         last = turns[-1] if turns else None
         if last and last.role == turn.role and turn.role in ("user", "assistant") and not (last.fields or turn.fields):
-            turns[-1] = replace(last, content=_BETWEEN_TURNS.join(filter(None, (last.content, turn.content))))
+            turns[-1] = join_turns((last, turn))
         else:
             turns.append(turn)
     return tuple(turns)

@@ -45,7 +45,6 @@ from loramux.common.sandbox.jail import code_paths, enter_jail, leave_network
 
 START_SECONDS = 120.0
 """Time for a warm process to start on a busy machine."""
-MAX_ANSWER_BYTES = 16 << 20
 _START = (
     # First of all, ignore interrupts. An interrupt from the terminal is for the server, which closes the socket when it
     # ends.
@@ -104,6 +103,8 @@ class JobLimits(msgspec.Struct, frozen=True):
     """Folders that the job may read, by absolute paths; it cannot open other folders, except Python's own."""
     writable: tuple[str, ...] = ()
     """Folders that the job may read and write."""
+    answer_bytes: int = 16 << 20
+    """Size of the largest result, in bytes of JSON."""
 
 
 class SandboxJob(msgspec.Struct, frozen=True):
@@ -212,7 +213,7 @@ class Sandbox:
             try:
                 ours.sendall(msgspec.json.encode(SandboxJob(limits, msgspec.Raw(payload))))
                 ours.shutdown(socket.SHUT_WR)
-                data = _read(ours)
+                data = _read(ours, limits.answer_bytes)
             except (OSError, ValueError) as error:
                 reason, data = str(error), b""
         if data:
@@ -284,12 +285,12 @@ class Sandbox:
             return True
 
 
-def _read(connection: socket.socket) -> bytes:
+def _read(connection: socket.socket, max_bytes: int) -> bytes:
     data = bytearray()
     while chunk := connection.recv(1 << 16):
         data += chunk
-        if len(data) > MAX_ANSWER_BYTES:
-            raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+        if len(data) > max_bytes:
+            raise ValueError(f"an answer of more than {max_bytes} bytes")
     return bytes(data)
 
 

@@ -31,6 +31,7 @@ from loramux.common.settings.serving import (
     BaseSettings,
     EngineSettings,
     FleetSettings,
+    ImageSettings,
     ModelSettings,
     PushSettings,
     SchedulerSettings,
@@ -70,6 +71,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     engine: EngineSettings = EngineSettings()
     fleet: FleetSettings = FleetSettings()
     scheduler: SchedulerSettings = SchedulerSettings()
+    images: ImageSettings = ImageSettings()
     records: RecordsSettings = RecordsSettings()
     adapters: AdapterLimits = AdapterLimits()
     validation: ValidationSettings = ValidationSettings()

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from loramux.common.settings.server import Fraction, Name, Positive, Share
+from loramux.common.settings.server import Fraction, Name, Port, Positive, Share
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 GenerationConfig = Literal["auto", "none"]
@@ -233,6 +233,38 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Seconds of silence after which a server treats an engine as lost, or an engine a server."""
     ray: RaySettings = RaySettings()
     """The Ray cluster and the resources of an engine. The fields are described below."""
+
+
+class ImageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Bounds of the images in prompts."""
+
+    max_per_request: Annotated[int, Meta(ge=1, le=256)] = 16
+    """The largest number of images of a request."""
+    max_bytes: Annotated[int, Meta(ge=1, le=12 << 20)] = 8 << 20
+    """The largest file of an image, in bytes."""
+    max_request_bytes: Annotated[int, Meta(ge=1, le=64 << 20)] = 20 << 20
+    """Maximum bytes of the files of a request's images together."""
+    max_pixels: Annotated[int, Meta(ge=1, le=200_000_000)] = 25_000_000
+    """The largest number of pixels of an image in its file. Decoding takes up to 32 bytes of memory a pixel."""
+    max_tokens: Annotated[int, Meta(ge=4, le=16_384)] = 4096
+    """The largest number of tokens of an image in a prompt. A larger image is resized to fewer pixels, as by the
+    checkpoint's own limit."""
+    memory_bytes: Annotated[int, Meta(ge=64 << 20)] = 1 << 30
+    """Bytes of memory for images of running requests: a tenant holds at most a quarter."""
+    processes: Annotated[int, Meta(ge=1, le=64)] = 2
+    """Number of images that are decoded at the same time, each in a process without rights. A tenant has at most half
+    of these processes, at least one."""
+    fetch_seconds: Annotated[float, Meta(gt=0, le=60)] = 10.0
+    """Seconds within which all images of a request must arrive from the addresses that the request names."""
+    ports: Annotated[tuple[Port, ...], Meta(min_length=1, max_length=64)] = (80, 443, 8443)
+    """The allowed ports of images' addresses; with `allow_private_addresses` every port is allowed."""
+    allow_private_addresses: bool = False
+    """Fetch images from private addresses too. Set this only if every tenant is trusted."""
+
+    @property
+    def tenant_bytes(self) -> int:
+        """Bytes of memory that the images of a tenant's running requests may hold."""
+        return self.memory_bytes // 4
 
 
 class ClassShares(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -1,0 +1,123 @@
+"""The process that decodes images: `prepare` for the sandbox.
+
+An image is a customer's file, and its decoder is native code. Each image is decoded in a separate process, with the
+kernel's limits on time and memory, and without rights. Bounds are checked in the image's header before its pixels are
+decoded. The checkpoint's own image processor then resizes the image and cuts it into patches, as in training.
+"""
+
+from __future__ import annotations
+
+import binascii
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Formats that are decoded, under Pillow's names."""
+ImageFault = Literal["no_base64", "too_large", "unknown_format", "too_many_pixels", "animated", "broken", "too_narrow"]
+
+
+class DecodingJob(msgspec.Struct, frozen=True):
+    """One image."""
+
+    data: str
+    """The bytes of the file, as base64."""
+    max_bytes: int
+    max_pixels: int
+    """Maximum number of pixels of the image in its file."""
+    max_tokens: int
+    """Maximum number of tokens that the image takes in a prompt; a larger image is resized to fewer pixels."""
+
+
+class DecodedImage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The patches of an image and their grid, as in `ImageInput`; or a fault."""
+
+    patches: bytes = b""
+    grid: tuple[int, int, int] = (0, 0, 0)
+    fault: ImageFault | None = None
+    size: tuple[int, int] = (0, 0)
+    """Width and height in the file, in pixels; zeros if the header cannot be read."""
+
+
+class _Refused(Exception):
+    def __init__(self, fault: ImageFault, size: tuple[int, int] = (0, 0)) -> None:
+        super().__init__(fault)
+        self.fault, self.size = fault, size
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    """Return the function for one job. `setup` is the folder of the checkpoint, whose image processor is loaded."""
+    from transformers import AutoImageProcessor
+
+    processor = AutoImageProcessor.from_pretrained(Path(setup.decode()), backend="pil", trust_remote_code=False)
+    Image.init()  # import the formats' modules now, because a job cannot open files
+    return lambda job: msgspec.json.encode(decode(msgspec.json.decode(job, type=DecodingJob), processor))
+
+
+def decode(job: DecodingJob, processor: Any) -> DecodedImage:
+    """Decode an image, and return its patches or a fault."""
+    try:
+        image = _opened(job)
+        return _patches(_upright(image), processor, job.max_tokens)
+    except _Refused as refused:
+        return DecodedImage(fault=refused.fault, size=refused.size)
+
+
+def _opened(job: DecodingJob) -> Image.Image:
+    """Read the header, and check its facts."""
+    try:
+        data = binascii.a2b_base64(job.data)
+    except ValueError:
+        raise _Refused("no_base64") from None
+    if len(data) > job.max_bytes:
+        raise _Refused("too_large")
+    Image.MAX_IMAGE_PIXELS = None  # the bound below is the server's own
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise _Refused("unknown_format") from None
+    except Exception:  # the header may be wrong in any way
+        raise _Refused("broken") from None
+    if image.width * image.height > job.max_pixels:
+        raise _Refused("too_many_pixels", image.size)
+    # A camera's JPEG may hold a second picture (format MPO); viewers show the first one.
+    if image.format != "MPO" and getattr(image, "is_animated", False):
+        raise _Refused("animated", image.size)
+    return image
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """Decode the pixels, and turn them as the camera's note in the file says."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            image.load()
+            image = ImageOps.exif_transpose(image)
+    except MemoryError:
+        raise
+    except Exception:  # the file may be wrong in any way
+        raise _Refused("broken", image.size) from None
+    if image.mode.startswith("I"):  # Pillow would cut 16 bits off at 255: white
+        return Image.fromarray((np.asarray(image).astype(np.uint32) >> 8).clip(0, 255).astype(np.uint8))
+    return image
+
+
+def _patches(image: Image.Image, processor: Any, max_tokens: int) -> DecodedImage:
+    """Return the patches before their values are scaled, so that each value is a byte."""
+    side = processor.patch_size * processor.merge_size
+    size = dict(processor.size)
+    size["longest_edge"] = min(size["longest_edge"], max_tokens * side * side)
+    size["shortest_edge"] = min(size["shortest_edge"], size["longest_edge"])
+    try:
+        made = processor(images=[image], size=size, do_rescale=False, do_normalize=False)
+    except ValueError:  # the processor refuses an image whose sides differ by more than a factor of 200
+        raise _Refused("too_narrow", image.size) from None
+    patches = np.asarray(made["pixel_values"])
+    grid = tuple(int(n) for n in made["image_grid_thw"][0])
+    assert ((patches >= 0) & (patches <= 255)).all(), "the processor resizes bytes"
+    return DecodedImage(patches.astype(np.uint8).tobytes(), (grid[0], grid[1], grid[2]), size=image.size)

@@ -1,0 +1,348 @@
+"""Images of prompts: what reaches the engine, and what is refused before it is decoded."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from gateway_harness import Harness, in_harness, read
+from image_base import IMAGE_TOKEN_ID, PAD, picture, saved
+from PIL import Image
+from scripted_engine import FACTS
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from loramux.common.public_http import PublicTransport, Resolver
+from loramux.common.settings.serving import ImageSettings
+from loramux.engine.messages import ImageInput, SamplingParams
+from loramux.serving.errors import InvalidRequest, PromptTooLong
+from loramux.serving.images import TooManyImages
+from loramux.serving.messages import ChatOptions, ImageSource, Message, PlacedImage, Truncation
+
+SETTINGS = ImageSettings(max_per_request=4, max_bytes=1 << 20, max_pixels=4_000_000, max_tokens=64)
+WHERE = "messages[0].content[1]"
+
+
+def source(file: bytes | str, **fields: Any) -> ImageSource:
+    data = file if isinstance(file, str) else base64.b64encode(file).decode()
+    return ImageSource(**{"kind": "data", "value": data, "where": WHERE, "type": "image_url"} | fields)
+
+
+def turn(text: str, *images: tuple[int, ImageSource], role: str = "user", **fields: Any) -> Message:
+    return Message(role, text, fields, 0, tuple(PlacedImage(*image) for image in images))
+
+
+def chat(*turns: Message, **changes: Any) -> dict[str, Any]:
+    return {"kind": "chatcmpl-", "prompts": (turns,), "max_tokens": 4} | changes
+
+
+def expected(image: Image.Image, max_tokens: int = 64) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Return the pixel values of transformers' own processor, and the grid."""
+    size = {"shortest_edge": 3136, "longest_edge": max_tokens * 28 * 28}
+    made = Qwen2VLImageProcessorPil(size=size)(images=[image])
+    return made["pixel_values"], tuple(made["image_grid_thw"][0])
+
+
+def pixel_values(image: ImageInput) -> np.ndarray:
+    """Return an image's patches as the engine scales and normalises them."""
+    processor = Qwen2VLImageProcessorPil()
+    mean, std = (np.repeat(values, 2 * 14 * 14) for values in (processor.image_mean, processor.image_std))
+    patches = np.frombuffer(image.patches, np.uint8).reshape(-1, 3 * 2 * 14 * 14)
+    return (patches / 255 - mean) / std
+
+
+def in_images(test: Callable[[Harness], Any], folder: Path, settings: ImageSettings = SETTINGS, **engine: Any) -> None:
+    in_harness(test, folder, images=settings, **engine)
+
+
+def test_images_reach_the_engine_as_transformers_cuts_them_in_the_order_of_the_prompt(tmp_path: Path) -> None:
+    first, second = picture(56, 84, 1), picture(300, 200, 2)
+    turns = (
+        turn("look: and", (5, source(saved(first)))),
+        turn("seen", role="assistant"),
+        turn("", (0, source(saved(second, "WEBP", lossless=True))), (0, source(saved(first)))),
+    )
+
+    async def test(made: Harness) -> None:
+        await read(await made.begin(**chat(*turns)))
+        (request,) = made.engine.requests
+        assert [image.num_tokens for image in request.images] == [6, 54, 6]
+        for image, given in zip(request.images, (first, second, first), strict=True):
+            values, grid = expected(given)
+            assert image.grid == grid
+            np.testing.assert_allclose(pixel_values(image), values, atol=1e-5)
+            end = image.start + image.num_tokens
+            assert request.prompt_token_ids[image.start - 1 : end + 1] == [
+                258,
+                *[IMAGE_TOKEN_ID] * (end - image.start),
+                259,
+            ]
+        assert request.images[0].digest == request.images[2].digest != request.images[1].digest
+        text = bytes(token for token in request.prompt_token_ids if token < 256).decode()
+        assert text == "user: look: and\nassistant: seen\nuser: \nassistant:"
+        assert request.prompt_token_ids[: request.images[0].start - 1] == list(b"user: look:")
+        (entry,) = await made.entries()
+        assert entry[1] == len(request.prompt_token_ids) > 72
+
+    in_images(test, tmp_path)
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    """Return a PNG of one colour, which may be large: rows of zeros compress well."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    rows = zlib.compress(bytes((width // 8 + 1) * min(height, 1000)), 9)
+    body = b"".join(chunk(*one) for one in (*chunks, (b"IDAT", rows), (b"IEND", b"")))
+    return b"\x89PNG\r\n\x1a\n" + header + body
+
+
+def animation(form: str, frames: int) -> bytes:
+    rest = [Image.new("L", (2, 2), number * 80 % 256) for number in range(1, frames)]
+    return saved(Image.new("L", (2, 2)), form, save_all=True, append_images=rest)
+
+
+HOSTILE: dict[str, tuple[Callable[[], bytes | str], str]] = {
+    "50,000 x 50,000 pixels": (lambda: png(50_000, 50_000), "50000 x 50000 pixels, and the most is 4000000"),
+    "too many bytes": (lambda: saved(picture(700, 700)), "more than 1048576 bytes"),
+    "gif of 10,000 frames": (lambda: animation("GIF", 10_000), "animated"),
+    "animated png": (lambda: animation("PNG", 3), "animated"),
+    "animated webp": (lambda: animation("WEBP", 3), "animated"),
+    "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', "none of PNG, JPEG, WEBP, GIF"),
+    "bmp": (lambda: saved(picture(), "BMP"), "none of PNG"),
+    "empty": (lambda: b"", "none of PNG"),
+    "no base64": (lambda: "abc", "no base64"),
+    "truncated jpeg": (lambda: saved(picture(640, 480), "JPEG")[:4000], "damaged or cut off"),
+    "truncated png": (lambda: saved(picture(640, 480))[:4000], "damaged or cut off"),
+    "png of text": (lambda: png(8, 8, (b"zTXt", b"a\0\0" + zlib.compress(bytes(80 << 20), 9))), "damaged or cut off"),
+    "too narrow": (lambda: saved(picture(1000, 4)), "more than 200 times"),
+}
+
+
+def test_hostile_files_are_refused_by_their_field_and_in_bounded_time(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        await read(await made.begin(**chat(turn("a", (0, source(saved(picture())))))))  # the process has started
+        for name, (make, reason) in HOSTILE.items():
+            file, began = make(), time.monotonic()
+            with pytest.raises(InvalidRequest, match=reason) as refusal:
+                await made.begin(**chat(turn("a", (0, source(file)))))
+            assert refusal.value.field == WHERE, name
+            assert WHERE in str(refusal.value), name
+            assert time.monotonic() - began < 30, name
+        assert len(made.engine.requests) == 1
+
+    in_images(test, tmp_path)
+
+
+def test_unusual_files_are_shown_as_people_see_them(tmp_path: Path) -> None:
+    plain = picture(112, 56, 3)
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn right
+    alpha = plain.convert("RGBA")
+    alpha.putalpha(0)
+    deep = Image.fromarray(np.full((56, 112), 0x8000, np.uint16))
+    two = saved(plain, "MPO", save_all=True, append_images=[picture(112, 56, 4)], quality=100)
+    cases: dict[str, tuple[bytes, Image.Image]] = {
+        "turned": (saved(plain, exif=exif), plain.transpose(Image.Transpose.ROTATE_270)),
+        "transparent": (saved(alpha), Image.new("RGB", plain.size, "white")),
+        "palette": (saved(plain.quantize(8)), plain.quantize(8).convert("RGB")),
+        "grey": (saved(plain.convert("L")), plain.convert("L").convert("RGB")),
+        "16 bits": (saved(deep), Image.new("RGB", plain.size, (128, 128, 128))),
+        "cmyk": (
+            saved(Image.new("CMYK", plain.size, (0, 255, 255, 0)), "JPEG"),
+            Image.new("RGB", plain.size, (255, 0, 0)),
+        ),
+        "two pictures of a camera": (two, Image.open(__import__("io").BytesIO(two)).convert("RGB")),
+        "gif of one frame": (saved(plain.quantize(8), "GIF"), plain.quantize(8).convert("RGB")),
+    }
+
+    async def test(made: Harness) -> None:
+        for name, (file, shown) in cases.items():
+            await read(await made.begin(**chat(turn("a", (0, source(file))))))
+            (image,) = made.engine.requests[-1].images
+            values, grid = expected(shown)
+            assert image.grid == grid, name
+            np.testing.assert_allclose(pixel_values(image), values, atol=0.02, err_msg=name)
+
+    in_images(test, tmp_path)
+
+
+def test_a_large_image_is_resized_to_the_most_tokens_and_with_low_detail_to_256(tmp_path: Path) -> None:
+    large = saved(Image.new("RGB", (1400, 1400), "red"))
+
+    async def test(made: Harness) -> None:
+        await read(await made.begin(**chat(turn("a", (0, source(large)), (1, source(large, is_small=True))))))
+        assert [image.num_tokens for image in made.engine.requests[0].images] == [1024, 256]
+
+    in_images(test, tmp_path, ImageSettings(max_tokens=1024))
+
+
+SPELLED = f"see {PAD}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (chat(turn(SPELLED, (0, source(saved(picture()))))), "messages"),
+        (chat(turn("a", (0, source(saved(picture())))), turn(SPELLED, role="assistant")), "messages"),
+        (chat(turn("a", (0, source(saved(picture()))), note=[SPELLED])), "messages"),
+        (chat(turn("a", (0, source(saved(picture())))), chat=ChatOptions(template={"tools": [SPELLED]})), "messages"),
+        (chat(turn(SPELLED)), "messages"),
+        ({"prompts": (SPELLED,)}, "prompt"),
+        ({"prompts": ([1, IMAGE_TOKEN_ID, 2],)}, "prompt"),
+    ],
+)
+def test_a_text_that_spells_the_pad_token_is_refused(tmp_path: Path, asked: dict[str, Any], field: str) -> None:
+    async def test(made: Harness) -> None:
+        with pytest.raises(InvalidRequest, match="marks the place of an image") as refusal:
+            await made.begin(**asked)
+        assert refusal.value.field == field
+
+    in_images(test, tmp_path)
+
+
+def test_images_count_in_the_context_and_a_truncation_cuts_none(tmp_path: Path) -> None:
+    image = source(saved(picture(280, 140, 5)))  # 50 tokens
+
+    async def test(made: Harness) -> None:
+        with pytest.raises(PromptTooLong) as refusal:
+            await made.begin(**chat(turn("a", (0, image))))
+        assert refusal.value.tokens == 70
+        text = "x" * 20
+        await read(await made.begin(**chat(turn(text, (0, image)), truncation=Truncation(30), max_tokens=1)))
+        assert not made.engine.requests[0].images
+        await read(await made.begin(**chat(turn(text, (20, image)), truncation=Truncation(63), max_tokens=1)))
+        (placed,) = made.engine.requests[1].images
+        assert made.engine.requests[1].prompt_token_ids[placed.start : placed.start + 50] == [IMAGE_TOKEN_ID] * 50
+        with pytest.raises(InvalidRequest, match="would cut an image"):
+            await made.begin(**chat(turn(text, (0, image)), truncation=Truncation(60), max_tokens=1))
+
+    in_images(test, tmp_path, facts=msgspec.structs.replace(FACTS, vocab_size=261, max_model_len=64))
+
+
+def test_a_base_without_images_refuses_them_by_its_name(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        with pytest.raises(
+            InvalidRequest, match=r"'image_url', and this model reads text only: its base is 'tiny'"
+        ) as no:
+            await made.begin(**chat(turn("a", (0, source(saved(picture()))))))
+        assert (no.value.field, no.value.code) == (WHERE, "unsupported_parameter")
+
+    in_harness(test, tmp_path)
+
+
+def test_images_are_bounded_in_number_and_in_bytes(tmp_path: Path) -> None:
+    image = source(saved(picture()))
+
+    async def test(made: Harness) -> None:
+        with pytest.raises(InvalidRequest, match="5 images, and the most is 4"):
+            await made.begin(**chat(turn("a", *[(0, image)] * 5)))
+        with pytest.raises(InvalidRequest, match="more than 20000 bytes together"):
+            await made.begin(**chat(turn("a", *[(0, source(saved(picture(56, 56))))] * 4)))
+
+    in_images(test, tmp_path, ImageSettings(max_per_request=4, max_request_bytes=20_000))
+
+
+def test_a_tenants_running_images_are_bounded_and_their_memory_returns_with_the_answer(tmp_path: Path) -> None:
+    large = source(saved(Image.new("RGB", (1008, 1008), "red")))  # 1,296 tokens, 5.8 MiB
+
+    async def test(made: Harness) -> None:
+        asked = chat(turn("a", (0, large)), sampling=SamplingParams(max_tokens=0))
+        running = [await made.begin(**asked), await made.begin(**asked)]
+        with pytest.raises(TooManyImages):
+            await made.begin(**asked)
+        with pytest.raises(InvalidRequest, match="too large for 3 choices"):
+            await made.begin(**asked, n=3)
+        for one in running:
+            await read(one)
+            await one.task  # type: ignore[attr-defined]
+        await read(await made.begin(**asked))
+
+    in_images(test, tmp_path, ImageSettings(memory_bytes=64 << 20), pause=0.3)
+
+
+def test_every_choice_gets_the_images(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        await read(await made.begin(**chat(turn("a", (0, source(saved(picture())))), n=3)))
+        assert len({request.images for request in made.engine.requests}) == 1
+        assert len(made.engine.requests) == 3
+
+    in_images(test, tmp_path)
+
+
+PUBLIC = "93.184.216.34"
+
+
+def web_of(made: Harness, answer: Callable[[httpx.Request], httpx.Response], **names: str) -> None:
+    """Answer the calls of the reader without a network; `names` have addresses."""
+    assert made.images is not None
+    resolver = Resolver("images", lookup=lambda host: [names[host.partition(".")[0]]])
+    transport = PublicTransport(resolver, ports=(80, 443))
+    transport._inner = httpx.MockTransport(answer)  # type: ignore[assignment]
+    made.images._client._transport = transport
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("http://127.0.0.1/a.png", "not a public address"),
+        ("http://[::1]/a.png", "not a public address"),
+        ("http://169.254.169.254/latest/meta-data", "not a public address"),
+        ("http://2130706433/a.png", "not a public address"),
+        ("http://inside.example/a.png", "leads to 10.0.0.1, which is not a public address"),
+        ("http://outside.example:22/a.png", "the port 22 is not allowed"),
+        ("http://outside.example/to-inside", "leads to 10.0.0.1, which is not a public address"),
+        ("http://outside.example/to-loopback", "127.0.0.1, which is not a public address"),
+        ("http://outside.example/to-port", "the port 6379 is not allowed"),
+        ("http://outside.example/zipped", "its reply is encoded"),
+        ("ftp://outside.example/a.png", "begins with https"),
+        ("http://", "begins with https"),
+        ("http://a b", "not a public address"),
+    ],
+)
+def test_an_address_that_is_not_public_is_never_called(tmp_path: Path, address: str, reason: str) -> None:
+    called: list[str] = []
+    moved = {
+        "/to-inside": "http://inside.example/a.png",
+        "/to-loopback": "http://127.0.0.1/a.png",
+        "/to-port": "http://outside.example:6379/",
+    }
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        called.append(request.url.host)
+        if request.url.path == "/zipped":
+            return httpx.Response(200, headers={"Content-Encoding": "gzip"}, stream=httpx.ByteStream(b""))
+        return httpx.Response(302, headers={"Location": moved[request.url.path]})
+
+    async def test(made: Harness) -> None:
+        web_of(made, answer, inside="10.0.0.1", outside=PUBLIC)
+        with pytest.raises(InvalidRequest, match=reason) as refusal:
+            await made.begin(**chat(turn("a", (0, source(address, kind="url")))))
+        assert (refusal.value.field, refusal.value.code) == (WHERE, "invalid_image_url")
+        assert set(called) <= {PUBLIC}
+
+    in_images(test, tmp_path)
+
+
+def test_fetched_images_count_in_the_tenants_memory_until_the_request_is_refused(tmp_path: Path) -> None:
+    settings = ImageSettings(max_bytes=12 << 20, max_request_bytes=30 << 20, memory_bytes=64 << 20, fetch_seconds=30)
+
+    async def test(made: Harness) -> None:
+        web_of(made, lambda _: httpx.Response(200, stream=httpx.ByteStream(bytes(11 << 20))), outside=PUBLIC)
+        one = source("http://outside.example/a.png", kind="url")
+        with pytest.raises(TooManyImages):
+            await made.begin(**chat(turn("a", (0, one), (0, one))))
+        assert made.images is not None
+        assert made.images._memory.held_by(made.principal.tenant) == 0
+
+    in_images(test, tmp_path, settings)

@@ -1,0 +1,77 @@
+"""The files of a base that reads images: a byte tokenizer, a template, and Qwen2-VL's image processor."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import shutil
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import transformers
+from PIL import Image
+from tiny_base import byte_tokenizer
+
+from loramux.serving.images import ImageFormat
+from loramux.serving.tokenizer import Tokenizer
+
+PAD = "<|image_pad|>"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+IMAGE_TOKEN_ID = 260
+VOCABULARY = 261
+
+
+def image_tokenizer(chat_template: str = CHAT_TEMPLATE) -> transformers.PreTrainedTokenizerFast:
+    """The byte tokenizer; 258 and 259 are around an image, and 260 is its pad token."""
+    tokenizer = byte_tokenizer(chat_template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_start|>", "<|vision_end|>", PAD]})
+    assert tokenizer.convert_tokens_to_ids(PAD) == IMAGE_TOKEN_ID
+    return tokenizer
+
+
+def make_image_files(folder: Path, patch_size: int = 14) -> Path:
+    """Write the files that describe images, next to a checkpoint's other files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {"model_type": "qwen2_vl", "image_token_id": IMAGE_TOKEN_ID}
+    (folder / "config.json").write_text(json.dumps(config))
+    processor = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": patch_size,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "size": {"shortest_edge": 3136, "longest_edge": 1003520},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+@cache
+def image_format() -> ImageFormat:
+    """The form of images of such a base, whose process starts once in a run of tests."""
+    folder = make_image_files(Path(tempfile.mkdtemp()))
+    found = ImageFormat.load(folder, Tokenizer(image_tokenizer()))
+    assert found is not None
+    atexit.register(shutil.rmtree, folder)
+    atexit.register(found.close)
+    return found
+
+
+def picture(width: int = 56, height: int = 28, seed: int = 0) -> Image.Image:
+    """A picture of random colours."""
+    generator = np.random.default_rng(seed)
+    return Image.fromarray(generator.integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: object) -> bytes:
+    """Return a picture as a file."""
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
