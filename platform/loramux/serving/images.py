@@ -58,8 +58,6 @@ CPU_SECONDS, WALL_SECONDS = 10.0, 30.0
 """Limits of the decoding of one image."""
 PROCESS_BYTES, BYTES_PER_PIXEL = 256 << 20, 32
 """Memory that decoding takes: for the result, and for every pixel of the file with its copies in other modes."""
-PROCESSORS = frozenset(f"Qwen2VLImageProcessor{form}" for form in ("", "Fast", "Pil"))
-"""Image processors of checkpoints whose images are served."""
 REASONS: Mapping[ImageFault, str] = {
     "no_base64": "its data is no base64",
     "too_large": "it has more than {bounds.max_bytes} bytes, the most",
@@ -86,12 +84,11 @@ class TooManyImages(Unavailable):
 
 
 class _Processor(msgspec.Struct):
-    """The facts of a checkpoint's image processor, under its own names."""
+    """The facts of a checkpoint's image processor, under its own names; all are given if it cuts images into patches."""
 
-    image_processor_type: str = ""
-    patch_size: int = 14
-    temporal_patch_size: int = 2
-    merge_size: int = 2
+    patch_size: int = 0
+    temporal_patch_size: int = 0
+    merge_size: int = 0
 
 
 class _Checkpoint(msgspec.Struct):
@@ -120,9 +117,9 @@ class ImageFormat:
         """Return the form that a checkpoint's files describe; None if it is none that this server decodes."""
         token_id = _read(model_dir / "config.json", _Checkpoint).image_token_id
         processor = _read(model_dir / "preprocessor_config.json", _Processor)
-        if not processor.image_processor_type:
+        if not processor.merge_size:
             processor = _read(model_dir / "processor_config.json", _ProcessorFile).image_processor
-        if token_id is None or processor.image_processor_type not in PROCESSORS:
+        if token_id is None or not (processor.patch_size and processor.temporal_patch_size and processor.merge_size):
             return None
         return cls(
             token_id,
