@@ -84,7 +84,7 @@ class TooManyImages(Unavailable):
 
 
 class _Processor(msgspec.Struct):
-    """The facts of a checkpoint's image processor, under its own names; all are given if it cuts images into patches."""
+    """The facts of an image processor, under its own names; all are given if it cuts images into patches."""
 
     patch_size: int = 0
     temporal_patch_size: int = 0
