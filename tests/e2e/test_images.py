@@ -1,0 +1,146 @@
+"""Images over HTTP: answers are those of transformers' own processor and model, for the base and an adapter."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import peft
+import pytest
+import torch
+import transformers
+from image_base import image_tokenizer, picture, saved
+from PIL import Image
+from server_process import Child, Place, served
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+TOKENS = 12
+SIZES = ((56, 28), (33, 80), (120, 40), (64, 64))
+CONFIG = transformers.Qwen2_5_VLConfig(
+    text_config={
+        "vocab_size": 261,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 257,
+        "eos_token_id": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    },
+    vision_config={
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "patch_size": 4,
+        "window_size": 24,
+        "fullatt_block_indexes": [1],
+    },
+    image_token_id=260,
+    vision_start_token_id=258,
+    vision_end_token_id=259,
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.Qwen2_5_VLForConditionalGeneration(CONFIG).save_pretrained(folder)
+    size = {"shortest_edge": 64, "longest_edge": 2048}
+    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+    image_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter")
+    targets = r".*language_model.*\.(q_proj|v_proj|down_proj)"
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
+        wrapped.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Child, str]]:
+    place = Place(tmp_path_factory.mktemp("place"), base).prepare()
+    named = 'served_model_name = "tiny"\n'
+    place.config.write_text(place.config.read_text().replace(named, f'{named}dtype = "float32"\n'))
+    place.loramux("migrate")
+    key = place.key_of("acme")
+    with served(place) as child:
+        yield child, key
+
+
+def content_of(images: list[Image.Image]) -> list[Any]:
+    parts: list[Any] = [{"type": "text", "text": "what?"}]
+    for image in images:
+        url = f"data:image/png;base64,{base64.b64encode(saved(image)).decode()}"
+        parts += [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "and"}]
+    return parts
+
+
+class Reference:
+    """transformers' processor and model, with an adapter or without."""
+
+    def __init__(self, base: Path, adapter: Path | None) -> None:
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+        self.processor: Any = transformers.AutoImageProcessor.from_pretrained(base, backend="pil")
+        self.model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base)
+        if adapter is not None:
+            self.model = peft.PeftModel.from_pretrained(self.model, adapter)
+
+    @torch.no_grad()
+    def answer(self, images: list[Image.Image]) -> list[int]:
+        """The tokens of a greedy answer."""
+        parts: list[Any] = [{"type": "text", "text": "what?"}]
+        for _ in images:
+            parts += [{"type": "image"}, {"type": "text", "text": "and"}]
+        messages = [{"role": "user", "content": parts}]
+        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        pixels = self.processor(images, return_tensors="pt")
+        for grid in pixels["image_grid_thw"]:
+            text = text.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // 4), 1)
+        text = text.replace("<|placeholder|>", "<|image_pad|>")
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        kinds = (ids == 260).int()
+        options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        made = self.model.generate(input_ids=ids, mm_token_type_ids=kinds, **pixels, **options)
+        return made[0, ids.shape[1] :].tolist()
+
+
+def answered(client: openai.OpenAI, model: str, images: list[Image.Image]) -> tuple[list[int], Any]:
+    body = {"return_token_ids": True, "ignore_eos": True}
+    messages: Any = [{"role": "user", "content": content_of(images)}]
+    made: Any = client.chat.completions.create(
+        model=model, messages=messages, max_tokens=TOKENS, temperature=0, extra_body=body
+    )
+    return made.choices[0].token_ids, made.usage
+
+
+def test_answers_to_images_are_transformers_for_the_base_and_an_adapter(
+    server: tuple[Child, str], base: Path, adapter: Path
+) -> None:
+    child, key = server
+    with child.http(key) as http:
+        files = [("files", (path.name, path.read_bytes())) for path in adapter.iterdir() if path.suffix != ".md"]
+        made = http.post("/v1/adapters", data={"name": "eyes"}, files=files)
+        assert made.status_code == 201, made.text
+    client = child.openai(key)
+    prompts = [[picture(*SIZES[(i + k) % 4], seed=10 * i + k) for k in range(1 + i % 3)] for i in range(6)]
+    for model, reference in (("tiny", Reference(base, None)), ("eyes", Reference(base, adapter))):
+        for images in prompts:
+            tokens, usage = answered(client, model, images)
+            assert tokens == reference.answer(images), (model, [image.size for image in images])
+            assert usage.prompt_tokens > 0
