@@ -80,7 +80,7 @@ class PagedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class ResidentHead:
+class ResidentClassifier:
     """The head of a resident classifier."""
 
     linears: tuple[PagedRows, ...]
@@ -169,7 +169,7 @@ class ResidentAdapter:
     """True if the adapter replaces weights of norms."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
-    classifier: ResidentHead | None = None
+    classifier: ResidentClassifier | None = None
     """The head of a classifier. Steps that generate tokens ignore it."""
 
     @property
@@ -393,7 +393,7 @@ class AdapterBank:
         """Return the bytes of weights that a step with rows of this slot reads."""
         return self._held[slot].num_bytes
 
-    def classifier_of(self, slot: int) -> ResidentHead | None:
+    def classifier_of(self, slot: int) -> ResidentClassifier | None:
         """Return the classification head of this slot's adapter, if it has one."""
         held = self._held.get(slot)
         return None if held is None else held.classifier
@@ -508,7 +508,7 @@ class AdapterBank:
             classifier=self._classifier(adapter, pages),
         )
 
-    def _classifier(self, adapter: PreparedAdapter, pages: list[int]) -> ResidentHead | None:
+    def _classifier(self, adapter: PreparedAdapter, pages: list[int]) -> ResidentClassifier | None:
         if (head := adapter.plan.classifier) is None:
             return None
         found: dict[str, tuple[Matrix, list[int]]] = {}
@@ -516,7 +516,7 @@ class AdapterBank:
             if block.matrix.kind is MatrixKind.CLASSIFIER:
                 found.setdefault(block.matrix.module, (block.matrix, []))[1].append(pages[block.page])
         parts = (found[linear.module] for linear in head.linears)
-        return ResidentHead(tuple(PagedRows(self.pool, self.page_elements, its, matrix) for matrix, its in parts))
+        return ResidentClassifier(tuple(PagedRows(self.pool, self.page_elements, its, matrix) for matrix, its in parts))
 
     def _part(self, module: str | None, adapter: PreparedAdapter, pages: list[int]) -> VocabularyExtras | None:
         """Describe the adapter's changes to the embedding or the head."""

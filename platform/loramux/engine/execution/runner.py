@@ -41,12 +41,12 @@ from loramux.engine.execution.vision import (
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
-from loramux_adapters.bank import AdapterBank, ResidentHead, StepExtras
+from loramux_adapters.bank import AdapterBank, ResidentClassifier, StepExtras
 from loramux_kernels.device import to_host
 from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
 
 Ints = NDArray[np.signedinteger[Any]]
-HeadOf = Callable[[int], ResidentHead | None]
+HeadOf = Callable[[int], ResidentClassifier | None]
 """Function that returns the head of the adapter in a slot; None: it is not a classifier."""
 NO_HEAD = EngineFault("not_a_classifier", "The model has no classification head.", field="model")
 
