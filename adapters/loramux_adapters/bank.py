@@ -78,6 +78,21 @@ class PagedRows:
 
 
 @dataclass(frozen=True, slots=True)
+class ResidentClassifier:
+    """The head of one resident classifier."""
+
+    rows: PagedRows
+    """`[labels, hidden_size]`"""
+    bias: torch.Tensor | None = None
+    """`[labels]`, a view of the pool"""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return float32`[n, labels]` of the hidden states `[n, hidden_size]`."""
+        logits = self.rows.times_rows(hidden).float()
+        return logits if self.bias is None else logits + self.bias.float()
+
+
+@dataclass(frozen=True, slots=True)
 class VocabularyExtras:
     """One resident adapter's changes to the embedding or to the head; any may be absent."""
 
@@ -149,10 +164,8 @@ class ResidentAdapter:
     """True if the adapter replaces weights of norms."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
-    classifier: PagedRows | None = None
-    """`[labels, hidden_size]`: maps the last hidden state of a prompt to its labels. Steps that generate tokens ignore
-    the classifier.
-    """
+    classifier: ResidentClassifier | None = None
+    """Maps hidden states of a prompt to labels. Steps that generate tokens ignore the classifier."""
 
     @property
     def is_more_than_pairs(self) -> bool:
@@ -375,8 +388,8 @@ class AdapterBank:
         """Return the bytes of weights that a step with rows of this slot reads."""
         return self._held[slot].num_bytes
 
-    def classifier_of(self, slot: int) -> PagedRows | None:
-        """Return the classification head `[labels, hidden_size]` of this slot's adapter, if it has one."""
+    def classifier_of(self, slot: int) -> ResidentClassifier | None:
+        """Return the classification head of this slot's adapter, if it has one."""
         held = self._held.get(slot)
         return None if held is None else held.classifier
 
@@ -512,11 +525,16 @@ class AdapterBank:
             classifier=self._classifier(layout, pages),
         )
 
-    def _classifier(self, layout: AdapterLayout, pages: list[int]) -> PagedRows | None:
+    def _classifier(self, layout: AdapterLayout, pages: list[int]) -> ResidentClassifier | None:
         blocks = [block for block in layout.blocks if block.matrix.kind is MatrixKind.CLASSIFIER]
         if not blocks:
             return None
-        return PagedRows(self.pool, self.page_elements, [pages[block.page] for block in blocks], blocks[0].matrix)
+        rows = PagedRows(self.pool, self.page_elements, [pages[block.page] for block in blocks], blocks[0].matrix)
+        bias = next((block for block in layout.blocks if block.matrix.kind is MatrixKind.CLASSIFIER_BIAS), None)
+        if bias is None:
+            return ResidentClassifier(rows)
+        start = self._start(bias, pages)
+        return ResidentClassifier(rows, self.pool[start : start + bias.size])
 
     def _part(
         self, module: str | None, weights: AdapterWeights, layout: AdapterLayout, pages: list[int]

@@ -247,22 +247,32 @@ class BaseCopy:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierHead:
-    """The trained head of a sequence classifier (task type SEQ_CLS): `logits = hidden @ W.T`, W `[labels, width]`."""
+    """The trained head of a classifier of sequences (task type SEQ_CLS) or of tokens (TOKEN_CLS).
+
+    `logits = hidden @ W.T + bias`, W `[labels, width]`; only a classifier of tokens has a bias.
+    """
 
     num_labels: int
     width: int
-    module: str = "score"
-    """The head's name in every decoder family of transformers."""
+    module: str
+    """The head's name in transformers: `score`, or `classifier` in some families' classifiers of tokens."""
+    has_bias: bool = False
 
     @property
     def key(self) -> str:
-        """Name of the tensor in the file."""
+        """Name of the weight in the file."""
         return f"{PREFIX}{self.module}.weight"
 
     @property
+    def bias_key(self) -> str:
+        """Name of the bias in the file."""
+        return f"{PREFIX}{self.module}.bias"
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the tensor in PEFT's file."""
-        return {self.key: (self.num_labels, self.width)}
+        """Shapes of the tensors in PEFT's file."""
+        shapes: dict[str, tuple[int, ...]] = {self.key: (self.num_labels, self.width)}
+        return shapes | {self.bias_key: (self.num_labels,)} if self.has_bias else shapes
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,14 @@ from loramux_adapters.components import (
     TokenRows,
     VectorKind,
 )
-from loramux_adapters.config import MAX_CONFIG_BYTES, AdapterConfig, Ia3Config, LoraConfig, parse_adapter_config
+from loramux_adapters.config import (
+    HEADLESS_TASKS,
+    MAX_CONFIG_BYTES,
+    AdapterConfig,
+    Ia3Config,
+    LoraConfig,
+    parse_adapter_config,
+)
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, WeightsFileRejected, shown
 from loramux_adapters.matching import Match, TargetRules
 from loramux_adapters.targets import (
@@ -55,6 +62,9 @@ CHECKS = ("config", "header", "tensors", "values")
 
 MAX_LABELS = 4096
 """Maximum number of labels of a classifier."""
+
+HEADS: Mapping[str, tuple[str, ...]] = {"SEQ_CLS": ("score",), "TOKEN_CLS": ("score", "classifier")}
+"""Names of a classifier's head in transformers' decoder families, by task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +148,14 @@ def plan_adapter(
     `shape_mismatch`).
     """
     check_size(header.file_bytes, limits)
-    if config.task_type in ("SEQ_CLS", "FEATURE_EXTRACTION"):
+    if config.task_type in HEADLESS_TASKS:
         base = base.without_head()
     if isinstance(config, Ia3Config):
         plan = _plan_ia3(config, header, base)
     else:
         plan = _plan_lora(config, header, base, limits)
-    if config.task_type == "SEQ_CLS":
-        plan = replace(plan, classifier=_classifier(header, base))
+    if config.task_type is not None and config.task_type in HEADS:
+        plan = replace(plan, classifier=_classifier(config.task_type, header, base))
     plan = _without_absent(plan, header)
     trained_on = describe_context(base, config.base_model_name_or_path)
     check_tensors(plan.shapes, header, trained_on, plan.optional_shapes)
@@ -182,23 +192,26 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
     return plan if wide == base else replace(plan, num_tokens=_num_tokens(wide))
 
 
-def _classifier(header: SafetensorsHeader, base: BaseDescription) -> ClassifierHead:
+def _classifier(task: str, header: SafetensorsHeader, base: BaseDescription) -> ClassifierHead:
     """Return the head in the file. Raises BaseMismatch (`tensors_missing`) or ConfigRejected (`too_many_labels`)."""
-    head = ClassifierHead(1, base.hidden_size)
-    tensor = header.tensors.get(head.key)
-    if tensor is None:
+    heads = [ClassifierHead(1, base.hidden_size, module) for module in HEADS[task]]
+    head = next((one for one in heads if one.key in header.tensors), None)
+    if head is None:
+        names = " or ".join(one.key for one in heads)
         raise BaseMismatch(
             "tensors_missing",
-            head.key,
-            f"task_type is SEQ_CLS, and the file has no {head.key}, the trained head. Save the adapter with PEFT's "
+            heads[0].key,
+            f"task_type is {task}, and the file has no {names}, the trained head. Save the adapter with PEFT's "
             "save_pretrained, which stores it.",
         )
-    num_labels = tensor.shape[0] if len(tensor.shape) == 2 else 1
+    shape = header.tensors[head.key].shape
+    num_labels = shape[0] if len(shape) == 2 else 1
     if num_labels > MAX_LABELS:
         raise ConfigRejected(
             "too_many_labels", head.key, f"The classifier has {num_labels} labels; the maximum is {MAX_LABELS}."
         )
-    return replace(head, num_labels=max(num_labels, 1))
+    has_bias = task == "TOKEN_CLS" and head.bias_key in header.tensors
+    return replace(head, num_labels=max(num_labels, 1), has_bias=has_bias)
 
 
 def _trained(config: LoraConfig) -> Iterable[int]:

@@ -36,7 +36,8 @@ class MatrixKind(enum.Enum):
     INPUTS = "a factor and a shift for each input"
     NORM = "the weight of a norm"
     ROWS = "rows of the embedding or the head that take the place of the base's"
-    CLASSIFIER = "a row for each label of a sequence classifier"
+    CLASSIFIER = "a row for each label of a classifier"
+    CLASSIFIER_BIAS = "the bias of a classifier's head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,8 @@ def matrices_of(plan: AdapterPlan, vocabulary: VocabularyShape | None) -> Iterat
         yield Matrix(
             classifier.module, MatrixKind.CLASSIFIER, classifier.num_labels, classifier.width, fills_pages=True
         )
+        if classifier.has_bias:
+            yield Matrix(classifier.module, MatrixKind.CLASSIFIER_BIAS, 1, classifier.num_labels)
 
 
 def _embedding_pair(pair: LoraPair) -> Iterator[Matrix]:
@@ -206,7 +209,9 @@ class AdapterWeights:
     norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`[1, width]`: weights that replace those of norms."""
     classifier: torch.Tensor | None = None
-    """`[labels, hidden_size]`: the head of a sequence classifier."""
+    """`[labels, hidden_size]`: the head of a classifier."""
+    classifier_bias: torch.Tensor | None = None
+    """`[1, labels]`"""
     copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`[tokens, hidden_size]`: PEFT's copies of the base's matrices; fit_to_base compares them."""
 
@@ -215,7 +220,7 @@ class AdapterWeights:
         """Bytes of all tensors."""
         others = (self.columns, self.inputs, self.rows, self.magnitudes, self.biases, self.norms, self.copies)
         tensors = [tensor for mapping in others for tensor in mapping.values()]
-        tensors += [] if self.classifier is None else [self.classifier]
+        tensors += [head for head in (self.classifier, self.classifier_bias) if head is not None]
         tensors += [tensor for pair in self.modules.values() for tensor in (pair.a, pair.b)]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -237,6 +242,9 @@ class AdapterWeights:
             case MatrixKind.CLASSIFIER:
                 assert self.classifier is not None, "the plan has it"
                 found = self.classifier
+            case MatrixKind.CLASSIFIER_BIAS:
+                assert self.classifier_bias is not None, "the plan has it"
+                found = self.classifier_bias
         return found.T if matrix.transposed else found
 
 
@@ -262,6 +270,7 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
         pair.module: LoraWeights(*pair.share(tensors[pair.a_key], tensors[pair.b_key]), pair.scale)
         for pair in plan.pairs
     }
+    head = plan.classifier
     return AdapterWeights(
         plan,
         pairs,
@@ -271,7 +280,8 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
         magnitudes=_vectors(plan, tensors, VectorKind.MAGNITUDE),
         biases=_vectors(plan, tensors, VectorKind.BIAS),
         norms={module: vector[None] for module, vector in _vectors(plan, tensors, VectorKind.NORM).items()},
-        classifier=None if plan.classifier is None else tensors[plan.classifier.key],
+        classifier=None if head is None else tensors[head.key],
+        classifier_bias=tensors[head.bias_key][None] if head is not None and head.has_bias else None,
         copies={copy.module: tensors[copy.key] for copy in plan.copies if copy.key in tensors},
     )
 

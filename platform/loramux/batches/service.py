@@ -34,8 +34,7 @@ from loramux.data.records.batches import (
 )
 from loramux.data.records.database import Database
 from loramux.money.usage.service import UsageService
-from loramux.serving.checks import canonical_tags, ensure_storage_allowed
-from loramux.serving.service import service_class_of
+from loramux.serving.checks import canonical_tags, ensure_storage_allowed, service_class_of
 
 INPUTS = ("batch", REQUESTS)
 """Purposes of files that a batch may read."""

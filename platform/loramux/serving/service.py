@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -23,10 +23,9 @@ from loramux.catalog.validation.rendering import TemplateRenderer
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
-from loramux.data.entities import ServiceTier
 from loramux.data.records.errors import RecordsUnavailable
 from loramux.data.records.requests import BACKGROUND, SHADOW, OpenedRequest, charged_tier, service_tier
-from loramux.engine.messages import AdapterRef, Constraint, ModelFacts, Request, SamplingParams, ServiceClass
+from loramux.engine.messages import AdapterRef, Constraint, ModelFacts, Pooling, Request, SamplingParams, ServiceClass
 from loramux.engine.metrics import SECONDS, Histogram
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.member import EngineStatus, UnknownEngine
@@ -40,19 +39,20 @@ from loramux.serving.checks import (
     check_allowed_tokens,
     check_depth,
     check_logprobs,
+    check_numbers,
     check_prompt_logprobs,
     check_text_length,
     check_token_ids,
-    check_vectors,
     ensure_storage_allowed,
     recorded_user,
     resolve_max_tokens,
+    service_class_of,
 )
-from loramux.serving.errors import Draining, EngineDown, NotAllowed
+from loramux.serving.errors import Draining, EngineDown
 from loramux.serving.formats import Format, Formats, GrammarTrials
 from loramux.serving.generation import Generation
-from loramux.serving.messages import Answer, GenerationRequest, Prompt, PromptText, Replay, TextPair
-from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
+from loramux.serving.messages import Answer, GenerationRequest, Prompt, PromptText, PromptToken, Replay, TextPair
+from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt, prompt_tokens
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 
 TOKENS_A_TURN = 512
@@ -80,6 +80,8 @@ class TokenizedPrompt(NamedTuple):
     max_tokens: int
     tail: str | None = None
     """End of a conversation's text; None if the prompt is no conversation."""
+    tokens: tuple[PromptToken, ...] = ()
+    """The tokens with their places, if each of them is classified."""
 
 
 class TokenizedText(NamedTuple):
@@ -290,7 +292,7 @@ class CompletionService:
         stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
         constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
         check_allowed_tokens(asked, constraint)
-        check_vectors(asked, format.bundle.num_labels if asked.pooling == "classify" else base.facts.hidden_size)
+        check_numbers(asked, [len(prompt.token_ids) for prompt in prompts], format.bundle, base.facts.hidden_size)
         check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
         check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))
         texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
@@ -321,7 +323,10 @@ class CompletionService:
         max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
         if isinstance(prompt, list):
             check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
-        return TokenizedPrompt(token_ids, max_tokens, tail)
+        tokens: tuple[PromptToken, ...] = ()
+        if asked.pooling == "token_classify":
+            tokens = await prompt_tokens(format.tokenizer, asked, prompt, token_ids, tenant)
+        return TokenizedPrompt(token_ids, max_tokens, tail, tokens)
 
     async def _encode(
         self, base: ServedBase, format: Format, asked: GenerationRequest, prompt: Prompt, tenant: str, longest: int
@@ -544,23 +549,6 @@ class CompletionService:
                 continue
 
 
-def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:
-    """Return the scheduler's class of a request. Raises NotAllowed where the tenant's tier lacks the service tier."""
-    if service_tier == "default":
-        return ServiceClass(principal.service_class)
-    if service_tier == SHADOW:
-        return ServiceClass.BATCH
-    if service_tier not in principal.service_tiers:
-        allowed = ", ".join(["auto", "default", *sorted(principal.service_tiers - {"batch"})])
-        raise NotAllowed(
-            f"Your plan has no service tier '{service_tier}'; it has {allowed}. Leave 'service_tier' out, or ask your "
-            "operator for it.",
-            "service_tier",
-            code="service_tier_not_allowed",
-        )
-    return ServiceClass.INTERACTIVE if service_tier == "priority" else ServiceClass.BATCH
-
-
 def _template(principal: Principal, read: ReadRequest, id: str, service_class: ServiceClass) -> Request:
     """Return the engine's request without the fields that differ between choices."""
     asked, revision, format = read.asked, read.model.revision, read.format
@@ -569,7 +557,7 @@ def _template(principal: Principal, read: ReadRequest, id: str, service_class: S
         tenant=principal.tenant,
         prompt_token_ids=[],
         sampling=asked.sampling,
-        pooling=None if asked.pooling == "own" else asked.pooling,
+        pooling=cast(Pooling | None, asked.pooling),  # as_answered_by has chosen one
         adapter=AdapterRef(revision.engine_key, str(revision.directory)) if revision else None,
         deadline_ms=asked.deadline_ms,
         group_id=id,
@@ -589,14 +577,14 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
     choices = []
     for index in range(len(read.prompts) * asked.n):
         number, i = divmod(index, asked.n)
-        token_ids, max_tokens, tail = read.prompts[number]
+        token_ids, max_tokens, tail, tokens = read.prompts[number]
         sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
         if i and not asked.is_streamed:  # an answer in one piece needs a prompt's scores once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         request = msgspec.structs.replace(
             template, id=f"{template.group_id}-{index}", prompt_token_ids=token_ids, sampling=sampling
         )
-        output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
+        output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes, tokens)
         if asked.pooling is None:
             reader = format.reader(asked, tail)
             kind = RepeatedPrompt if asked.max_tokens == 0 else OutputProcessor
