@@ -15,6 +15,7 @@ import torch
 import transformers
 from adapter_zoo import FAMILIES, ON_RANKS, SMALL, Asked, Zoo, load, to_request
 from delayed_runner import late_engine
+from safetensors.torch import load_file, save_file
 from task_adapters import TaskAdapter
 
 from loramux.common.units import TokenCounts
@@ -25,7 +26,8 @@ from loramux.engine.messages import Request, SamplingParams, ServiceClass, Token
 from loramux.engine.scheduling.sequence import Chunk, Sequence
 from loramux_adapters.bank import PagedRows, ResidentClassifier
 from loramux_adapters.convert.renaming import rename_adapter
-from loramux_adapters.plan import PlanLimits
+from loramux_adapters.errors import BaseMismatch
+from loramux_adapters.plan import PlanLimits, inspect_adapter
 from loramux_adapters.weights import Matrix, MatrixKind
 
 TOLERANCE = 1e-5
@@ -231,6 +233,47 @@ def test_every_token_has_pefts_classes_in_batches_with_everything_else(
         assert close(vector(events[f"m{i}"][0]), expected(zoo, "plain", text, "mean"))
     for one in generating:
         assert [event.token_id for event in events[one.name]] == zoo.answer(one)
+
+
+OTHER_LINEARS = {
+    "phi3": ["qkv_proj", "down_proj"],
+    "qwen3_moe": ["q_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "v_proj"],
+    "qwen3_next": ["q_proj", "in_proj_qkvz"],
+    "deepseek_v3": ["q_a_proj", "kv_b_proj"],
+}
+"""Linears of attention, by family."""
+
+
+@pytest.mark.parametrize("family", OTHER_LINEARS)
+def test_every_token_has_pefts_classes_on_other_families(tmp_path: Path, family: str) -> None:
+    """Mixtures, joined linears, states of linear attention, a compressed KV."""
+    zoo = Zoo(family, tmp_path)
+    adapter = TaskAdapter(zoo.base, zoo.adapters / "t", 3, 4, of_tokens=True, target_modules=OTHER_LINEARS[family])
+    texts = prompts(3, (1, 40, 17))
+    asked = [pooled(zoo, f"t{i}", "t", text, "token_classify") for i, text in enumerate(texts)]
+    events = run(zoo.engine(), asked)
+    for request, text in zip(asked, texts, strict=True):
+        assert close(rows(events[request.id]), adapter.logits(text))
+
+
+def test_head_of_either_name_with_or_without_a_bias_is_served(zoo: Zoo, tmp_path: Path) -> None:
+    """transformers' families call it `score` or `classifier`; `token_classification_bias` leaves the bias out."""
+    adapter = TaskAdapter(zoo.base, tmp_path / "a", 3, 4, of_tokens=True)
+    tensors = load_file(tmp_path / "a/adapter_model.safetensors")
+    bias = tensors.pop("base_model.model.score.bias")
+    tensors["base_model.model.classifier.weight"] = tensors.pop("base_model.model.score.weight")
+    folder = zoo.adapters / "renamed"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes((tmp_path / "a/adapter_config.json").read_bytes())
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (text,) = prompts(1, (17,))
+    events = run(zoo.engine(), [pooled(zoo, "x", "renamed", text, "token_classify")])
+    assert close(rows(events["x"]), adapter.logits(text) - bias.numpy())
+    del tensors["base_model.model.classifier.weight"]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(BaseMismatch, match=r"TOKEN_CLS, and the file has no .*score.weight or .*classifier.weight"):
+        inspect_adapter(folder, load(zoo.base)[0].base, PlanLimits())
 
 
 def test_rows_of_a_long_prompt_come_chunk_by_chunk(zoo: Zoo, token_classifiers: dict[str, TaskAdapter]) -> None:
