@@ -176,6 +176,17 @@ class Encoder:
     starts_after_padding: bool = False
     """True if the first position is the one after the number of the padding token."""
 
+    @property
+    def head_of_tokens(self) -> tuple[str, ...]:
+        """The linears of the head that classifies each token (task type TOKEN_CLS)."""
+        return ("classifier",)
+
+    def has_transform(self, task: str | None) -> bool:
+        """Return whether heads of a task read the states through `transform`: a part of the body pools a text."""
+        if task == "TOKEN_CLS":
+            return self.transform is not None and not self.transform.startswith(f"{self.body}.")
+        return task == "SEQ_CLS" and self.transform is not None
+
 
 GEMMA_NORM = NormForm(rounds_last=True, stores_distance_from_one=True)
 OLMO_NORM = NormForm(rounds_last=True)

@@ -23,7 +23,7 @@ from loramux.catalog.validation.validator import Validator
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
 from loramux.engine.memory import host_memory
-from loramux_adapters.bank import PagedRows
+from loramux_adapters.bank import PagedRows, ResidentClassifier
 from loramux_adapters.base import describe_base
 from loramux_adapters.convert.renaming import rename_adapter
 from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits
@@ -215,11 +215,12 @@ def test_parity_runs_with_the_serving_engines_block_size_or_is_refused_by_name(t
     assert "engine.block_size = 16 makes pages too small" in refusal.message
 
 
+@pytest.mark.parametrize("of_tokens", [False, True])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_parity_of_a_classifier_compares_its_numbers(
-    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, num_labels: int
+    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, num_labels: int, of_tokens: bool
 ) -> None:
-    report = report_on(comparison, TaskAdapter(zoo.base, tmp_path / "c", 1, num_labels).folder)
+    report = report_on(comparison, TaskAdapter(zoo.base, tmp_path / "c", 1, num_labels, of_tokens=of_tokens).folder)
     assert report.refusal is None, report.refusal
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
     assert report.checks[1].figures["vectors"] == 2
@@ -235,6 +236,15 @@ def test_parity_of_a_classifier_served_wrong_fails(
     report = report_on(comparison, folder)
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
     assert report.refusal.code == "parity_failed"
+
+
+def test_parity_of_a_classifier_of_tokens_served_without_its_bias_fails(
+    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TaskAdapter(zoo.base, tmp_path / "c", 1, 3, of_tokens=True).folder
+    right = ResidentClassifier.logits
+    monkeypatch.setattr(ResidentClassifier, "logits", lambda head, x: right(ResidentClassifier(head.rows), x))
+    assert outcomes(report_on(comparison, folder)) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
 
 
 def test_parity_of_an_adapter_for_vectors_compares_them(comparison: ParityComparison, zoo: Zoo, tmp_path: Path) -> None:
