@@ -200,8 +200,9 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
 def _classifier(task: str, header: SafetensorsHeader, base: BaseDescription) -> ClassifierHead:
     """Return the head in the file. Raises BaseMismatch (`tensors_missing`) or ConfigRejected (`too_many_labels`)."""
     if base.encoder is None:
-        names = next((one for one in HEADS[task] if f"{PREFIX}{one}.weight" in header.tensors), HEADS[task][0])
-        linears = [HeadLinear(names, 1, base.hidden_size, f"{PREFIX}{names}.bias" in header.tensors)]
+        name = next((one for one in HEADS[task] if f"{PREFIX}{one}.weight" in header.tensors), HEADS[task][0])
+        has_bias = task == "TOKEN_CLS" and f"{PREFIX}{name}.bias" in header.tensors
+        linears = [HeadLinear(name, 1, base.hidden_size, has_bias)]
     else:
         names = base.encoder.head if task == "SEQ_CLS" else base.encoder.head_of_tokens
         linears = [HeadLinear(name, base.hidden_size, base.hidden_size, has_bias=True) for name in names]
