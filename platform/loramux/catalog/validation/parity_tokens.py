@@ -73,6 +73,8 @@ SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 _HEADS = ("classifier", "score")
 """PEFT's names in modules_to_save for the head of a classifier."""
+_FUSED_OUT_PROJ = ("falcon_h1", "nemotron_h")
+"""Bases, by `model_type`, on whose `out_proj` PEFT refuses pairs."""
 _POOLINGS: Mapping[str, Pooling] = {"SEQ_CLS": "classify", "TOKEN_CLS": "token_classify"}
 """Poolings of classifiers, by task."""
 
@@ -196,6 +198,7 @@ class WholeModel:
         config = peft.PeftConfig.from_pretrained(job.uploaded)
         if getattr(config, "init_lora_weights", True) is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
+        allow_every_linear(self.reference)
         model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
         logits = torch.cat([logits_of(model, *one) for one in asked])
         if not torch.isfinite(logits).all():
@@ -239,6 +242,7 @@ class WholeModel:
         config.task_type = "CAUSAL_LM"  # the layers are the same; the head is applied here
         trained = [name for name in getattr(config, "modules_to_save", None) or () if name not in _HEADS]
         config.modules_to_save = trained or None
+        allow_every_linear(self.reference)
         model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
         return through(torch.cat([states_of(model.get_base_model(), prompt)[read] for prompt in prompts])), base
 
@@ -278,6 +282,16 @@ def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
             for expert in weights:
                 expert.copy_(quantize(expert, files.quantization).dequantize())
     return model
+
+
+def allow_every_linear(model: nn.Module) -> None:
+    """Let PEFT put pairs on `out_proj` of bases with Mamba layers.
+
+    PEFT refuses that linear by the base's `model_type`, because a fused kernel for training reads its weight without
+    the pair. On a CPU transformers calls the linear.
+    """
+    if model.config.model_type in _FUSED_OUT_PROJ:
+        model.config.model_type += " in torch"
 
 
 def task_of_job(job: ParityJob, base: BaseDescription) -> Task:
@@ -473,6 +487,7 @@ class StreamedModel:
         if first is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
         config.inference_mode = True
+        allow_every_linear(self._model)
         self._model = peft.get_peft_model(self._model, config).eval()
         state = peft.utils.load_peft_weights(str(folder), device="cpu")
         # Copies of the base's embedding and head equal those of this base: see `check_base_copies`.

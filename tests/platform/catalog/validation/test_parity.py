@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from adapter_zoo import RECIPES, Zoo
@@ -25,6 +26,7 @@ from loramux.common.settings.serving import AdapterLimits, EngineSettings, Model
 from loramux.engine.memory import host_memory
 from loramux_adapters.bank import PagedRows, ResidentClassifier
 from loramux_adapters.base import describe_base
+from loramux_adapters.components import PREFIX
 from loramux_adapters.convert.renaming import rename_adapter
 from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits
 from loramux_adapters.weights import AdapterWeights
@@ -245,6 +247,32 @@ def test_parity_of_a_classifier_of_tokens_served_without_its_bias_fails(
     right = ResidentClassifier.logits
     monkeypatch.setattr(ResidentClassifier, "logits", lambda head, x: right(ResidentClassifier(head.rows), x))
     assert outcomes(report_on(comparison, folder)) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
+
+
+@pytest.mark.parametrize("whole", [pytest.param(True, id="whole"), pytest.param(False, id="by layers")])
+@pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h", "bamba"])
+def test_parity_of_out_proj_of_mamba_layers_is_compared_though_peft_refuses_to_train_it(
+    tmp_path: Path, family: str, whole: bool
+) -> None:
+    """The folder is what other trainers write, with module names as PEFT gives them."""
+    zoo = Zoo(family, tmp_path)
+    setup, folder = setup_of(zoo, (1 << 30) * whole), tmp_path / "adapter"
+    folder.mkdir()
+    tensors = {}
+    for name, shape in setup.base.modules.items():
+        if name.endswith((".in_proj", ".out_proj")):
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(3, shape.in_features) * 0.2
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(shape.out_features, 3) * 0.2
+    save_file(tensors, folder / WEIGHTS_NAME)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM")
+    config.save_pretrained(folder)
+    report = report_on(ParityComparison.over(setup), folder)
+    assert report.refusal is None, report.refusal
+    # A checkpoint of nemotron_h has other names than transformers' model: its layers are not read one by one.
+    assert outcomes(report)["parity_of_layers"] == ("not_run" if family == "nemotron_h" else "passed")
+    if whole:
+        assert outcomes(report)["parity_of_tokens"] == "passed"
+        assert report.checks[1].figures["mean_divergence_from_base"] > 0
 
 
 def test_parity_of_an_adapter_for_vectors_compares_them(comparison: ParityComparison, zoo: Zoo, tmp_path: Path) -> None:
