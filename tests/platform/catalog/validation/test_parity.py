@@ -245,12 +245,12 @@ def test_parity_of_a_classifier_of_tokens_served_without_its_bias_fails(
 ) -> None:
     folder = TaskAdapter(zoo.base, tmp_path / "c", 1, 3, of_tokens=True).folder
     right = ResidentClassifier.logits
-    monkeypatch.setattr(ResidentClassifier, "logits", lambda head, x: right(ResidentClassifier(head.rows), x))
+    monkeypatch.setattr(ResidentClassifier, "logits", lambda head, x: right(head, x) - right(head, 0 * x))
     assert outcomes(report_on(comparison, folder)) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
 
 
 @pytest.mark.parametrize("whole", [pytest.param(True, id="whole"), pytest.param(False, id="by layers")])
-@pytest.mark.parametrize("family", ["falcon_h1", "nemotron_h", "bamba"])
+@pytest.mark.parametrize("family", ["falcon_h1", "bamba"])
 def test_parity_of_out_proj_of_mamba_layers_is_compared_though_peft_refuses_to_train_it(
     tmp_path: Path, family: str, whole: bool
 ) -> None:
@@ -261,15 +261,14 @@ def test_parity_of_out_proj_of_mamba_layers_is_compared_though_peft_refuses_to_t
     tensors = {}
     for name, shape in setup.base.modules.items():
         if name.endswith((".in_proj", ".out_proj")):
-            tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(3, shape.in_features) * 0.2
-            tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(shape.out_features, 3) * 0.2
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(3, shape.in_features) * 0.1
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(shape.out_features, 3) * 0.1
     save_file(tensors, folder / WEIGHTS_NAME)
     config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM")
     config.save_pretrained(folder)
     report = report_on(ParityComparison.over(setup), folder)
     assert report.refusal is None, report.refusal
-    # A checkpoint of nemotron_h has other names than transformers' model: its layers are not read one by one.
-    assert outcomes(report)["parity_of_layers"] == ("not_run" if family == "nemotron_h" else "passed")
+    assert outcomes(report)["parity_of_layers"] == "passed"
     if whole:
         assert outcomes(report)["parity_of_tokens"] == "passed"
         assert report.checks[1].figures["mean_divergence_from_base"] > 0
