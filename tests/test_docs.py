@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from loramux_adapters.families import FAMILIES
+from loramux_adapters.families import ENCODERS, FAMILIES
 from loramux_api.cli.main import main
 from loramux_demo.assets import OWNERS, load_prompts
 from loramux_demo.tour import MODELS
@@ -28,6 +28,7 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FACTS: dict[str, object] = {
     r"(\d+) families of text": sum(not family.text_type for family in FAMILIES.values()),
+    r"(\d+) of encoders": len(ENCODERS),
     r"sends\s+(\d+)\s+requests": len(load_prompts()),
     r"\b(\d+) of \d+ answers(?: are)? exact": len(load_prompts()),
     r"\b\d+ of (\d+) answers(?: are)? exact": len(load_prompts()),

@@ -270,6 +270,18 @@ def families_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def encoders_table() -> str:
+    """Return the table of encoders in docs/models.md."""
+    lines = ["| `model_type` | a classifier reads | trained with an adapter |", "|---|---|---|"]
+    for encoder in model_families.ENCODERS.values():
+        read = "the first token's state" + (
+            f", through the checkpoint's {encoder.transform}" if encoder.transform else ""
+        )
+        trained = f", then {encoder.activation}, then ".join(f"`{name}`" for name in encoder.head)
+        lines.append(f"| {encoder.model_type} | {read} | {trained} |")
+    return "\n".join(lines) + "\n"
+
+
 def refused_table() -> str:
     """Return the table of refused model families in docs/models.md."""
     by_reason: dict[str, list[str]] = {}
@@ -353,7 +365,12 @@ def with_tables(page: str, text: str) -> str:
 
 PAGES = {"metrics.md": metrics_page, "settings.md": settings_page}
 TABLES = {
-    "models.md": {"families": families_table, "refused": refused_table, "sampling": sampling_table},
+    "models.md": {
+        "families": families_table,
+        "encoders": encoders_table,
+        "refused": refused_table,
+        "sampling": sampling_table,
+    },
     "compatibility.md": {"clients": clients_table},
     "no-effect.md": {"hints": hints_table},
 }

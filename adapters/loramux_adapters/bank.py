@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from loramux_adapters.base import VocabularyShape
 from loramux_adapters.components import AdapterPlan
@@ -76,6 +77,24 @@ class PagedRows:
         for rows, block in blocks:
             total += x[:, rows] @ block
         return total
+
+
+@dataclass(frozen=True, slots=True)
+class ResidentClassifier:
+    """The head of a resident classifier."""
+
+    linears: tuple[PagedRows, ...]
+    """Matrices `[out_features, in_features]` in their order; one with a bias has it as one more column."""
+
+    def logits(self, x: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> torch.Tensor:
+        """Map hidden states `[n, hidden_size]` to a number for each label: `[n, labels]`.
+
+        `activation` is applied between two linears.
+        """
+        for index, linear in enumerate(self.linears):
+            x = activation(x) if index else x
+            x = linear.times_rows(functional.pad(x, (0, linear.width - x.shape[1]), value=1.0))
+        return x
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +169,8 @@ class ResidentAdapter:
     """True if the adapter replaces weights of norms."""
     embedding: VocabularyExtras | None = None
     head: VocabularyExtras | None = None
-    classifier: PagedRows | None = None
-    """`[labels, hidden_size]`: maps the last hidden state of a prompt to its labels. Steps that generate tokens ignore
-    the classifier.
-    """
+    classifier: ResidentClassifier | None = None
+    """The head of a classifier. Steps that generate tokens ignore it."""
 
     @property
     def is_more_than_pairs(self) -> bool:
@@ -376,8 +393,8 @@ class AdapterBank:
         """Return the bytes of weights that a step with rows of this slot reads."""
         return self._held[slot].num_bytes
 
-    def classifier_of(self, slot: int) -> PagedRows | None:
-        """Return the classification head `[labels, hidden_size]` of this slot's adapter, if it has one."""
+    def classifier_of(self, slot: int) -> ResidentClassifier | None:
+        """Return the classification head of this slot's adapter, if it has one."""
         held = self._held.get(slot)
         return None if held is None else held.classifier
 
@@ -488,14 +505,18 @@ class AdapterBank:
             norms=any(kind is MatrixKind.NORM for kind, _ in kinds),
             embedding=self._part(embedding, adapter, pages),
             head=self._part(head, adapter, pages),
-            classifier=self._classifier(adapter.layout, pages),
+            classifier=self._classifier(adapter, pages),
         )
 
-    def _classifier(self, layout: AdapterLayout, pages: list[int]) -> PagedRows | None:
-        blocks = [block for block in layout.blocks if block.matrix.kind is MatrixKind.CLASSIFIER]
-        if not blocks:
+    def _classifier(self, adapter: PreparedAdapter, pages: list[int]) -> ResidentClassifier | None:
+        if (head := adapter.plan.classifier) is None:
             return None
-        return PagedRows(self.pool, self.page_elements, [pages[block.page] for block in blocks], blocks[0].matrix)
+        found: dict[str, tuple[Matrix, list[int]]] = {}
+        for block in adapter.layout.blocks:
+            if block.matrix.kind is MatrixKind.CLASSIFIER:
+                found.setdefault(block.matrix.module, (block.matrix, []))[1].append(pages[block.page])
+        parts = (found[linear.module] for linear in head.linears)
+        return ResidentClassifier(tuple(PagedRows(self.pool, self.page_elements, its, matrix) for matrix, its in parts))
 
     def _part(self, module: str | None, adapter: PreparedAdapter, pages: list[int]) -> VocabularyExtras | None:
         """Describe the adapter's changes to the embedding or the head."""

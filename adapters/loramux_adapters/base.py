@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.errors import BaseUnusable
-from loramux_adapters.families import EXPERT_PARAMETERS, ROUTERS, SAME_INPUT, UNGATED_PARAMETERS
+from loramux_adapters.families import ENCODERS, EXPERT_PARAMETERS, ROUTERS, SAME_INPUT, UNGATED_PARAMETERS, Encoder
 from loramux_adapters.joined import JoinedLinear, joined_linears
 
 if TYPE_CHECKING:
@@ -101,6 +101,10 @@ class BaseDescription:
     """True if outputs of a mixture's `gate_up_proj` belong to gate and up alternately, and are not two halves."""
     has_inputs_by_layer: bool = False
     """True if layers read each token's row in a table other than the embedding: an adapter's added tokens have none."""
+    encoder: Encoder | None = None
+    """The family's facts if the base is an encoder, whose names are those of the model with a head for classes."""
+    lacks_transform: bool = False
+    """True if the checkpoint of an encoder has no weights of `Encoder.transform`, so adapters with heads do not fit."""
 
     def without_head(self) -> BaseDescription:
         """Return the base as seen by adapters that were trained without the output head (for vectors or classes)."""
@@ -125,12 +129,14 @@ def siblings(module: str, modules: Iterable[str]) -> list[str]:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return transformers' class for the model of `config`: the class of the text model if it exists, otherwise the
-    class for text and images, of which only the text part is served.
+    """Return transformers' class for the model of `config`: the class for classes of texts of an encoder, the class of
+    the text model if it exists, otherwise the class for text and images, of which only the text part is served.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    if config.model_type in ENCODERS:
+        return AutoModelForSequenceClassification
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
@@ -147,23 +153,40 @@ def describe_base(model_dir: Path) -> BaseDescription:
         with MODEL_LOCK, torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
-        raise BaseUnusable(f"{model_dir} is not a causal language model that transformers knows: {error}") from error
-    return describe_model(model)
+        raise BaseUnusable(f"{model_dir} is not a model that transformers knows and that is served: {error}") from error
+    base = describe_model(model)
+    if base.encoder is None or base.encoder.transform is None:
+        return base
+    return replace(base, lacks_transform=not _holds(model_dir, base.encoder.transform.rpartition(".")[2]))
+
+
+def _holds(model_dir: Path, module: str) -> bool:
+    """Return whether a checkpoint has weights of `module`, with or without the prefix of the model around it."""
+    from safetensors import safe_open
+
+    names: list[str] = []
+    for file in model_dir.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            names += opened.keys()
+    return any(f".{module}." in f".{name}" for name in names)
 
 
 def describe_model(model: PreTrainedModel) -> BaseDescription:
     """Describe a transformers model that exists already, before any of its modules was replaced."""
-    head = model.get_output_embeddings()
+    head, encoder = model.get_output_embeddings(), ENCODERS.get(model.config.model_type)
     modules: dict[str, LinearShape] = {}
     others: dict[str, str] = {}
     norms: dict[str, int] = {}
+    in_head = frozenset() if encoder is None else {name.partition(".")[0] for name in encoder.head}
     for name, module in model.named_modules():
+        if name.partition(".")[0] in in_head:
+            continue  # an adapter brings the head of an encoder whole
         shape = _linear_shape(name, module)
         if shape is not None and module is not head:
             modules[name] = shape
         elif name:
             others[name] = type(module).__name__
-            if (width := _norm_width(module)) is not None:
+            if encoder is None and (width := _norm_width(module)) is not None:
                 norms[name] = width
     text, vocabulary, parameters = model.config.get_text_config(), _vocabulary(model), dict(_parameters(model))
     return BaseDescription(
@@ -182,6 +205,7 @@ def describe_model(model: PreTrainedModel) -> BaseDescription:
         # transformers' own mark: False if the outputs of gate and up alternate
         alternates_gate_and_up=any(not getattr(m.module.experts, "is_concatenated", True) for m in mixtures(model)),
         has_inputs_by_layer=bool(getattr(text, "hidden_size_per_layer_input", 0)),
+        encoder=encoder,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from loramux_adapters.families import FAMILIES, MXFP4_FAMILIES, NOT_SERVED, family_of_text
+from loramux_adapters.families import ENCODERS, FAMILIES, FIXED_ROPES, MXFP4_FAMILIES, NOT_SERVED, family_of_text
 
 ROPE_ALIASES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
 """Names of rope types in older config.json files, which transformers renames when it reads them."""
@@ -22,12 +22,17 @@ QUANTIZATIONS = (
 )
 """Forms of quantized checkpoints that are served."""
 
+SERVED = (*FAMILIES, *ENCODERS)
+"""Values of `model_type` that are served."""
+
 Fields = Mapping[str, Any]
 
 
 def refusal_of_config(config: Fields) -> str | None:
     """Return why a checkpoint with this config.json is not served, with what is; None if the file allows it."""
     model_type = str(config.get("model_type"))
+    if model_type in ENCODERS:
+        return _refusal_of_encoder(config)
     return (
         _refusal_of_family(model_type)
         or _refusal_of_text(model_type, str(_text_of(config).get("model_type", model_type)))
@@ -37,16 +42,33 @@ def refusal_of_config(config: Fields) -> str | None:
     )
 
 
+def _refusal_of_encoder(config: Fields) -> str | None:
+    """Return why an encoder with this config.json is not served."""
+    if config.get("is_decoder") or config.get("add_cross_attention"):
+        return "config.json says is_decoder or add_cross_attention, and encoders are served as encoders alone."
+    if (kind := config.get("position_embedding_type", "absolute")) != "absolute":
+        return f"config.json's position_embedding_type = {kind!r} is not served; supported is absolute."
+    if config.get("quantization_config"):
+        return "the checkpoint is quantized, and encoders are served from weights of 16 or 32 bits."
+    return refusal_of_ropes(FIXED_ROPES, _rope_types(config))
+
+
+def is_classifier(config: Fields) -> bool:
+    """Return whether a checkpoint with this config.json was saved with a head for classes of texts."""
+    named = config.get("architectures")
+    return isinstance(named, list) and any(str(name).endswith("ForSequenceClassification") for name in named)
+
+
 def _refusal_of_family(model_type: str) -> str | None:
     if model_type in FAMILIES:
         return None
     if (reason := NOT_SERVED.get(model_type)) is not None:
-        return f"model_type {model_type!r} is not served: {reason}; supported are {', '.join(sorted(FAMILIES))}."
-    near = get_close_matches(model_type, FAMILIES, n=4, cutoff=0.6)
+        return f"model_type {model_type!r} is not served: {reason}; supported are {', '.join(sorted(SERVED))}."
+    near = get_close_matches(model_type, SERVED, n=4, cutoff=0.6)
     nearest = f"; the nearest of the supported ones are {', '.join(near)}" if near else ""
     return (
         f"model_type {model_type!r} has not been shown to give the same tokens here as in transformers{nearest}; "
-        f"supported are {', '.join(sorted(FAMILIES))}."
+        f"supported are {', '.join(sorted(SERVED))}."
     )
 
 

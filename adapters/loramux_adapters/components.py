@@ -246,23 +246,52 @@ class BaseCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassifierHead:
-    """The trained head of a sequence classifier (task type SEQ_CLS): `logits = hidden @ W.T`, W `[labels, width]`."""
+class HeadLinear:
+    """A linear of a classifier's head: `x @ W.T + b`, W `[out_features, in_features]`."""
 
-    num_labels: int
-    width: int
-    module: str = "score"
-    """The head's name in every decoder family of transformers."""
+    module: str
+    out_features: int
+    in_features: int
+    has_bias: bool
 
     @property
     def key(self) -> str:
-        """Name of the tensor in the file."""
+        """Name of the weight in the file."""
         return f"{PREFIX}{self.module}.weight"
 
     @property
+    def bias_key(self) -> str:
+        """Name of the bias in the file."""
+        return f"{PREFIX}{self.module}.bias"
+
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of the tensor in PEFT's file."""
-        return {self.key: (self.num_labels, self.width)}
+        """Shapes of the tensors in PEFT's file."""
+        shapes: dict[str, tuple[int, ...]] = {self.key: (self.out_features, self.in_features)}
+        return shapes | {self.bias_key: (self.out_features,)} if self.has_bias else shapes
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierHead:
+    """The trained head of a sequence classifier (task type SEQ_CLS), which reads one hidden state of a text."""
+
+    linears: tuple[HeadLinear, ...]
+    """One linear; encoders may have several, with an activation between them."""
+
+    @property
+    def module(self) -> str:
+        """Name of the last linear."""
+        return self.linears[-1].module
+
+    @property
+    def num_labels(self) -> int:
+        """Classes that the head knows."""
+        return self.linears[-1].out_features
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in PEFT's file."""
+        return {key: shape for linear in self.linears for key, shape in linear.shapes.items()}
 
 
 @dataclass(frozen=True, slots=True)

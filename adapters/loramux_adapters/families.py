@@ -4,6 +4,8 @@ A family that joins its layers as Llama does needs one row here, such as `Family
 small model in `tests/support/adapter_zoo.py`; the tests then compare its tokens with PEFT's and the row with
 transformers' modules. No other module names a family. This module loads neither torch nor transformers.
 
+An encoder reads a whole text in both directions and generates nothing: its row is in `ENCODERS`.
+
 A model of text and images has its own row. For its text, the facts of the row of `text_type` apply, if this row exists.
 """
 
@@ -151,6 +153,30 @@ class Family:
         return size + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
 
 
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """One family of encoders: models that read a whole text in both directions and give its vector or its class.
+
+    The served model is transformers' class for classes of texts. Its head's linears are trained with an adapter of task
+    type SEQ_CLS, or are the checkpoint's own.
+    """
+
+    model_type: str
+    """transformers' name of the family, as in config.json."""
+    body: str
+    """Name of the module that makes the hidden states."""
+    head: tuple[str, ...] = ("classifier",)
+    """The linears of the head, in their order; the first reads the state of the first token."""
+    activation: Literal["tanh", "gelu", "relu"] = "tanh"
+    """The activation between two linears of the head."""
+    transform: str | None = None
+    """Name of a module of the checkpoint between the hidden states and the head; None: the family has none."""
+    same_input: tuple[frozenset[str], ...] = ()
+    """Groups of sibling linears to which transformers feeds the same tensor."""
+    starts_after_padding: bool = False
+    """True if the first position is the one after the number of the padding token."""
+
+
 GEMMA_NORM = NormForm(rounds_last=True, stores_distance_from_one=True)
 OLMO_NORM = NormForm(rounds_last=True)
 HYBRID_SIBLINGS = (
@@ -236,6 +262,27 @@ FAMILIES: Mapping[str, Family] = {family.model_type: family for family in ROWS}
 """Families that are served, by `model_type`: tests compare their tokens with PEFT's. Other families may call the
 attention function and still be computed wrongly, so they are refused at start."""
 
+_QUERY_KEY_VALUE = (frozenset(("query", "key", "value")),)
+_TWO_LINEARS = ("classifier.dense", "classifier.out_proj")
+ENCODER_ROWS = (
+    Encoder("bert", "bert", transform="bert.pooler", same_input=_QUERY_KEY_VALUE),
+    Encoder("roberta", "roberta", _TWO_LINEARS, same_input=_QUERY_KEY_VALUE, starts_after_padding=True),
+    Encoder("xlm-roberta", "roberta", _TWO_LINEARS, same_input=_QUERY_KEY_VALUE, starts_after_padding=True),
+    Encoder("camembert", "roberta", _TWO_LINEARS, same_input=_QUERY_KEY_VALUE, starts_after_padding=True),
+    Encoder("modernbert", "model", transform="head"),
+    Encoder("electra", "electra", _TWO_LINEARS, activation="gelu", same_input=_QUERY_KEY_VALUE),
+    Encoder(
+        "distilbert",
+        "distilbert",
+        ("pre_classifier", "classifier"),
+        activation="relu",
+        same_input=(frozenset(("q_lin", "k_lin", "v_lin")),),
+    ),
+)
+
+ENCODERS: Mapping[str, Encoder] = {encoder.model_type: encoder for encoder in ENCODER_ROWS}
+"""Encoders that are served, by `model_type`."""
+
 _INDEXED = (
     "its attention reads only the earlier tokens that a trained indexer chooses, which the engine does not compute"
 )
@@ -246,6 +293,7 @@ _CHUNKED = (
     "its attention is cut into chunks of attention_chunk_size tokens, which transformers applies in a mask alone: the "
     "engine would read the whole context"
 )
+_NO_CLASSIFIER = "transformers has no class of it with a head for classes, and no test compares its vectors with PEFT's"
 NOT_SERVED: Mapping[str, str] = {
     "deepseek_v32": _INDEXED,
     "deepseek_v4": f"{_INDEXED}, and compresses the others",
@@ -260,12 +308,14 @@ NOT_SERVED: Mapping[str, str] = {
     "falcon": "its attention does not call the function that reads the page pool",
     "mistral4": "transformers has it only as the text of a model of images, and no test compares it with PEFT",
     "step3p7": "its layers differ in their number of heads and limit activations, and no test compares them with PEFT",
+    "embedding_gemma2": _NO_CLASSIFIER,
+    "embedding_gemma2_text": _NO_CLASSIFIER,
     "gemma3n": "transformers makes its part for images with the library timm, which the server does not have",
     "gemma3n_text": "its layers keep several streams of each token, and no test compares them with PEFT",
 }
 """Families that are refused for a known reason, by `model_type`."""
 
-SAME_INPUT = tuple(dict.fromkeys(group for family in ROWS for group in family.same_input))
+SAME_INPUT = tuple(dict.fromkeys(group for row in (*ROWS, *ENCODER_ROWS) for group in row.same_input))
 """Names of sibling linears to which transformers feeds the same tensor, of all families."""
 
 MXFP4_FAMILIES = tuple(family.model_type for family in ROWS if family.experts and family.experts.is_published_in_mxfp4)

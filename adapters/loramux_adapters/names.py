@@ -4,6 +4,7 @@
 - `model.language_model.layers...` or `language_model.model.layers...`: trained on a multimodal checkpoint whose text
   model is served here, or the reverse. Parts for other inputs than text (`vision_tower`, ...) are never used.
 - `layers...` without `model.`: trained on the model without its head, as adapters of task type FEATURE_EXTRACTION are.
+    The same for an encoder, whose pooler runs only for classes, if at all.
 - `k_proj`, `v_proj` of a layer that reads the keys and values of an earlier layer: older versions of transformers have
     these linears and never call them, so they are not used here either.
 - `mlp.experts.3.gate_proj`, `block_sparse_moe.experts.3.w1`, `mlp.experts.gate_up_projs.3`: experts as separate
@@ -59,6 +60,9 @@ _PREFIXES = (
     ("", "model."),
     ("", "transformer."),
 )
+
+UNUSED_POOLERS = frozenset(("pooler.dense",))
+"""Linears that transformers adds to encoders whose head does not read them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,7 @@ class TensorNames:
             return part
         if place is None:
             never_runs = reads_other_inputs(module) or self._is_of_shared_kv(module)
+            never_runs |= self._base.encoder is not None and module in UNUSED_POOLERS
             return TensorPlace(module, "", tail) if never_runs else None
         return TensorPlace(module, place + module.removeprefix(stem), tail)
 
@@ -167,7 +172,9 @@ class TensorNames:
             name = re.sub(r"\.router\.linear$", ".router", name.replace(".block_sparse_moe.", ".mlp."))
         if name in known:
             return name
-        candidates = (new + name.removeprefix(old) for old, new in _PREFIXES if name.startswith(old))
+        encoder = self._base.encoder
+        prefixes = _PREFIXES if encoder is None else (*_PREFIXES, ("", f"{encoder.body}."))
+        candidates = (new + name.removeprefix(old) for old, new in prefixes if name.startswith(old))
         return next((candidate for candidate in candidates if candidate in known), None)
 
 

@@ -20,6 +20,7 @@ from loramux_adapters.components import (
     AdapterPlan,
     ClassifierHead,
     ExpertPair,
+    HeadLinear,
     LinearVector,
     LoraPair,
     Repeat,
@@ -27,7 +28,14 @@ from loramux_adapters.components import (
     TokenRows,
     VectorKind,
 )
-from loramux_adapters.config import MAX_CONFIG_BYTES, AdapterConfig, Ia3Config, LoraConfig, parse_adapter_config
+from loramux_adapters.config import (
+    MAX_CONFIG_BYTES,
+    AdapterConfig,
+    Ia3Config,
+    LoraConfig,
+    Task,
+    parse_adapter_config,
+)
 from loramux_adapters.errors import BaseMismatch, ConfigRejected, WeightsFileRejected, shown
 from loramux_adapters.matching import Match, TargetRules
 from loramux_adapters.targets import (
@@ -138,6 +146,7 @@ def plan_adapter(
     `shape_mismatch`).
     """
     check_size(header.file_bytes, limits)
+    _check_task(config, base)
     if config.task_type in ("SEQ_CLS", "FEATURE_EXTRACTION"):
         base = base.without_head()
     if isinstance(config, Ia3Config):
@@ -184,21 +193,48 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
 
 def _classifier(header: SafetensorsHeader, base: BaseDescription) -> ClassifierHead:
     """Return the head in the file. Raises BaseMismatch (`tensors_missing`) or ConfigRejected (`too_many_labels`)."""
-    head = ClassifierHead(1, base.hidden_size)
-    tensor = header.tensors.get(head.key)
+    names = ("score",) if base.encoder is None else base.encoder.head
+    linears = [HeadLinear(name, base.hidden_size, base.hidden_size, base.encoder is not None) for name in names]
+    last = linears[-1]
+    tensor = header.tensors.get(last.key)
     if tensor is None:
         raise BaseMismatch(
             "tensors_missing",
-            head.key,
-            f"task_type is SEQ_CLS, and the file has no {head.key}, the trained head. Save the adapter with PEFT's "
+            last.key,
+            f"task_type is SEQ_CLS, and the file has no {last.key}, the trained head. Save the adapter with PEFT's "
             "save_pretrained, which stores it.",
         )
     num_labels = tensor.shape[0] if len(tensor.shape) == 2 else 1
     if num_labels > MAX_LABELS:
         raise ConfigRejected(
-            "too_many_labels", head.key, f"The classifier has {num_labels} labels; the maximum is {MAX_LABELS}."
+            "too_many_labels", last.key, f"The classifier has {num_labels} labels; the maximum is {MAX_LABELS}."
         )
-    return replace(head, num_labels=max(num_labels, 1))
+    return ClassifierHead((*linears[:-1], replace(last, out_features=max(num_labels, 1))))
+
+
+def task_of(config: AdapterConfig, base: BaseDescription) -> Task:
+    """Return the task for which an adapter of `base` was trained; without a name, text, and vectors of an encoder."""
+    return config.task_type or ("CAUSAL_LM" if base.encoder is None else "FEATURE_EXTRACTION")
+
+
+def _check_task(config: AdapterConfig, base: BaseDescription) -> None:
+    """Refuse a task that an encoder cannot do. Raises ConfigRejected (`field_unsupported`)."""
+    if base.encoder is None:
+        return
+    reason = None
+    if config.task_type not in (None, "FEATURE_EXTRACTION", "SEQ_CLS"):
+        reason = (
+            "This base is an encoder: adapters for vectors (FEATURE_EXTRACTION) and for classes of texts (SEQ_CLS) are "
+            "served. It generates no text."
+        )
+    elif config.task_type == "SEQ_CLS" and base.lacks_transform:
+        reason = (
+            f"The base's checkpoint has no weights of {base.encoder.transform}, which a classifier reads: they were "
+            "random in the training, and PEFT saves them only if modules_to_save names them. Train on a checkpoint "
+            "that has them."
+        )
+    if reason is not None:
+        raise ConfigRejected("field_unsupported", "task_type", f"task_type is {config.task_type}. {reason}")
 
 
 def _trained(config: LoraConfig) -> Iterable[int]:

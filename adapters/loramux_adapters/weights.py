@@ -15,7 +15,15 @@ from pathlib import Path
 import torch
 
 from loramux_adapters.base import BaseDescription, VocabularyShape
-from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, Repeat, TokenRows, VectorKind
+from loramux_adapters.components import (
+    AdapterPlan,
+    ClassifierHead,
+    LinearVector,
+    LoraPair,
+    Repeat,
+    TokenRows,
+    VectorKind,
+)
 from loramux_adapters.errors import AdapterRejected, WeightsFileRejected
 from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits, plan_adapter, read_config
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, read_header
@@ -36,7 +44,7 @@ class MatrixKind(enum.Enum):
     INPUTS = "a factor and a shift for each input"
     NORM = "the weight of a norm"
     ROWS = "rows of the embedding or the head that take the place of the base's"
-    CLASSIFIER = "a row for each label of a sequence classifier"
+    CLASSIFIER = "a linear of a classifier's head, with its bias as the last column"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +159,9 @@ def matrices_of(plan: AdapterPlan, vocabulary: VocabularyShape | None) -> Iterat
     yield from dict.fromkeys(_vector(vector, of_head=vector.module == head) for vector in plan.vectors)
     for part in plan.rows:
         yield Matrix(part.module, MatrixKind.ROWS, part.served_rows, part.width, fills_pages=True)
-    if (classifier := plan.classifier) is not None:
-        yield Matrix(
-            classifier.module, MatrixKind.CLASSIFIER, classifier.num_labels, classifier.width, fills_pages=True
-        )
+    for linear in () if plan.classifier is None else plan.classifier.linears:
+        width = linear.in_features + linear.has_bias
+        yield Matrix(linear.module, MatrixKind.CLASSIFIER, linear.out_features, width, fills_pages=True)
 
 
 def _embedding_pair(pair: LoraPair) -> Iterator[Matrix]:
@@ -205,8 +212,8 @@ class AdapterWeights:
     """`[out_features]`: biases that replace the base's; fit_to_base turns them into shifts of columns."""
     norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`[1, width]`: weights that replace those of norms."""
-    classifier: torch.Tensor | None = None
-    """`[labels, hidden_size]`: the head of a sequence classifier."""
+    classifier: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """`[out_features, in_features]` of each linear of a classifier's head; one column more if it has a bias."""
     copies: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """`[tokens, hidden_size]`: PEFT's copies of the base's matrices; fit_to_base compares them."""
 
@@ -214,8 +221,7 @@ class AdapterWeights:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         others = (self.columns, self.inputs, self.rows, self.magnitudes, self.biases, self.norms, self.copies)
-        tensors = [tensor for mapping in others for tensor in mapping.values()]
-        tensors += [] if self.classifier is None else [self.classifier]
+        tensors = [tensor for mapping in (*others, self.classifier) for tensor in mapping.values()]
         tensors += [tensor for pair in self.modules.values() for tensor in (pair.a, pair.b)]
         return sum(tensor.nbytes for tensor in tensors)
 
@@ -235,8 +241,7 @@ class AdapterWeights:
             case MatrixKind.NORM:
                 found = self.norms[matrix.module]
             case MatrixKind.CLASSIFIER:
-                assert self.classifier is not None, "the plan has it"
-                found = self.classifier
+                found = self.classifier[matrix.module]
         return found.T if matrix.transposed else found
 
 
@@ -271,9 +276,19 @@ def read_weights(path: Path, header: SafetensorsHeader, plan: AdapterPlan, dtype
         magnitudes=_vectors(plan, tensors, VectorKind.MAGNITUDE),
         biases=_vectors(plan, tensors, VectorKind.BIAS),
         norms={module: vector[None] for module, vector in _vectors(plan, tensors, VectorKind.NORM).items()},
-        classifier=None if plan.classifier is None else tensors[plan.classifier.key],
+        classifier={} if plan.classifier is None else _head(plan.classifier, tensors),
         copies={copy.module: tensors[copy.key] for copy in plan.copies if copy.key in tensors},
     )
+
+
+def _head(head: ClassifierHead, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the head's linears, each with its bias as the last column."""
+    return {
+        linear.module: torch.cat((tensors[linear.key], tensors[linear.bias_key][:, None]), dim=1)
+        if linear.has_bias
+        else tensors[linear.key]
+        for linear in head.linears
+    }
 
 
 def _check_repeat(repeat: Repeat, tensors: Mapping[str, torch.Tensor]) -> None:

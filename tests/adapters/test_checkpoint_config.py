@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from loramux_adapters.checkpoint_config import refusal_of_config
-from loramux_adapters.families import FAMILIES
+from loramux_adapters.families import ENCODERS, FAMILIES
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_config_that_is_served_is_not_refused(fields: dict[str, Any]) -> None:
     assert refusal_of_config(fields) is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *ENCODERS])
 def test_every_served_family_passes(family: str) -> None:
     assert refusal_of_config({"model_type": family}) is None
 
@@ -54,6 +54,12 @@ def test_every_served_family_passes(family: str) -> None:
         ({"model_type": "gemma4", "text_config": {"use_bidirectional_attention": "all"}}, "sees later tokens"),
         ({"model_type": "gemma4", "text_config": {"use_bidirectional_attention": ["x"]}}, "sees later tokens"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "mxfp4"}}, "'mxfp4'"),
+        ({"model_type": "bert", "is_decoder": True}, "is_decoder"),
+        ({"model_type": "bert", "position_embedding_type": "relative_key"}, "'relative_key' is not served"),
+        ({"model_type": "bert", "quantization_config": {"quant_method": "gptq"}}, "weights of 16 or 32 bits"),
+        ({"model_type": "modernbert", "rope_parameters": {"full": {"rope_type": "dynamic"}}}, "'dynamic'"),
+        ({"model_type": "embedding_gemma2"}, "no class of it with a head for classes"),
+        ({"model_type": "robberta"}, "nearest of the supported ones are roberta"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "exl3"}}, "'exl3'"),
         ({"model_type": "llama", "quantization_config": ["gptq"]}, "quantized in a form that is not served"),
         (

@@ -10,18 +10,19 @@ from pathlib import Path
 import pytest
 
 from loramux_adapters import families
-from loramux_adapters.families import FAMILIES, Family
+from loramux_adapters.families import ENCODERS, FAMILIES, Family
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "adapters/loramux_adapters/families.py"
 WORDS = {"dots1": "dots1", "gpt_oss": "gpt.?oss", "seed_oss": "seed.?oss", "phi3": "phi.?[0-9]"}
 """Families whose name begins with a common word."""
-STEMS = sorted({WORDS.get(name) or re.match(r"[a-z]+", name)[0] for name in FAMILIES})
+STEMS = sorted({WORDS.get(name) or re.match(r"[a-z]+", name)[0] for name in (*FAMILIES, *ENCODERS)})
 """Names of families without their versions: llama, qwen ..."""
 NAMED = re.compile(rf"(?<![a-z])({'|'.join(STEMS)})", re.IGNORECASE)
 OTHER_SUBJECTS = (
     "platform/loramux/constraints/",  # ways of writing tool calls, by vLLM's names of them
     "platform/loramux/common/settings/serving.py",
+    "platform/loramux/common/bundle.py",  # the names of sentence-transformers' files
     "platform/loramux/serving/calls.py",
     "platform/loramux/simulator/hardware.py",  # the planner's sizes of published models
 )

@@ -20,6 +20,8 @@ from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import PathName
 
+Task = Literal["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS"]
+
 
 class Model(msgspec.Struct, kw_only=True):
     """The base model, or one of the caller's adapters."""
@@ -33,6 +35,10 @@ class Model(msgspec.Struct, kw_only=True):
     parent: str | None = None
     """Base model of an adapter."""
     max_model_len: int
+    tasks: list[Task] | None = None
+    """Tasks of a base model, by PEFT's names: text, vectors (`FEATURE_EXTRACTION`) or classes (`SEQ_CLS`). null: of an
+    adapter, whose task its description shows.
+    """
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -106,7 +112,15 @@ class ModelController(ApiController):
 
 
 def _base(base: ServedBase, started_at: int) -> Model:
-    return Model(id=base.name, created=started_at, owned_by="loramux", root=base.name, max_model_len=base.context)
+    task = base.bundle.task
+    return Model(
+        id=base.name,
+        created=started_at,
+        owned_by="loramux",
+        root=base.name,
+        max_model_len=base.context,
+        tasks=["CAUSAL_LM", "FEATURE_EXTRACTION"] if task is None else [task],
+    )
 
 
 def _adapter(bases: ServedBases, name: str, created_at: int, base_model: str) -> Model:

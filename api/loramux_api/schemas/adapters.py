@@ -19,7 +19,7 @@ from loramux.catalog.registry.entities import (
     WeightedRevision,
     etag,
 )
-from loramux.common.bundle import AddedToken, Bundle, ProblemType, SamplingDefaults
+from loramux.common.bundle import AddedToken, Bundle, ProblemType, SamplingDefaults, VectorPooling
 from loramux.common.units import SECOND
 from loramux.data.entities import TrainingCard
 from loramux_api.bodies import Body
@@ -108,8 +108,8 @@ class BundleObject(msgspec.Struct, kw_only=True):
     """Classes of a classifier, in the order of its head's rows."""
     problem_type: ProblemType | None
     """Interpretation of a classifier's numbers; null: each input has one class."""
-    pooling: Literal["last", "mean"] | None
-    """Reduction of a text's hidden states to its vector; null: the last hidden state is the vector."""
+    pooling: VectorPooling | None
+    """Reduction of a text's hidden states to its vector; null: the base's reduction."""
     matryoshka_dimensions: list[int]
     """Lengths to which the revision's vectors may be cut."""
     chat_template: str | None

@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from loramux.common.bundle import VectorPooling
 from loramux.common.units import TokenCounts
 from loramux.engine.messages import SamplingParams
 from loramux.serving.checks import canonical_tags
@@ -89,9 +90,10 @@ class EmbeddingBody(PooledBody, kw_only=True):
     """Number of leading numbers of each vector that are returned. The adapter's loramux.toml must list
     `matryoshka_dimensions`.
     """
-    pooling: Literal["last", "mean"] | None = None
-    """`last`: the last token's hidden state. `mean`: the mean over all tokens. The default is the value in the
-    adapter's loramux.toml, otherwise `last`.
+    pooling: VectorPooling | None = None
+    """`last`: the last token's hidden state. `mean`: the mean over all tokens. `cls`: the first token's, of an encoder.
+    The default is the value in the adapter's files, then the value in the base's sentence-transformers files; without
+    them it is `last`, or `mean` for an encoder.
     """
     normalize: bool | None = None
     """True, the default: scale vectors to length 1. False: return them as the model makes them."""

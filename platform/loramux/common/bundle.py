@@ -19,6 +19,8 @@ from msgspec import Meta
 
 from loramux.common.sampling import RECOMMENDED, with_numbers
 
+VectorPooling = Literal["last", "mean", "cls"]
+"""Reductions of a text's hidden states to its vector: the last state, the mean of all, and for encoders the first."""
 BUNDLE_FILE = "bundle.json"
 """Name of the bundle's file in a stored content. A content without this file has no bundle."""
 MAX_BUNDLE_BYTES = 4 << 20
@@ -139,8 +141,8 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A classifier's classes, in the order of its head's rows."""
     problem_type: ProblemType | None = None
     """The reading of a classifier's numbers (softmax, sigmoid, none); None: each input has one class."""
-    pooling: Literal["last", "mean"] | None = None
-    """The reduction of a text's hidden states to its vector; None: the vector is the last hidden state."""
+    pooling: VectorPooling | None = None
+    """The reduction of a text's hidden states to its vector; None: the base's, or else the last hidden state."""
     matryoshka_dimensions: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=64)] = ()
     """Lengths to which the adapter's vectors may be shortened."""
     description: Annotated[str, Meta(max_length=4096)] | None = None

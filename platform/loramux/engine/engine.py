@@ -61,6 +61,7 @@ from loramux_adapters.plan import PlanLimits
 
 logger = logging.getLogger(__name__)
 
+NO_TEXT = "unsupported_task"
 STATS_INTERVAL_S = 1.0
 """Seconds between two reports with statistics while the engine is busy."""
 SERVICE_INTERVAL_S = 0.25
@@ -109,7 +110,7 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     limits = PlanLimits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
     source = AdapterSource(loaded.base, loaded.weights, limits, bank.pool.dtype)
     host_kv: HostKv | None = None
-    if not loaded.facts.state_pages:
+    if loaded.facts.generates and not loaded.facts.state_pages:
         own = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
         host_kv = own if loaded.team is None else RankedHostKv(own, loaded.team)
     target: AdapterTarget = bank
@@ -170,11 +171,14 @@ class Engine:
             speculation = settings.engine.speculation
             logger.warning('engine.speculation = "%s" has no effect: %s. Set it to "off".', speculation, reason)
             policy = replace(policy, max_draft_tokens=0)
-        if state_pages:  # a recurrent state covers all tokens so far: it cannot be shared
+        if state_pages or not parts.facts.generates:  # a recurrent state covers all tokens so far: it cannot be shared
             policy = replace(policy, prefix_cache=False)
         self.scheduler = Scheduler(
             SchedulerLimits.from_settings(
-                settings.engine, parts.facts.max_model_len, on_cpu=not self._runner.runs_ahead
+                settings.engine,
+                parts.facts.max_model_len,
+                on_cpu=not self._runner.runs_ahead,
+                whole_prompts=not parts.facts.generates,
             ),
             budget,
             pool,
@@ -254,6 +258,9 @@ class Engine:
         self._was_commanded = True
         if request.report_start:
             self._reported.add(request.id)
+        if request.pooling is None and not self.facts.generates:
+            self.scheduler.refuse(request, EngineFault(NO_TEXT, "The base is an encoder, which generates no text."))
+            return
         if not request.images:
             self._compile(request)
             return

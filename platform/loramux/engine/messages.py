@@ -80,9 +80,9 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-Pooling = Literal["last", "mean", "classify"]
-"""Ways to make one vector from a prompt's hidden states: the last one, the mean of all, or the last one after the
-classification head of the request's adapter.
+Pooling = Literal["last", "mean", "cls", "classify"]
+"""Ways to make one vector from a prompt's hidden states: the last one, the mean of all, the first one (of encoders
+alone), or the state that the classification head of the request's adapter reads, after this head.
 """
 
 
@@ -168,6 +168,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     cache_scope: str = ""
     """Scope within which requests of one tenant share the base's KV (a project's id, or empty). All requests of a
     tenant share an adapter's KV. The server sets this scope.
+    """
+    second_text_at: int | None = None
+    """First token of the second text of a pair, if the model is an encoder that tells the texts apart; None: one text.
     """
     prefix_digests: tuple[int, ...] = ()
     """Digests of the prompt's beginnings (`engine.memory.prefix_digests`); empty: the server needs no reports of them.
@@ -560,6 +563,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers in a prompt's vector."""
     state_pages: int = 0
     """Pages that each running sequence holds for its recurrent states; 0 for a model without."""
+    generates: bool = True
+    """False for an encoder: each prompt is computed whole in one step, and becomes a vector or classes."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     """Recommendations of the checkpoint's `generation_config.json`."""
     linears: LinearFacts | None = None

@@ -4,6 +4,8 @@ A revision answers the requests that it was trained for (PEFT's task types):
 
     trained for                    chat, completions   embeddings   classify   score, rerank
     text (CAUSAL_LM), the base     yes                 yes          -          cosine of two vectors
+    an encoder as a base           -                   yes          -          cosine of two vectors
+    an encoder with its own head   -                   -            yes        with one label: of both texts together
     vectors (FEATURE_EXTRACTION)   -                   yes          -          cosine of two vectors
     classes (SEQ_CLS)              -                   -            yes        with one label: of both texts together
 
@@ -22,7 +24,7 @@ from loramux.common.bundle import Bundle
 from loramux.common.identity import Principal
 from loramux.data.entities import ServiceTier
 from loramux.data.records.requests import SHADOW
-from loramux.engine.messages import Constraint, ServiceClass
+from loramux.engine.messages import Constraint, ModelFacts, ServiceClass
 from loramux.serving.errors import InvalidRequest, NotAllowed, PromptTooLong
 from loramux.serving.messages import GenerationRequest, Prompt, TextPair
 
@@ -68,10 +70,8 @@ def check_depth(asked: GenerationRequest) -> None:
             )
 
 
-def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> GenerationRequest:
-    """Return the request in the form that a model with this bundle answers. `width` is the size of its vectors. Raises
-    InvalidRequest.
-    """
+def as_answered_by(asked: GenerationRequest, bundle: Bundle, base: ModelFacts) -> GenerationRequest:
+    """Return the request in the form that a model with this bundle, on `base`, answers. Raises InvalidRequest."""
     if asked.pairs and bundle.task == "SEQ_CLS":
         return _pairs_for_classifier(asked, bundle)
     if asked.pooling == "classify" and bundle.task != "SEQ_CLS":
@@ -88,7 +88,14 @@ def as_answered_by(asked: GenerationRequest, bundle: Bundle, width: int) -> Gene
             "was trained for vectors (task type FEATURE_EXTRACTION). Call /v1/embeddings, /v1/score or /v1/rerank; or "
             "name another model."
         )
-    _check_dimensions(asked.dimensions, bundle, width)
+    if asked.pooling == "cls" and base.generates:
+        raise InvalidRequest(
+            "'pooling' is 'cls', and this model reads from left to right: its first state has seen one token. Send "
+            "'last' or 'mean'.",
+            field="pooling",
+            code="unsupported_parameter",
+        )
+    _check_dimensions(asked.dimensions, bundle, base.hidden_size)
     return replace(asked, pooling=bundle.pooling or "last") if asked.pooling == "own" else asked
 
 

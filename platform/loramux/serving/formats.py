@@ -298,6 +298,8 @@ class Formats:
 def _read(of_base: Format, revision: Revision) -> Format:
     bundle, tokenizer = read_bundle(Path(revision.directory)), of_base.tokenizer
     extended = tokenizer.extended(bundle.added_tokens) if bundle.added_tokens else tokenizer
+    if bundle.pooling is None:
+        bundle = msgspec.structs.replace(bundle, pooling=of_base.bundle.pooling)
     return Format(extended, bundle, of_base.tool_parser)
 
 

@@ -32,8 +32,9 @@ import msgspec
 from loramux.accounts.tenants.entities import Changes
 from loramux.catalog.registry.resolver import AbsentBase, BaseModel, BaseModels
 from loramux.catalog.validation.jobs import RetiredBase
+from loramux.catalog.validation.task_files import BundleRejected, bundle_of_base
 from loramux.catalog.validation.validator import BaseValidators, Validator
-from loramux.common.bundle import SamplingDefaults
+from loramux.common.bundle import Bundle, SamplingDefaults
 from loramux.common.errors import LoramuxError
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.common.settings.serving import BaseSettings
@@ -460,7 +461,7 @@ class BaseLifecycle:
             # transformers replaces its own module at the end of its import: a thread that imports it at the same time
             # as another thread may get a module that is not ready.
             await asyncio.to_thread(importlib.import_module, "transformers")
-            (description, tokenizer), facts = await asyncio.gather(self._describe(base), group.start())
+            (description, tokenizer, bundle), facts = await asyncio.gather(self._describe(base), group.start())
             trials = GrammarTrials(tokenizer, facts, base.json_white_space)
             stack.callback(tokenizer.close)
             stack.callback(trials.close)
@@ -471,14 +472,14 @@ class BaseLifecycle:
             if images is not None:
                 stack.callback(images.close)
             parser, former = base.tool_parser, base.former_names
-            served = ServedBase(base.name, group, facts, tokenizer, trials, former, share, parser, images)
+            served = ServedBase(base.name, group, facts, tokenizer, trials, former, share, parser, images, bundle)
             ask = partial(self._questions.ask, group)
             validator = Validator(settings.of_base(base), description, facts.dtype, ask)
             model = BaseModel(base.name, description, base.former_names)
             del self._groups[base.name]
             return LoadedBase(base, served, model, validator, stack.pop_all())
 
-    async def _describe(self, base: BaseSettings) -> tuple[BaseDescription, Tokenizer]:
+    async def _describe(self, base: BaseSettings) -> tuple[BaseDescription, Tokenizer, Bundle]:
         async with self._describing:
             return await describe(Path(base.path))
 
@@ -531,9 +532,20 @@ class BaseLifecycle:
         return failure is None or failure.retry_at <= asyncio.get_running_loop().time()
 
 
-async def describe(model_dir: Path) -> tuple[BaseDescription, Tokenizer]:
-    """Describe a base, and load its tokenizer. Raises SettingsError."""
-    return await asyncio.to_thread(_describe_base, model_dir), await asyncio.to_thread(Tokenizer.load, model_dir)
+async def describe(model_dir: Path) -> tuple[BaseDescription, Tokenizer, Bundle]:
+    """Describe a base, load its tokenizer, and read its task and pooling. Raises SettingsError."""
+    return (
+        await asyncio.to_thread(_describe_base, model_dir),
+        await asyncio.to_thread(Tokenizer.load, model_dir),
+        await asyncio.to_thread(_bundle_of_base, model_dir),
+    )
+
+
+def _bundle_of_base(model_dir: Path) -> Bundle:
+    try:
+        return bundle_of_base(model_dir)
+    except BundleRejected as rejected:
+        raise SettingsError(f"model.path: {model_dir}: {rejected.rejection.message}") from None
 
 
 def _describe_base(model_dir: Path) -> BaseDescription:

@@ -106,9 +106,18 @@ class Truncation:
     """Number of tokens that are kept; None: the number of tokens that leaves room for the answer."""
     keeps_end: bool = True
 
-    def shorten(self, token_ids: list[int], room: int) -> list[int]:
-        """Return the tokens of a prompt that are kept; if `most` is None, at most `room` tokens."""
-        return token_ids[self.kept(len(token_ids), room)]
+    def shorten(self, token_ids: list[int], room: int, edges: tuple[int, int] = (0, 0)) -> list[int]:
+        """Return the tokens of a prompt that are kept; if `most` is None, at most `room` tokens.
+
+        `edges` are the numbers of special tokens around the text that are kept at the end that is cut.
+        """
+        kept = self.kept(len(token_ids), room)
+        first, last = (min(edge, kept.stop - kept.start) for edge in edges)
+        if kept.start:
+            return token_ids[:first] + token_ids[kept.start + first :]
+        if kept.stop < len(token_ids):
+            return token_ids[: kept.stop - last] + token_ids[len(token_ids) - last :]
+        return token_ids
 
     def kept(self, num_tokens: int, room: int) -> slice:
         """Return the place of the tokens that are kept in a prompt of `num_tokens`."""

@@ -20,6 +20,7 @@ import msgspec
 
 from loramux.catalog.registry.resolver import ModelResolver, ResolvedModel
 from loramux.catalog.validation.rendering import TemplateRenderer
+from loramux.common.bundle import NO_BUNDLE, Bundle
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.units import TokenCounts
@@ -60,7 +61,7 @@ from loramux.serving.errors import Draining, EngineDown
 from loramux.serving.formats import Format, Formats, GrammarTrials
 from loramux.serving.generation import Generation
 from loramux.serving.images import ImageFormat, ImageReader, check_images, shortened_images
-from loramux.serving.messages import Answer, Conversation, GenerationRequest, Prompt, PromptText, Replay
+from loramux.serving.messages import Answer, Conversation, GenerationRequest, Prompt, PromptText, Replay, TextPair
 from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 
@@ -88,6 +89,8 @@ class EncodedPrompt(NamedTuple):
     token_ids: list[int]
     tail: str | None = None
     images: tuple[ImageInput, ...] = ()
+    second_text_at: int | None = None
+    """First token of the second text of a pair, if the model tells the texts apart."""
 
 
 class TokenizedPrompt(NamedTuple):
@@ -98,6 +101,8 @@ class TokenizedPrompt(NamedTuple):
     tail: str | None = None
     """End of a conversation's text; None if the prompt is no conversation."""
     images: tuple[ImageInput, ...] = ()
+    second_text_at: int | None = None
+    """First token of the second text of a pair, if the model tells the texts apart."""
 
 
 class TokenizedText(NamedTuple):
@@ -131,11 +136,13 @@ class ServedBase:
     """Notation of the model's calls of tools; None: the chat template's notation."""
     images: ImageFormat | None = None
     """The form of images in prompts; None: the base reads text only."""
+    bundle: Bundle = NO_BUNDLE
+    """The base's task, if it does not generate text, and its pooling."""
 
     @cached_property
     def format(self) -> Format:
         """The base's tokenizer, chat template and defaults."""
-        return Format(self.tokenizer, tool_parser=self.tool_parser)
+        return Format(self.tokenizer, self.bundle, self.tool_parser)
 
     @property
     def context(self) -> int:
@@ -327,7 +334,7 @@ class CompletionService:
         self._ensure_serving(base)
         format = await self._formats.of(base.name, base.format, model.revision, principal.tenant)
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
-        asked = as_answered_by(asked, format.bundle, base.facts.hidden_size)
+        asked = as_answered_by(asked, format.bundle, base.facts)
         num_tokens = max(base.facts.vocab_size, format.num_tokens)
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
             check_token_ids(name, getattr(asked.sampling, name), num_tokens)
@@ -356,15 +363,20 @@ class CompletionService:
     async def _tokenize(self, reading: Reading, prompt: Prompt) -> TokenizedPrompt:
         asked, base, format = reading.asked, reading.base, reading.format
         longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
-        token_ids, tail, images = await self._encode(reading, prompt, longest)
+        token_ids, tail, images, second = await self._encode(reading, prompt, longest)
         if asked.truncation is not None:
             room = base.context - (0 if asked.pooling else asked.max_tokens or 1)
             images = shortened_images(images, len(token_ids), asked.truncation, room) if images else ()
-            token_ids = asked.truncation.shorten(token_ids, room)
+            is_bare = base.facts.generates or isinstance(prompt, list)
+            edges = (0, 0) if is_bare else format.tokenizer.special_edges(token_ids)
+            kept = asked.truncation.shorten(token_ids, room, edges)
+            if second is not None and asked.truncation.keeps_end:
+                second = max(edges[0], second - (len(token_ids) - len(kept)))
+            token_ids = kept
         max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
         if isinstance(prompt, list):
             check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
-        return TokenizedPrompt(token_ids, max_tokens, tail, images)
+        return TokenizedPrompt(token_ids, max_tokens, tail, images, second)
 
     async def _encode(self, reading: Reading, prompt: Prompt, longest: int) -> EncodedPrompt:
         """Return a prompt's tokens and images. A prompt of more than `longest` tokens may be cut short."""
@@ -372,14 +384,17 @@ class CompletionService:
         check_text_length(prompt, format.tokenizer.longest_token, base.context)
         if isinstance(prompt, tuple):
             return await self._encode_chat(reading, prompt, longest)
+        special = asked.add_special_tokens
+        second = None
         if isinstance(prompt, list):
             token_ids = prompt
+        elif isinstance(prompt, TextPair):
+            token_ids, second = await format.tokenizer.encode_pair(prompt, tenant, add_special_tokens=special)
         else:
-            special = asked.add_special_tokens
             token_ids = await format.tokenizer.encode(prompt, longest, tenant, add_special_tokens=special)
         if base.images is not None:
             base.images.check_unplaced(token_ids, "prompt")
-        return EncodedPrompt(token_ids)
+        return EncodedPrompt(token_ids, second_text_at=second)
 
     async def _encode_chat(self, reading: Reading, conversation: Conversation, longest: int) -> EncodedPrompt:
         base, format, principal = reading.base, reading.format, reading.principal
@@ -634,7 +649,7 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
     choices = []
     for index in range(len(read.prompts) * asked.n):
         number, i = divmod(index, asked.n)
-        token_ids, max_tokens, tail, images = read.prompts[number]
+        token_ids, max_tokens, tail, images, second = read.prompts[number]
         sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
         if i and not asked.is_streamed:  # an answer in one piece needs a prompt's scores once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -644,6 +659,7 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
             prompt_token_ids=token_ids,
             images=images,
             sampling=sampling,
+            second_text_at=second,
         )
         output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
         if asked.pooling is None:

@@ -125,9 +125,7 @@ class Tokenizer:
         }
         return {"tokenizer_class": type(self._tokenizer).__name__} | special
 
-    async def encode(
-        self, text: str | TextPair, limit: int, tenant: str = "", *, add_special_tokens: bool = True
-    ) -> list[int]:
+    async def encode(self, text: str, limit: int, tenant: str = "", *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text to continue, with the special tokens that the model expects around it.
 
         For a text of more than `limit` tokens, the result may be only a beginning with more than `limit` tokens. Each
@@ -135,6 +133,16 @@ class Tokenizer:
         """
         work = partial(self.encode_now, text, limit, add_special_tokens=add_special_tokens)
         return await self.run(work, len(text), tenant)
+
+    async def encode_pair(
+        self, pair: TextPair, tenant: str = "", *, add_special_tokens: bool = True
+    ) -> tuple[list[int], int | None]:
+        """Return the token ids of two texts in one, and the first token of the second if the model tells them apart.
+
+        For `tenant` see `encode`.
+        """
+        work = partial(self._encode_pair, pair, add_special_tokens=add_special_tokens)
+        return await self.run(work, len(pair), tenant)
 
     async def encode_chat(
         self, conversation: Conversation, limit: int, tenant: str = "", options: ChatOptions | None = None
@@ -202,6 +210,12 @@ class Tokenizer:
         """
         return await self.run(partial(self._spell_all, token_ids), len(token_ids) * _CHARACTERS_PER_TOKEN, tenant)
 
+    def special_edges(self, token_ids: list[int]) -> tuple[int, int]:
+        """Return the numbers of special tokens at the beginning and at the end of a text's tokens."""
+        first = next((i for i, token in enumerate(token_ids) if token not in self._special_ids), len(token_ids))
+        rest = reversed(token_ids[first:])
+        return first, next((i for i, token in enumerate(rest) if token not in self._special_ids), 0)
+
     def pieces(self, token_ids: list[int]) -> list[str]:
         """Return tokens as the vocabulary writes them."""
         return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(token_ids)]
@@ -230,15 +244,17 @@ class Tokenizer:
         token_ids = self.encode_now(text, limit, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 
-    def encode_now(self, text: str | TextPair, limit: int, *, add_special_tokens: bool) -> list[int]:
+    def _encode_pair(self, pair: TextPair, *, add_special_tokens: bool) -> tuple[list[int], int | None]:
+        found = self._tokenizer(pair.first, pair.second, add_special_tokens=add_special_tokens)
+        types = found.get("token_type_ids") or ()
+        return found["input_ids"], types.index(1) if 1 in types else None
+
+    def encode_now(self, text: str, limit: int, *, add_special_tokens: bool) -> list[int]:
         """Return the same as `encode`, on the caller's thread.
 
         Longer and longer beginnings are tokenized, so that a text that is too long takes no more time than the longest
         text that fits.
         """
-        if isinstance(text, TextPair):
-            pair: list[int] = self._tokenizer.encode(text.first, text.second, add_special_tokens=add_special_tokens)
-            return pair
         length = _CHARACTERS_PER_TOKEN * (limit + _CUT_TOKENS)
         while length < len(text):
             beginning: list[int] = self._tokenizer.encode(text[:length], add_special_tokens=add_special_tokens)

@@ -23,7 +23,7 @@ from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.engine.execution.runner import Pooler, decoder_of
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import Chunk, Sequence
-from loramux_adapters.bank import PagedRows
+from loramux_adapters.bank import PagedRows, ResidentClassifier
 from loramux_adapters.convert.renaming import rename_adapter
 from loramux_adapters.plan import PlanLimits
 from loramux_adapters.weights import Matrix, MatrixKind
@@ -238,7 +238,8 @@ def test_cancelled_prompt_counts_the_tokens_that_were_computed(zoo: Zoo) -> None
 
 def test_pooling_never_waits_for_the_device() -> None:
     """A GPU works on while the host plans: the vectors are read with the step's tokens."""
-    head = PagedRows(torch.randn(128), 32, [2, 0], Matrix("score", MatrixKind.CLASSIFIER, 5, 8, fills_pages=True))
+    matrix = Matrix("score", MatrixKind.CLASSIFIER, 5, 8, fills_pages=True)
+    head = ResidentClassifier((PagedRows(torch.randn(128), 32, [2, 0], matrix),))
     chunks = []
     for number, how in enumerate(("last", "mean", "classify")):
         sampling = SamplingParams(max_tokens=1)

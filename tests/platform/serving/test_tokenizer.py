@@ -6,6 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import transformers
+from encoder_zoo import word_tokenizer
 from tiny_base import byte_tokenizer
 from tiny_tokenizers import FAMILIES
 from transformers import PreTrainedTokenizerFast
@@ -13,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from loramux.common.settings.file import SettingsError
 from loramux.common.tokenizer_file import SAMPLES
 from loramux.serving.errors import InvalidRequest
-from loramux.serving.messages import Message
+from loramux.serving.messages import Message, TextPair
 from loramux.serving.tokenizer import Tokenizer
 
 
@@ -140,3 +142,23 @@ def test_long_texts_of_one_tenant_leave_threads_to_others() -> None:
     tokenizer._tokenizer.encode = hold
     asyncio.run(test())
     assert max(most) == 1
+
+
+def test_pair_of_texts_has_types_if_the_tokenizer_gives_them() -> None:
+    tokenizer = Tokenizer(word_tokenizer())
+    token_ids, second = asyncio.run(tokenizer.encode_pair(TextPair("is it?", "yes, it is")))
+    pair = word_tokenizer()("is it?", "yes, it is")
+    assert token_ids == pair["input_ids"]
+    assert pair["token_type_ids"] == [0] * second + [1] * (len(token_ids) - second)
+
+
+def test_pair_of_texts_of_a_tokenizer_without_types_has_none(tmp_path: Path) -> None:
+    """XLM-RoBERTa's kind: pieces of sentences, and two marks between the texts."""
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *(("\u2581" + w, -2.0) for w in "abc")]
+    saved = transformers.XLMRobertaTokenizer(vocab=[*pieces, ("<mask>", 0.0)])
+    saved.save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    token_ids, second = asyncio.run(tokenizer.encode_pair(TextPair("a b", "c")))
+    assert (token_ids, second) == (saved("a b", "c")["input_ids"], None)
+    assert saved.convert_ids_to_tokens(token_ids) == ["<s>", "\u2581a", "\u2581b", "</s>", "</s>", "\u2581c", "</s>"]
+    assert tokenizer.special_edges(token_ids) == (1, 1)

@@ -8,15 +8,26 @@ is refused.
 from __future__ import annotations
 
 import json
+import logging
 import tomllib
 from collections.abc import Callable, Mapping, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from loramux.catalog.validation.jobs import BundleJob, BundleSetup, Check, ReportWarning, ValidationReport
+from loramux.catalog.validation.task_files import (
+    FIRST_TOKEN,
+    BundleRejected,
+    is_encoder,
+    labels_of,
+    of_model,
+    read_object,
+    read_text,
+    sentence_pooling,
+)
 from loramux.common.bundle import (
     BUNDLE_FILE,
     GENERATION_FILE,
@@ -25,13 +36,9 @@ from loramux.common.bundle import (
     MAX_BUNDLE_BYTES,
     MAX_TEMPLATE_CHARACTERS,
     MODEL_FILE,
-    MODULES_FILE,
     NO_BUNDLE,
     OLD_TOKENS_FILE,
-    POOLING_FILE,
-    PROMPTS_FILE,
     SETTINGS_FILE,
-    SOURCES,
     TEMPLATE_FILE,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
@@ -39,13 +46,15 @@ from loramux.common.bundle import (
     Bundle,
     ProblemType,
     SamplingDefaults,
+    VectorPooling,
     encode_bundle,
     extend_tokenizer,
 )
-from loramux.common.errors import Rejection
 from loramux.common.sampling import RECOMMENDED, with_numbers
 from loramux.common.settings.serving import ToolParser
 from loramux.common.tokenizer_file import LoadedTokenizer, load_tokenizer, read_tokenizer, tokenizer_difference
+
+logger = logging.getLogger(__name__)
 
 BUNDLE_CHECK = "bundle"
 
@@ -85,7 +94,7 @@ class _Settings(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     license: str | None = None
     labels: tuple[str, ...] = ()
     problem_type: ProblemType | None = None
-    pooling: Literal["last", "mean"] | None = None
+    pooling: VectorPooling | None = None
     matryoshka_dimensions: tuple[int, ...] = ()
 
 
@@ -97,34 +106,6 @@ class _Generation(msgspec.Struct, kw_only=True):
     eos_token_id: int | tuple[int, ...] | None = None
     stop_strings: str | tuple[str, ...] | None = None
     do_sample: bool | None = None
-
-
-class _Model(msgspec.Struct, kw_only=True):
-    """The fields of a classifier's config.json that are served."""
-
-    id2label: dict[str, str] | None = None
-    problem_type: ProblemType | None = None
-
-
-class _Module(msgspec.Struct, kw_only=True):
-    """An entry of modules.json."""
-
-    path: str
-    type: str
-
-
-_POOLING: Mapping[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean": "mean"}
-"""sentence-transformers' names of the poolings that are served."""
-_POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean"}
-"""Modes of older flags, if the flag's name is not `pooling_mode_` followed by the mode's name."""
-
-
-class BundleRejected(Exception):
-    """A file has a setting that cannot be served."""
-
-    def __init__(self, file: str, message: str, code: str = "bundle_invalid") -> None:
-        super().__init__(message)
-        self.rejection = Rejection(code=code, field=file, message=f"{file}: {message}")
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -169,6 +150,11 @@ class BaseText:
             texts.append(_normalised(saved.read_text()))
         return [{name: document.get(name) for name in _SECTIONS} for document in map(json.loads, texts)]
 
+    @cached_property
+    def is_encoder(self) -> bool:
+        """Return whether the base reads a text in both directions."""
+        return is_encoder(self._model_dir)
+
     @property
     def template(self) -> str:
         """Return the base's chat template; empty if the base has none."""
@@ -185,7 +171,7 @@ def examine(job: BundleJob, base: BaseText) -> ValidationReport:
     """Write the folder's bundle and return a report. A refusal is part of the report."""
     folder = Path(job.folder)
     try:
-        bundle = _with_task(make_bundle(folder, base, job.num_tokens), folder, job)
+        bundle = _with_task(make_bundle(folder, base, job.num_tokens), folder, job, is_encoder=base.is_encoder)
         notes = _longest(folder)
     except BundleRejected as rejected:
         failed = Check(name=BUNDLE_CHECK, outcome="failed", detail=rejected.rejection.message)
@@ -204,7 +190,7 @@ def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
     generation = _of_generation(folder)
     greedy = {"temperature": 0.0} if generation.do_sample is False else {}
     recommended = {name: getattr(generation, name) for name in RECOMMENDED} | greedy
-    config = _object(folder, TOKENIZER_CONFIG_FILE)
+    config = read_object(folder, TOKENIZER_CONFIG_FILE)
     added = _added_tokens(folder, config, base, num_tokens)
     special = _special_tokens(config, base)
     own = _template(folder, config)
@@ -227,7 +213,7 @@ def make_bundle(folder: Path, base: BaseText, num_tokens: int) -> Bundle:
     return _checked(bundle)
 
 
-def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
+def _with_task(bundle: Bundle, folder: Path, job: BundleJob, *, is_encoder: bool) -> Bundle:
     """Return the bundle with the fields of the task for which the adapter was trained. Raises BundleRejected."""
     settings = _of_settings(folder)
     fields = {
@@ -239,12 +225,14 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
         if getattr(settings, field) and field not in fields:
             raise BundleRejected(SETTINGS_FILE, f"{field} means nothing for an adapter of task type {job.task}.")
     if job.task != "SEQ_CLS":
-        pooling = settings.pooling or _sentence_pooling(folder)
+        if settings.pooling == "cls" and not is_encoder:
+            raise BundleRejected(SETTINGS_FILE, FIRST_TOKEN, "field_unsupported")
+        pooling = settings.pooling or sentence_pooling(folder, is_encoder=is_encoder)
         task = "FEATURE_EXTRACTION" if job.task == "FEATURE_EXTRACTION" else None
         dimensions = tuple(sorted(set(settings.matryoshka_dimensions)))
         return _checked(msgspec.structs.replace(bundle, task=task, pooling=pooling, matryoshka_dimensions=dimensions))
-    config = _of_model(folder)
-    labels, problem = settings.labels or _labels(config), settings.problem_type or config.problem_type
+    config = of_model(folder)
+    labels, problem = settings.labels or labels_of(config), settings.problem_type or config.problem_type
     if labels and len(labels) != job.num_labels:
         file = SETTINGS_FILE if settings.labels else MODEL_FILE
         raise BundleRejected(file, f"It names {len(labels)} labels, and the adapter's head has {job.num_labels}.")
@@ -253,72 +241,9 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob) -> Bundle:
     )
 
 
-def _sentence_pooling(folder: Path) -> Literal["last", "mean"] | None:
-    """Return the pooling that sentence-transformers' files set; None without them. Raises BundleRejected."""
-    modules = _modules(folder)
-    for module in modules:
-        kind = module.type.rpartition(".")[2]
-        if kind not in ("Transformer", "Pooling", "Normalize"):
-            raise BundleRejected(
-                MODULES_FILE,
-                f"It has a module {kind[:80]!r}, which this server cannot do. Served are Transformer, Pooling and "
-                "Normalize.",
-                "field_unsupported",
-            )
-        if kind == "Pooling" and (module.path != "1_Pooling" or not (folder / POOLING_FILE).exists()):
-            raise BundleRejected(
-                MODULES_FILE,
-                f"It has a Pooling module in {module.path[:80]!r}, and what is read is {POOLING_FILE}. Upload that "
-                "file under this name, with its folder.",
-            )
-    if default := _object(folder, PROMPTS_FILE).get("default_prompt_name"):
-        raise BundleRejected(
-            PROMPTS_FILE,
-            f"default_prompt_name is {str(default)[:80]!r}, and no prompt is put before texts here. Set it to null, "
-            "and send the prompt with each text.",
-            "field_unsupported",
-        )
-    if _object(folder, LENGTH_FILE).get("do_lower_case"):
-        raise BundleRejected(LENGTH_FILE, "do_lower_case is not served: texts are read as sent.", "field_unsupported")
-    return _pooling_mode(_object(folder, POOLING_FILE))
-
-
-def _modules(folder: Path) -> list[_Module]:
-    if (text := _text(folder, MODULES_FILE)) is None:
-        return []
-    try:
-        return msgspec.json.decode(text, type=list[_Module])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BundleRejected(MODULES_FILE, f"{error}.") from None
-
-
-def _pooling_mode(config: Mapping[str, Any]) -> Literal["last", "mean"] | None:
-    """Return the only mode of a pooling module, in the notation of older or newer versions. Raises BundleRejected."""
-    if not config:
-        return None
-    given = config.get("pooling_mode")
-    flags = [field for field, value in config.items() if field.startswith("pooling_mode_") and value]
-    old = [_POOLING_FLAGS.get(field, field.removeprefix("pooling_mode_")) for field in flags]
-    modes = old if given is None else given if isinstance(given, list) else [given]
-    if len(modes) != 1 or modes[0] not in _POOLING:
-        raise BundleRejected(
-            POOLING_FILE,
-            f"It pools by {', '.join(map(str, modes))[:200] or 'nothing'}. Served is one of {', '.join(_POOLING)}: the "
-            "first token of a causal model has not seen the text. Train with one of them.",
-            "field_unsupported",
-        )
-    if modes == ["mean"] and config.get("include_prompt") is False:
-        raise BundleRejected(
-            POOLING_FILE,
-            "include_prompt is false: the mean here is that of all tokens. Train with include_prompt=True.",
-            "field_unsupported",
-        )
-    return _POOLING[modes[0]]
-
-
 def _longest(folder: Path) -> tuple[ReportWarning, ...]:
     """Return a note if texts were shortened in training, because this server does not shorten them."""
-    length = _object(folder, LENGTH_FILE).get("max_seq_length")
+    length = read_object(folder, LENGTH_FILE).get("max_seq_length")
     if length is None:
         return ()
     message = (
@@ -326,26 +251,6 @@ def _longest(folder: Path) -> tuple[ReportWarning, ...]:
         "'truncate_prompt_tokens' with them, and 'truncation_side': 'right'."
     )
     return (ReportWarning(code="texts_not_cut", field=LENGTH_FILE, message=message),)
-
-
-def _of_model(folder: Path) -> _Model:
-    document = _object(folder, MODEL_FILE)
-    try:
-        return msgspec.convert({name: document.get(name) for name in _Model.__struct_fields__}, _Model)
-    except msgspec.ValidationError as error:
-        raise BundleRejected(MODEL_FILE, f"{error}.") from None
-
-
-def _labels(config: _Model) -> tuple[str, ...]:
-    """Return the names of `id2label`, in order. Raises BundleRejected."""
-    names = config.id2label or {}
-    try:
-        named = {int(number): name for number, name in names.items()}
-    except ValueError:
-        raise BundleRejected(MODEL_FILE, "id2label has a key that is no number.") from None
-    if sorted(named) != list(range(len(named))):
-        raise BundleRejected(MODEL_FILE, "id2label does not number its labels from 0 on.")
-    return tuple(named[number] for number in range(len(named)))
 
 
 def _checked(bundle: Bundle) -> Bundle:
@@ -364,7 +269,7 @@ def _checked(bundle: Bundle) -> Bundle:
 
 
 def _of_settings(folder: Path) -> _Settings:
-    if (text := _text(folder, SETTINGS_FILE)) is None:
+    if (text := read_text(folder, SETTINGS_FILE)) is None:
         return _Settings()
     try:
         return msgspec.convert(tomllib.loads(text), _Settings)
@@ -376,7 +281,7 @@ def _of_settings(folder: Path) -> _Settings:
 
 
 def _of_generation(folder: Path) -> _Generation:
-    document = _object(folder, GENERATION_FILE)
+    document = read_object(folder, GENERATION_FILE)
     for field, value in document.items():
         if field in _GENERATION_READ or field in _GENERATION_HARMLESS:
             continue
@@ -402,7 +307,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Return the chat template from chat_template.jinja or, without this file, from tokenizer_config.json, as in
     transformers.
     """
-    template = _text(folder, TEMPLATE_FILE)
+    template = read_text(folder, TEMPLATE_FILE)
     if template is None and (template := config.get("chat_template")) is None:
         return None
     if isinstance(template, list):
@@ -440,7 +345,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], base: BaseText, num_t
     if listed is None:
         file, listed = TOKENIZER_CONFIG_FILE, _of_decoder(config)
     _check_old_tokens(folder, {token.content for token in listed}, base)
-    text = _text(folder, TOKENIZER_FILE)
+    text = read_text(folder, TOKENIZER_FILE)
     if not listed:
         if text is not None and base.backend is not None:
             _check_served(base.backend, text)
@@ -485,7 +390,7 @@ def _check_old_tokens(folder: Path, listed: Set[str], base: BaseText) -> None:
     text.
     """
     known = base.tokenizer.get_vocab()
-    for token in _object(folder, OLD_TOKENS_FILE):
+    for token in read_object(folder, OLD_TOKENS_FILE):
         if token not in known and token not in listed:
             raise BundleRejected(
                 OLD_TOKENS_FILE,
@@ -501,7 +406,7 @@ def _equals(token: AddedToken, other: Any) -> bool:
 
 def _of_tokenizer(folder: Path, base: BaseText) -> list[AddedToken] | None:
     """Return the added tokens of tokenizer.json, whose other parts must all equal the base's; None without the file."""
-    if (text := _text(folder, TOKENIZER_FILE)) is None:
+    if (text := read_text(folder, TOKENIZER_FILE)) is None:
         return None
     try:
         document = json.loads(_normalised(text))
@@ -554,29 +459,3 @@ def _normalised(text: str) -> str:
     import tokenizers
 
     return str(tokenizers.Tokenizer.from_str(text).to_str())
-
-
-def _object(folder: Path, name: str) -> dict[str, Any]:
-    if (text := _text(folder, name)) is None:
-        return {}
-    try:
-        document = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BundleRejected(name, f"This is not JSON: {error}.") from None
-    if not isinstance(document, dict):
-        raise BundleRejected(name, "This is not a JSON object.")
-    return document
-
-
-def _text(folder: Path, name: str) -> str | None:
-    try:
-        with (folder / name).open("rb") as file:
-            data = file.read(SOURCES[name] + 1)
-    except FileNotFoundError:
-        return None
-    if len(data) > SOURCES[name]:
-        raise BundleRejected(name, f"The file has more than {SOURCES[name]} bytes.", "too_large")
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        raise BundleRejected(name, "The file is not UTF-8.") from None

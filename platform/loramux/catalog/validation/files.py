@@ -28,7 +28,7 @@ from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, 
 from loramux_adapters.config import HARMLESS, OTHER_TOOLS, converted_kind, is_on, parse_document
 from loramux_adapters.errors import AdapterRejected, WeightsFileRejected, shown
 from loramux_adapters.names import TensorNames
-from loramux_adapters.plan import CHECKS, WEIGHTS_NAME, ExaminedAdapter, examine_adapter, read_config_file
+from loramux_adapters.plan import CHECKS, WEIGHTS_NAME, ExaminedAdapter, examine_adapter, read_config_file, task_of
 from loramux_adapters.weights_file import ITEM_BYTES, read_header
 
 CHECK = "base_model"
@@ -87,7 +87,7 @@ def _found(examined: ExaminedAdapter, document: Mapping[str, Any], base: BaseDes
         peft_type=document["peft_type"],
         peft_version=version if isinstance(version, str) else None,
         base_model_name_or_path=examined.config.base_model_name_or_path,
-        task=examined.config.task_type or "CAUSAL_LM",
+        task=task_of(examined.config, base),
         labels=0 if plan.classifier is None else plan.classifier.num_labels,
         architecture=base.architecture,
         rank=plan.max_rank,

@@ -38,7 +38,7 @@ from loramux.catalog.validation.parity_tokens import (
     compare_answers,
     compare_outputs,
     prompts_of,
-    task_of,
+    task_of_job,
 )
 from loramux.common.errors import Rejection
 from loramux_adapters.bank import AdapterBank, Site
@@ -127,7 +127,7 @@ class ParityComparison:
             return report
         if self.whole is not None:
             return report.followed_by(self._report({TOKENS_CHECK: self.whole.compare(job)}))
-        if (task := task_of(job)) != "CAUSAL_LM":
+        if (task := task_of_job(job, self.setup.base)) != "CAUSAL_LM":
             reason = f"the base is too large to be run whole, and an adapter of task type {task} gives no tokens"
             return report.followed_by(self._report({TOKENS_CHECK: NotRun(reason)}))
         plan = inspect_adapter(Path(job.served), self.setup.base, job.limits)

@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from loramux.catalog.validation.checkpoint_files import BaseFiles
 from loramux.catalog.validation.jobs import EngineAnswer, ParityJob, ParitySetup
+from loramux.catalog.validation.parity_encoders import peft_outputs
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings, ModelSettings, SchedulerSettings
 from loramux.engine.engine import build_engine
@@ -50,7 +51,7 @@ from loramux_adapters.base import (
 )
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import AdapterConfig, LoraConfig, Task
-from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, read_config
+from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, read_config, task_of
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import read_header
 from loramux_kernels.quantized_weight import quantize
@@ -180,7 +181,7 @@ class WholeModel:
             return NotRun("the adapter is too large beside its base to be run whole in a check")
         plan = inspect_adapter(Path(job.served), self.base, job.limits)
         prompts = prompts_of(job, plan, self.served.facts.vocab_size)
-        if task_of(job) != "CAUSAL_LM":
+        if task_of_job(job, self.base) != "CAUSAL_LM":
             return self._compare_vectors(job, plan, prompts)
         events = self._answers(job.served, prompts)
         if isinstance(events, ParityFault):
@@ -204,20 +205,15 @@ class WholeModel:
     def _compare_vectors(self, job: ParityJob, plan: AdapterPlan, prompts: list[list[int]]) -> Verdict:
         """Compare the vectors of the last tokens, or a classifier's numbers for these tokens."""
         method = f"{len(prompts)} vectors of the engine against PEFT's forward, in float32"
-        events = self._answers(job.served, prompts, "last" if plan.classifier is None else "classify")
+        vector: Pooling = "last" if self.base.encoder is None else "cls"
+        events = self._answers(job.served, prompts, vector if plan.classifier is None else "classify")
         if isinstance(events, ParityFault):
             return Verdict(method, {}, events)
         ours = torch.stack([torch.frombuffer(bytearray(one.pooled or b""), dtype=torch.float32) for [one] in events])
-        if plan.num_tokens is not None:
-            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has all rows
-        head = _head_of(plan, Path(job.served))
-        base = _through(head, [last_state(self.reference, prompt) for prompt in prompts])
-        config = peft.PeftConfig.from_pretrained(job.uploaded)
-        config.task_type = "CAUSAL_LM"  # the layers are the same; the head is applied here
-        trained = [name for name in getattr(config, "modules_to_save", None) or () if name not in _HEADS]
-        config.modules_to_save = trained or None
-        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
-        theirs = _through(head, [last_state(model.get_base_model(), prompt) for prompt in prompts])
+        if (encoder := self.base.encoder) is not None:
+            theirs, base = peft_outputs(self.settings.model.path, job.uploaded, encoder, plan, prompts)
+        else:
+            theirs, base = self._peft_vectors(job, plan, prompts)
         if not torch.isfinite(theirs).all():
             return Verdict(method, {}, ParityFault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
         apart = compare_outputs(ours, theirs, base)
@@ -227,6 +223,21 @@ class WholeModel:
         sentence = f"the vectors are {apart:.3g} times as far from PEFT's as rounding explains"
         return Verdict(method, figures, ParityFault(PARITY_FAILED, sentence))
 
+    def _peft_vectors(
+        self, job: ParityJob, plan: AdapterPlan, prompts: list[list[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers of each prompt with PEFT's adapter, and with the base's own layers."""
+        if plan.num_tokens is not None:
+            self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has all rows
+        head = _head_of(plan, Path(job.served))
+        base = _through(head, [last_state(self.reference, prompt) for prompt in prompts])
+        config = peft.PeftConfig.from_pretrained(job.uploaded)
+        config.task_type = "CAUSAL_LM"  # the layers are the same; the head is applied here
+        trained = [name for name in getattr(config, "modules_to_save", None) or () if name not in _HEADS]
+        config.modules_to_save = trained or None
+        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
+        return _through(head, [last_state(model.get_base_model(), prompt) for prompt in prompts]), base
+
     def _answers(
         self, folder: str, prompts: Sequence[list[int]], pooling: Pooling | None = None
     ) -> list[list[TokenEvent]] | ParityFault:
@@ -234,7 +245,8 @@ class WholeModel:
         ref = AdapterRef(digest="candidate", path=folder)
         asked = [_request(str(index), prompt, ref, pooling) for index, prompt in enumerate(prompts)]
         known = [token for token in prompts[0] if token < self.served.facts.vocab_size]
-        events = _run(self.served, self.settings, [*asked, _request("base", known, None)])
+        beside = _request("base", known, None, None if self.base.encoder is None else "mean")
+        events = _run(self.served, self.settings, [*asked, beside])
         return events if isinstance(events, ParityFault) else [events[one.id] for one in asked]
 
     def _fills_the_pool(self, job: ParityJob) -> bool:
@@ -264,9 +276,9 @@ def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
     return model
 
 
-def task_of(job: ParityJob) -> Task:
+def task_of_job(job: ParityJob, base: BaseDescription) -> Task:
     """Return the task for which the adapter was trained."""
-    return read_config(Path(job.served)).task_type or "CAUSAL_LM"
+    return task_of(read_config(Path(job.served)), base)
 
 
 def prompts_of(job: ParityJob, plan: AdapterPlan, vocab_size: int) -> list[list[int]]:
@@ -327,7 +339,7 @@ def _head_of(plan: AdapterPlan, folder: Path) -> torch.Tensor | None:
         return None
     path = folder / WEIGHTS_NAME
     with path.open("rb") as file:
-        return read_tensor(file, read_header(path).tensors[plan.classifier.key]).float()
+        return read_tensor(file, read_header(path).tensors[plan.classifier.linears[0].key]).float()
 
 
 def _through(head: torch.Tensor | None, states: list[torch.Tensor]) -> torch.Tensor:

@@ -126,7 +126,7 @@ def assemble_share(
         raise UnsupportedModel(
             f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
-    sites = _sites(base, shard)
+    sites = sites_of(base, shard)
     layout, activation_bytes = _probe(model, settings, widest_tile(sites.values()))
     states = StateLayout.of(model, layout.page_bytes)
     page_elements = layout.page_elements
@@ -138,7 +138,7 @@ def assemble_share(
     digest = weights_digest(model, settings.model.quantization)
     if model.device.type == "cpu":
         _copy_out_of_files(model)
-    choice = _choose_format(model, sites, settings, is_quantized=is_quantized)
+    choice = choose_format(model, sites, settings, is_quantized=is_quantized)
     packing = Packing(settings.model.quantization, None if choice is None else choice.form)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
     weights = install(model, base, bank, packing, shard, pack)
@@ -150,7 +150,7 @@ def assemble_share(
     forward = Forward(model, [], bank)
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings) if measures else 0)
-    pool = _allocate_pool(settings, model, layout, beside, bank.slot_bytes / pages_of_slot)
+    pool = allocate_pool(settings, model, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
@@ -169,7 +169,7 @@ def _copy_out_of_files(model: PreTrainedModel) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _choose_format(
+def choose_format(
     model: PreTrainedModel, sites: Mapping[str, Site], settings: Settings, *, is_quantized: bool
 ) -> FormatChoice | None:
     """Return the format of the model's linears; None on a GPU. Raises UnsupportedModel."""
@@ -183,7 +183,7 @@ def _choose_format(
         raise UnsupportedModel(f"engine.linear_format: {unavailable}; name one of these, or auto.") from unavailable
 
 
-def _sites(base: BaseDescription, shard: Shard | None) -> dict[str, Site]:
+def sites_of(base: BaseDescription, shard: Shard | None) -> dict[str, Site]:
     """Return the linears that adapters may touch, each as large as this rank's share of it."""
     linears: dict[str, LinearShape] = dict(base.modules)
     parameters: dict[str, ParameterShape] = dict(base.parameters)
@@ -250,8 +250,8 @@ def extrapolate(first: tuple[int, int], second: tuple[int, int], recordings: int
     return int(max(first[1], second[1]) + growth * max(0, recordings - second[0]))
 
 
-def _allocate_pool(
-    settings: Settings, model: PreTrainedModel, layout: KvLayout, beside: int, table_bytes: float
+def allocate_pool(
+    settings: Settings, model: PreTrainedModel, page_bytes: int, beside: int, table_bytes: float
 ) -> torch.Tensor:
     """Return the pool. On a GPU it leaves `beside` bytes free, and each page needs `table_bytes` of adapter tables.
 
@@ -262,8 +262,8 @@ def _allocate_pool(
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # so that the driver reports all memory that is free
         if settings.engine.pool_bytes is None:
-            num_bytes = _gpu_pool_bytes(settings, model, layout, beside, table_bytes)
-    elements = _pool_elements(num_bytes, model, layout, settings.engine.tensor_parallel_size)
+            num_bytes = _gpu_pool_bytes(settings, model, page_bytes, beside, table_bytes)
+    elements = _pool_elements(num_bytes, model, page_bytes, settings.engine.tensor_parallel_size)
     if model.device.type == "cpu":
         pool = zeros_in_large_pages(elements, model.dtype)
         pool[: min(elements // 16, TOUCHED_AT_START // model.dtype.itemsize)].zero_()
@@ -324,17 +324,17 @@ def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
 
 
 def _gpu_pool_bytes(
-    settings: Settings, model: PreTrainedModel, layout: KvLayout, beside: int, table_bytes: float
+    settings: Settings, model: PreTrainedModel, page_bytes: int, beside: int, table_bytes: float
 ) -> int:
     """Return the rest of gpu_memory_utilization after weights, activations and graphs (`beside`), and each page's share
     of the tables."""
     free, total = torch.cuda.mem_get_info(model.device)
     left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - beside
-    return int(left * layout.page_bytes / (layout.page_bytes + table_bytes))
+    return int(left * page_bytes / (page_bytes + table_bytes))
 
 
-def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num_ranks: int) -> int:
-    num_pages = num_bytes // layout.page_bytes
+def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, num_ranks: int) -> int:
+    num_pages = num_bytes // page_bytes
     if model.device.type == "cpu" and num_bytes * num_ranks > (memory := machine_memory()):
         raise UnsupportedModel(
             f"engine.pool_bytes = {num_bytes}, for each of {num_ranks} ranks, is more than this machine's {memory} "
@@ -343,10 +343,10 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, layout: KvLayout, num
         )
     if num_pages < 1:
         raise UnsupportedModel(
-            f"A pool of {num_bytes} bytes is less than one page of {layout.page_bytes}; raise engine.pool_bytes"
+            f"A pool of {num_bytes} bytes is less than one page of {page_bytes}; raise engine.pool_bytes"
             f" or, on a GPU, engine.gpu_memory_utilization."
         )
-    return num_pages * layout.page_elements
+    return num_pages * page_bytes // model.dtype.itemsize
 
 
 def machine_memory() -> int:

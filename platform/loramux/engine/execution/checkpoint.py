@@ -40,8 +40,8 @@ from loramux.engine.execution.quantized_checkpoint import (
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_share_of
 from loramux_adapters.base import MODEL_LOCK, auto_class
 from loramux_adapters.base_weights import QuantizedLinear
-from loramux_adapters.checkpoint_config import is_published_in_mxfp4, refusal_of_config
-from loramux_adapters.families import SWITCHING_ROPES, family_of
+from loramux_adapters.checkpoint_config import is_classifier, is_published_in_mxfp4, refusal_of_config
+from loramux_adapters.families import ENCODERS, SWITCHING_ROPES, Encoder, family_of
 from loramux_kernels.device import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,10 @@ logger = logging.getLogger(__name__)
 LEFTOVERS = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 """Tensors that older versions of transformers saved and that follow from the config: the only ones that may have no
 place in the model."""
+
+OTHER_HEADS = re.compile(r"(?:cls|lm_head|decoder|vocab_\w+|\w+_predictions|generator_\w+|(?:\w+\.)?pooler)\.")
+"""Tensors of an encoder's checkpoint that its vectors and classes do not read: heads that predict tokens, and poolers
+of families whose classifiers have none."""
 
 SAMPLES = 256
 """Values of a weight that are compared between engines."""
@@ -106,6 +110,8 @@ def load_checkpoint(
     if stored is not None:
         read = read_quantized(model, directory, stored, share, partial(progress.track, "quantized weights"))
         report["unexpected_keys"] = set(report["unexpected_keys"]) - read
+    if (encoder := ENCODERS.get(config.model_type)) is not None:
+        _settle_encoder(model, encoder, report, has_head=is_classifier(config.to_dict()))
     _ensure_complete(directory, report)
     if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
         model, chosen = model.float(), torch.float32
@@ -247,6 +253,19 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
     return SamplingDefaults.valid(saved)
 
 
+def _settle_encoder(model: PreTrainedModel, encoder: Encoder, report: dict[str, Any], *, has_head: bool) -> None:
+    """Allow an encoder's checkpoint the heads of other tasks, and the absence of a head unless `has_head`.
+
+    The weights before a head are never read if the checkpoint lacks them (`BaseDescription.lacks_transform`). They are
+    zero instead of random, so that engines of one checkpoint are equal.
+    """
+    optional = () if has_head else tuple(f"{name}." for name in (*encoder.head, encoder.transform) if name)
+    for name in [name for name in report["missing_keys"] if name.startswith(optional)]:
+        report["missing_keys"].discard(name)
+        model.get_parameter(name).data.zero_()
+    report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not OTHER_HEADS.match(name)}
+
+
 def _ensure_complete(directory: Path, report: dict[str, Any]) -> None:
     """Refuse a checkpoint whose tensors are not exactly the model's.
 
@@ -263,7 +282,7 @@ def _ensure_complete(directory: Path, report: dict[str, Any]) -> None:
     ):
         if names:
             raise UnsupportedModel(
-                f"{directory} {problem}: {_some(names)}. Give the complete checkpoint of a causal language model "
+                f"{directory} {problem}: {_some(names)}. Give the complete checkpoint of a language model "
                 f"with the config.json it was saved with."
             )
 

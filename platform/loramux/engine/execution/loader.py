@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -38,6 +39,7 @@ from loramux.engine.execution.checkpoint import (
 )
 from loramux.engine.execution.constraints import Constraints, load_vocabulary
 from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, refuse_settings
 from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
@@ -47,6 +49,8 @@ from loramux.engine.execution.vision import Tower, images_refused, open_tower, r
 from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
+from loramux_adapters.checkpoint_config import is_classifier
+from loramux_adapters.families import ENCODERS
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
 from loramux_kernels.tables import RANK_TILE
@@ -85,9 +89,12 @@ def load_model(settings: Settings) -> LoadedModel:
     Raises UnsupportedModel for a checkpoint that would be served wrongly, and for settings that do not fit the machine.
     """
     directory = Path(settings.model.path)
+    config = read_config(directory)
+    if config.model_type in ENCODERS:
+        return _load_encoder(settings, has_head=is_classifier(config.to_dict()))
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
-        config, device = read_config(directory), choose_device(settings.engine.device)
+        device = choose_device(settings.engine.device)
         base = describe_base(directory)
         is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
         if device.type == "cpu" and is_planned:
@@ -112,6 +119,26 @@ def load_model(settings: Settings) -> LoadedModel:
         if isinstance(error, RuntimeError) and not isinstance(error, UnsupportedModel):
             raise team.explained(error) from error
         raise
+
+
+def _load_encoder(settings: Settings, *, has_head: bool) -> LoadedModel:
+    refuse_settings(settings)
+    torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
+    directory, device = Path(settings.model.path), choose_device(settings.engine.device)
+    base = describe_base(directory)
+    with LoadingProgress(settings.model.served_model_name) as progress:
+        model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
+        made = assemble_encoder(model, base, settings, has_head=has_head)
+    logger.info(
+        "serving the encoder %s in %s on %s: vectors and classes of texts of up to %d tokens, %d pages for adapters",
+        settings.model.served_model_name,
+        made.facts.dtype,
+        model.device,
+        made.facts.max_model_len,
+        made.facts.pages_total,
+    )
+    facts = msgspec.structs.replace(made.facts, linears=_linear_facts(made))
+    return LoadedModel(made.runner, None, base, made.weights, facts, made.weight_bytes)
 
 
 def _plan(settings: Settings, base: BaseDescription, sharding: Sharding) -> None:
@@ -225,7 +252,7 @@ def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
     return None
 
 
-def _linear_facts(share: AssembledModel) -> LinearFacts | None:
+def _linear_facts(share: AssembledModel | AssembledEncoder) -> LinearFacts | None:
     """Describe the linears of a model on a CPU; None on a GPU."""
     if (choice := share.choice) is None:
         return None

@@ -41,13 +41,13 @@ from loramux.engine.execution.vision import (
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
-from loramux_adapters.bank import AdapterBank, PagedRows, StepExtras
+from loramux_adapters.bank import AdapterBank, ResidentClassifier, StepExtras
 from loramux_kernels.device import to_host
 from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
 
 Ints = NDArray[np.signedinteger[Any]]
-HeadOf = Callable[[int], PagedRows | None]
-"""Function that returns the head `[labels, hidden]` of the adapter in a slot; None: it is not a classifier."""
+HeadOf = Callable[[int], ResidentClassifier | None]
+"""Function that returns the head of the adapter in a slot; None: it is not a classifier."""
 NO_HEAD = EngineFault("not_a_classifier", "The model has no classification head.", field="model")
 
 
@@ -413,7 +413,7 @@ class Pooler:
                 continue
             if sequence.request.pooling == "classify":
                 head = self._head_of(chunk.slot)
-                found.append((sequence.id, None if head is None else to_host(head.times_rows(vector[None])[0].float())))
+                found.append((sequence.id, None if head is None else to_host(head.logits(vector[None])[0].float())))
             else:
                 found.append((sequence.id, to_host(vector.float())))
         return PooledVectors(found)

@@ -308,7 +308,7 @@ class Admission:
         self._join_claimants(builder)
         if not (builder.chunks or self._state.running or self._residency.num_loading):
             self._make_room_for_first(builder)
-        self.is_blocked = self._blocked is not None and builder.tokens_left > 0
+        self.is_blocked = self._blocked is not None and builder.has_tokens_for(self._blocked)
         self._queue.reset_skips()
 
     def _admit_next(self, flow: Flow, builder: StepBuilder) -> bool:

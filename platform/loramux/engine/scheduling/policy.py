@@ -54,6 +54,8 @@ class SchedulerLimits:
     """Most prompt tokens of a step in which sequences decode; by default only the other limits apply."""
     row_tile: int = 1
     """Rows that a product takes at once: a tile that is begun costs as much as a full one."""
+    whole_prompts: bool = False
+    """True if each prompt is computed whole in one step, because its tokens see later ones."""
 
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.
@@ -68,11 +70,14 @@ class SchedulerLimits:
         return most - begun if 4 * begun <= most else most
 
     @classmethod
-    def from_settings(cls, engine: EngineSettings, max_model_len: int, *, on_cpu: bool) -> SchedulerLimits:
-        """Return the operator's settings, with the defaults of the device."""
+    def from_settings(
+        cls, engine: EngineSettings, max_model_len: int, *, on_cpu: bool, whole_prompts: bool = False
+    ) -> SchedulerLimits:
+        """Return the operator's settings, with the defaults of the device. A step holds the longest whole prompt."""
         mixed = engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=on_cpu)
         tile = 1 if on_cpu else GPU_ROW_TILE
-        return cls(engine.max_num_seqs, engine.max_num_batched_tokens, max_model_len, mixed, tile)
+        tokens = max(engine.max_num_batched_tokens, max_model_len if whole_prompts else 0)
+        return cls(engine.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts)
 
 
 def _shares() -> dict[ServiceClass, float]:

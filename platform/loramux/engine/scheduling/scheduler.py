@@ -181,7 +181,8 @@ class Scheduler:
         self._process_deadlines(now)
         self.queue.update_ceilings()
         priority_flow = self._admission.preempt_for_next()
-        builder = StepBuilder(state.limits.max_num_batched_tokens, state.limits.max_num_seqs)
+        limits = state.limits
+        builder = StepBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, limits.whole_prompts)
         deferred = self._schedule_running(builder, now)
         self._admission.admit(builder, priority_flow)
         self._schedule_deferred(builder, deferred)

@@ -306,6 +306,8 @@ class StepBuilder:
 
     tokens_left: int
     rows_left: int
+    whole_prompts: bool = False
+    """True if a step has room for the whole of a prompt or for none of it."""
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     background: ClassCounter | None = None
     """The class whose prompts come last in this step."""
@@ -323,9 +325,16 @@ class StepBuilder:
         """Rows of the step, taken or not."""
         return len(self.chunks) + self.rows_left
 
+    def has_tokens_for(self, sequence: Sequence) -> bool:
+        """Return whether the step has enough tokens left for a chunk of `sequence`."""
+        return self.tokens_left >= (sequence.num_next if self.whole_prompts else 1)
+
     def room_for(self, sequence: Sequence) -> int:
         """Return the number of the sequence's next tokens for which the step has room."""
         room = min(sequence.num_next, self.tokens_left)
+        if self.whole_prompts:
+            # A prompt of the background is begun if any of the background's tokens are left: it cannot be cut.
+            return room if self.has_tokens_for(sequence) and not self.is_background_full(sequence) else 0
         if sequence.flow.group is self.background:
             room = min(room, self.background_left)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
@@ -366,7 +375,7 @@ class StepBuilder:
         self.tokens_left -= length
         self.rows_left -= 1
         if sequence.flow.group is self.background:
-            self.background_left -= length
+            self.background_left = max(0, self.background_left - length)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             first, last = sequence.to_score(start, start + length)
             self.scored_left -= last - first

@@ -1,0 +1,62 @@
+"""Compare an encoder's vectors or classes with those of PEFT on transformers' own class for the adapter's task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModel, AutoModelForSequenceClassification
+
+from loramux_adapters.components import PREFIX, AdapterPlan
+from loramux_adapters.families import Encoder
+from loramux_adapters.plan import WEIGHTS_NAME
+from loramux_adapters.weights_file import read_header
+
+
+class EncoderOutputs(NamedTuple):
+    """PEFT's numbers of some prompts, float32 `[prompts, numbers]`."""
+
+    adapted: torch.Tensor
+    plain: torch.Tensor
+    """The same with the base's own layers; a trained head stays."""
+
+
+@torch.inference_mode()
+def peft_outputs(
+    model_dir: str, folder: str, encoder: Encoder, plan: AdapterPlan, prompts: list[list[int]]
+) -> EncoderOutputs:
+    """Return the numbers of each label, or the states of the first token if the adapter is no classifier.
+
+    An adapter for vectors may have been trained on the model without its head, or around it: its names say which.
+    """
+    keys = read_header(Path(folder) / WEIGHTS_NAME).tensors
+    has_head = plan.classifier is not None
+    if has_head or any(key.startswith(f"{PREFIX}{encoder.body}.") for key in keys):
+        labels = {} if plan.classifier is None else {"num_labels": plan.classifier.num_labels}
+        base = AutoModelForSequenceClassification.from_pretrained(
+            model_dir, dtype=torch.float32, ignore_mismatched_sizes=True, **labels
+        )
+    else:
+        base = AutoModel.from_pretrained(model_dir, dtype=torch.float32)
+    config = peft.PeftConfig.from_pretrained(folder)
+    if getattr(config, "init_lora_weights", True) is False:
+        config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
+    model = peft.PeftModel.from_pretrained(base.eval(), folder, config=config).eval()
+
+    def numbers(prompt: list[int]) -> torch.Tensor:
+        ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)
+        if has_head:
+            logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits[0]
+            return logits.float()
+        body = getattr(model.get_base_model(), encoder.body, model.get_base_model())
+        states: torch.Tensor = body(input_ids=ids, attention_mask=mask).last_hidden_state[0, 0]
+        return states.float()
+
+    adapted = torch.stack([numbers(prompt) for prompt in prompts])
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.enable_adapters(False)
+    return EncoderOutputs(adapted, torch.stack([numbers(prompt) for prompt in prompts]))
