@@ -8,7 +8,7 @@ from front import CALLS, KINDS, MODEL_PATH, measure, measure_calls, parts, site
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory):
-    with site(MODEL_PATH, tmp_path_factory.mktemp("front")) as at:
+    with site(MODEL_PATH, tmp_path_factory.mktemp("front") / "site", workers=1) as at:
         yield at
 
 
