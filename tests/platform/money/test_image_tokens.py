@@ -1,4 +1,4 @@
-"""Tokens of images: a meter, a line and a price of their own, from the settlement to the invoice."""
+"""Tokens of images: a separate meter, line and price, from the settlement to the invoice."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_images_without_a_price_continue_the_steps_of_the_input_price() -> None:
     assert lines([stepped], image_tokens=160) == {"image_tokens": (160, together)}
 
 
-def test_images_with_a_price_have_steps_of_their_own() -> None:
+def test_images_with_a_price_have_their_own_steps() -> None:
     text = price("input_uncached", PriceStep(0, 0), PriceStep(100, 3 * CENTS))
     image = price("image_tokens", PriceStep(0, 7 * CENTS))
     assert lines([text, image], input_uncached=110, image_tokens=10) == {
