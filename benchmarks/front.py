@@ -3,6 +3,7 @@
     python benchmarks/front.py
     python benchmarks/front.py --kinds completions chat --streams 64 256 1024 --repetitions 9 --latency
     python benchmarks/front.py --kinds completions --streams 256 --workers 1 2 4
+    python benchmarks/front.py --kinds unknown refused models files adapters usage ask ask-stream --streams 8
 
 The server is the real one, over its real pipe to an engine's process. In that process a stand-in answers: it repeats
 the prompt's tokens, one for each running request a step. It makes as many steps per second as it is told, or as many
@@ -22,6 +23,10 @@ A row is one kind of answer with one number of requests that run at a time. Its 
   workers carry if each has a core. `shares` are the workers' parts of the work.
 - *latency_ms* (with `--latency`): first token and the gap between two reads of a stream, p50 and p99, at 50, 80 and 95
   percent of what it carries. All requests come at once, so the first token is that of a burst.
+
+The kinds of CALLS have no tokens to divide by: an unknown path, a request without a key, lists, and answers of one
+token. Their rows have only *us_per_request*, with its spread over repetitions of `CALLS_A_CONNECTION` calls on each
+connection.
 
 The first row has single parts of a token's way, each alone and warm in this process, in us: `message` (decode it),
 `text` (its delta), `text_with_stops` (the same with two stop strings), `frame` (the delta to an event's bytes).
@@ -230,7 +235,7 @@ class Drive:
     gaps: list[float] = field(default_factory=list)
 
 
-def drive(port: int, head: bytes, streams: int, connection: Connection) -> None:
+def drive(port: int, head: bytes, status: int, streams: int, connection: Connection) -> None:
     """Open `streams` connections; for each body that comes, send it on all of them and read all answers to the end."""
     sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(streams)]
     selector = selectors.DefaultSelector()
@@ -238,11 +243,15 @@ def drive(port: int, head: bytes, streams: int, connection: Connection) -> None:
         one.setblocking(False)
         selector.register(one, selectors.EVENT_READ, number)
     while (order := connection.recv()) is not None:
-        connection.send(_drive_once(sockets, selector, head, order))
+        connection.send(_drive_once(sockets, selector, head, status, order))
 
 
 def _drive_once(
-    sockets: list[socket.socket], selector: selectors.BaseSelector, head: bytes, order: tuple[bytes, bool]
+    sockets: list[socket.socket],
+    selector: selectors.BaseSelector,
+    head: bytes,
+    status: int,
+    order: tuple[bytes, bool],
 ) -> Drive:
     body, is_streamed = order
     message = head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -260,7 +269,7 @@ def _drive_once(
             assert data, "the server closed a connection"
             now = time.perf_counter()
             if not tails[number]:
-                assert data.startswith(b"HTTP/1.1 200 "), data[:1000]
+                assert data.startswith(f"HTTP/1.1 {status} ".encode()), data[:1000]
             tail = tails[number] = (tails[number] + data)[-512:] if is_streamed else tails[number] + data
             if is_streamed and (count := data.count(b"data: {")):
                 seen.events += count
@@ -294,9 +303,15 @@ class Kind:
     path: str
     stream: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
+    method: str = "POST"
+    status: int = 200
+    key: str | None = None
+    """Key to send in place of the tenant's own."""
 
     def body(self, tokens: int) -> bytes:
-        """Return the body of a request for `tokens` tokens."""
+        """Return the body of a request for `tokens` tokens; nothing for a GET."""
+        if self.method == "GET":
+            return b""
         prompt: dict[str, Any] = {"prompt": TEXT}
         if "chat" in self.path:
             prompt = {"messages": [{"role": "user", "content": TEXT}]}
@@ -311,6 +326,18 @@ KINDS = {
     "logprobs": Kind("/v1/completions", extra={"logprobs": 5}),
     "whole": Kind("/v1/completions", stream=False),
 }
+
+CALLS = {
+    "unknown": Kind("/nothing", stream=False, method="GET", status=404),
+    "refused": Kind("/v1/completions", stream=False, status=401, key=""),
+    "models": Kind("/v1/models", stream=False, method="GET"),
+    "files": Kind("/v1/files", stream=False, method="GET"),
+    "adapters": Kind("/v1/adapters", stream=False, method="GET"),
+    "usage": Kind("/v1/organization/usage/completions?start_time=0", stream=False, method="GET"),
+    "ask": Kind("/v1/chat/completions", stream=False),
+    "ask-stream": Kind("/v1/chat/completions"),
+}
+CALLS_A_CONNECTION = 25
 
 
 def thread_times(pid: int) -> Counter[str]:
@@ -341,15 +368,16 @@ class Site:
     rate: Path
 
     @contextmanager
-    def client(self, path: str, streams: int) -> Iterator[Callable[[bytes, bool, float], Drive]]:
+    def client(self, kind: Kind, streams: int) -> Iterator[Callable[[bytes, bool, float], Drive]]:
         """Start a client with `streams` connections; yields the function that makes it send."""
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: front\r\nAuthorization: Bearer {self.key}\r\n"
+            f"{kind.method} {kind.path} HTTP/1.1\r\nHost: front\r\n"
+            f"Authorization: Bearer {self.key if kind.key is None else kind.key}\r\n"
             "Content-Type: application/json\r\n"
         ).encode()
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=drive, args=(self.port, head, streams, theirs), daemon=True)
+        process = context.Process(target=drive, args=(self.port, head, kind.status, streams, theirs), daemon=True)
         process.start()
         theirs.close()  # its end is an EOFError here
 
@@ -437,7 +465,7 @@ def measure(
     kind = KINDS[name]
     totals, requests, busiest, shares = [], [], [], []
     threads: dict[str, list[float]] = {}
-    with at.client(kind.path, streams) as send:
+    with at.client(kind, streams) as send:
         send(kind.body(tokens), kind.stream, 0.0)
         seen = [send(kind.body(tokens), kind.stream, 0.0) for _ in range(3)]
         carries = statistics.median(streams * tokens / one.seconds for one in seen)
@@ -475,6 +503,20 @@ def measure(
     return row | {"load": round(os.getloadavg()[0], 2)}
 
 
+def measure_calls(at: Site, name: str, streams: int, repetitions: int) -> dict[str, Any]:
+    """Return a row of CALLS, with one call at a time on each connection."""
+    kind, found = CALLS[name], []
+    with at.client(kind, streams) as send:
+        for _ in range(1 + repetitions):  # the first one warms
+            before = sum((thread_times(pid) for pid in at.pids), Counter())
+            for _ in range(CALLS_A_CONNECTION):
+                send(kind.body(1), kind.stream, 0.0)
+            used = sum((thread_times(pid) for pid in at.pids), Counter()) - before
+            found.append(used.total() / CALLS_A_CONNECTION / streams)
+    us, spread = statistics.median(found[1:]), [round(min(found[1:])), round(max(found[1:]))]
+    return {"kind": name, "streams": streams, "us_per_request": round(us), "spread": spread, "workers": len(at.pids)}
+
+
 def _latency(seen: Drive) -> dict[str, list[float]]:
     return {"first": _quantiles(seen.first), "gap": _quantiles(seen.gaps)}
 
@@ -490,7 +532,7 @@ def main() -> None:
         serve(sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=[*KINDS, *CALLS], default=list(KINDS))
     parser.add_argument("--streams", nargs="+", type=int, default=[64, 256])
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each answer")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -499,16 +541,20 @@ def main() -> None:
     parser.add_argument("--latency", action="store_true", help="measure first tokens and gaps at set rates too")
     parser.add_argument("--model", type=Path, default=MODEL_PATH, help="folder whose tokenizer and template are used")
     given = parser.parse_args()
+
+    def row(at: Site, name: str, streams: int) -> dict[str, Any]:
+        if name in CALLS:
+            return measure_calls(at, name, streams, given.repetitions)
+        latency, rate = given.latency, given.steps_per_s
+        return measure(at, name, streams, given.tokens, given.repetitions, rate, latency=latency)
+
     print(json.dumps({"parts_us": parts(given.model)}), flush=True)
     with tempfile.TemporaryDirectory() as folder:
         for workers in given.workers:
             with site(given.model, Path(folder) / str(workers), workers) as at:
                 for name, streams in itertools.product(given.kinds, given.streams):
                     say(f"{name}, {streams} streams, {workers} workers")
-                    row = measure(
-                        at, name, streams, given.tokens, given.repetitions, given.steps_per_s, latency=given.latency
-                    )
-                    print(json.dumps(row), flush=True)
+                    print(json.dumps(row(at, name, streams)), flush=True)
 
 
 if __name__ == "__main__":

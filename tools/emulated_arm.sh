@@ -10,7 +10,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$(mkdir -p "$1" && cd "$1" && pwd)
 level=${2:-armv8.2-a+fp16+dotprod+bf16+i8mm}
 tests=("${@:3}")
-[ ${#tests[@]} -gt 0 ] || tests=(packed_linear lora paged_attention layer_operators kv_cache fp8_kv token_draws)
+[ ${#tests[@]} -gt 0 ] || tests=(packed_linear format_choice lora paged_attention layer_operators kv_cache token_draws)
 
 if [ ! -e "$folder/root/usr/bin/python3.11" ]; then
   dpkg --add-architecture arm64

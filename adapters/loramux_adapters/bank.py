@@ -464,7 +464,7 @@ class AdapterBank:
 
     def _write_rows(self, slot: int, adapter: PreparedAdapter, pages: list[int]) -> None:
         table, vectors = self.table, self.vectors
-        # numpy, because each of torch's operators would give Python's lock to the thread of the steps.
+        # numpy, because a torch operator for each block would give Python's lock to the thread of the steps each time.
         places = np.zeros(table.a_offsets.shape[1:], np.int64), np.zeros(table.b_offsets.shape[1:], np.int64)
         tiles = dict(zip((MatrixKind.A, MatrixKind.B), places, strict=True))
         kinds = (MatrixKind.COLUMNS, MatrixKind.INPUTS)

@@ -4,8 +4,8 @@ On a GPU the contents of each page are composed once, in pinned memory, from whi
 host's cache keeps them in place of the tensors, so a load of a cached adapter is one copy per page. On a CPU the pool
 is the host's memory: the cache keeps the tensors, and a load copies each block.
 
-Loader threads share Python's lock with the thread of the steps, and every operator of torch gives the lock away. So
-the blocks are copied by one operator, and not by one for each of an adapter's hundreds of matrices.
+Loader threads share Python's lock with the thread of the steps. An operator of torch gives the lock away, and may wait
+5 ms for it. So the blocks are copied by one operator, and not by one for each of an adapter's hundreds of matrices.
 """
 
 from __future__ import annotations

@@ -273,7 +273,8 @@ def usage_of_chunk(body: SamplingBody, answer: Answer, num_tokens: int) -> Usage
     if not body.include_usage_in_chunks:
         return None if body.include_usage else UNSET
     prompt = sum(map(len, answer.prompt_token_ids))
-    return usage_object(TokenCounts(prompt=prompt, cached=answer.usage.cached, output=num_tokens))
+    found = answer.usage
+    return usage_object(TokenCounts(prompt=prompt, cached=found.cached, output=num_tokens, image=found.image))
 
 
 def spelled(token: Token, body: SamplingBody) -> str:

@@ -202,6 +202,7 @@ class RequestRecord:
             "outcome": generation.status,
             "prompt_tokens": usage.prompt,
             "cached_tokens": usage.cached,
+            "image_tokens": usage.image,
             "completion_tokens": usage.output,
             "first_token_s": _rounded(generation.seconds_to_first_token),
             "generation_s": _rounded(generation.seconds),

@@ -517,6 +517,7 @@ class UsageResult(ApiObject, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     input_cached_tokens: int = 0
+    input_image_tokens: int = 0
     num_model_requests: int
     waived_input_tokens: int = 0
     """Input tokens that were computed and not charged."""

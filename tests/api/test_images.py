@@ -131,6 +131,8 @@ def test_chat_takes_data_urls_addresses_and_files(open_site: Site, web: str) -> 
         prompt = sees(open_site, 4)
         assert done.usage is not None
         assert done.usage.prompt_tokens == len(prompt)
+        details: Any = done.usage.prompt_tokens_details
+        assert details.image_tokens == 4 * NUM_TOKENS
         stream = client.chat.completions.create(model="tiny", messages=[user(*parts)], stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "seen"
         assert sees(open_site, 4) == prompt
@@ -156,6 +158,8 @@ def test_responses_take_images_and_a_stored_response_keeps_them(open_site: Site,
         ]
         first = client.responses.create(model="tiny", input=[user(*parts)])
         assert first.output_text == "seen"
+        assert first.usage is not None
+        assert first.usage.input_tokens_details.image_tokens == 3 * NUM_TOKENS  # type: ignore[attr-defined]
         sees(open_site, 3)
         client.responses.create(model="tiny", input="and now?", previous_response_id=first.id)
         sees(open_site, 3)

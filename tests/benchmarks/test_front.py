@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from front import KINDS, MODEL_PATH, measure, parts, site
+from front import CALLS, KINDS, MODEL_PATH, measure, measure_calls, parts, site
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory):
-    with site(MODEL_PATH, tmp_path_factory.mktemp("front")) as at:
+    with site(MODEL_PATH, tmp_path_factory.mktemp("front") / "site", workers=1) as at:
         yield at
 
 
@@ -20,9 +20,14 @@ def test_every_kind_is_measured(running, kind: str) -> None:
     assert ("latency_ms" in row) == KINDS[kind].stream
 
 
+@pytest.mark.parametrize("kind", CALLS)
+def test_every_call_is_measured(running, kind: str) -> None:
+    assert measure_calls(running, kind, 2, 1)["us_per_request"] > 0
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind].stream])
 def test_each_token_is_an_event_at_a_rate_that_the_client_follows(running, kind: str) -> None:
-    with running.client(KINDS[kind].path, 2) as send:
+    with running.client(KINDS[kind], 2) as send:
         assert send(KINDS[kind].body(4), True, 20.0).events >= 2 * 4
 
 

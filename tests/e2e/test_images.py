@@ -1,4 +1,4 @@
-"""Images over HTTP: answers are those of transformers' own processor and model, for the base and an adapter."""
+"""Images over HTTP: the server answers as transformers' own processor and model, with an adapter and without."""
 
 from __future__ import annotations
 

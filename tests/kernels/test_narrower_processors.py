@@ -25,16 +25,19 @@ OPERATORS = ("packed_linear", "lora", "paged_attention", "layer_operators", "kv_
 
 
 @pytest.mark.parametrize(
-    "left_out",
+    ("command", "left_out"),
     [
-        pytest.param(AVX2, id="AVX2"),
-        pytest.param(("avx512bf16",), id="AVX-512 without bf16", marks=pytest.mark.slow),
+        pytest.param((), AVX2, id="AVX2"),
+        pytest.param((), ("avx512bf16",), id="AVX-512 without bf16", marks=pytest.mark.slow),
+        pytest.param(("clang++",), (), id="clang", marks=pytest.mark.slow),
     ],
 )
-def test_operators_are_right_on_a_narrower_processor(left_out):
+def test_operators_are_right_on_a_narrower_processor_and_of_another_compiler(command, left_out):
+    if command and shutil.which(command[0]) is None:
+        pytest.skip(f"there is no {command[0]} here")
     root = Path(__file__).resolve().parents[2]
     files = [f"tests/kernels/test_{name}.py" for name in OPERATORS]
-    compile_for_it = " ".join((*compiler.find_compiler(), *(f"-mno-{feature}" for feature in left_out)))
+    compile_for_it = " ".join((*(command or compiler.find_compiler()), *(f"-mno-{feature}" for feature in left_out)))
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files],
         env={**os.environ, "CXX": compile_for_it},

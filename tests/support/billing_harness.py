@@ -63,7 +63,7 @@ async def give_plan(database: Database, folder: Path) -> None:
 
 
 async def use(
-    usage: UsageService, who: Principal, id: str, input: int, cached: int, output: int, **facts: object
+    usage: UsageService, who: Principal, id: str, input: int, cached: int, output: int, image: int = 0, **facts: object
 ) -> str:
     """Open and settle a request; the id of its event."""
     opened = OpenedRequest(
@@ -78,7 +78,7 @@ async def use(
         max_tokens=output,
     )
     await usage.open(msgspec.structs.replace(opened, **facts))
-    tokens = TokenCounts(prompt=input, cached=cached, output=output)
+    tokens = TokenCounts(prompt=input, cached=cached, output=output, image=image)
     settlement = Settlement(
         request_id=id, ended_by="completion", finish_reason="stop", delivered=tokens, engine_count=tokens
     )

@@ -351,6 +351,8 @@ class PromptTokensDetails(msgspec.Struct):
 
     cached_tokens: int
     """Number of tokens whose KV was reused."""
+    image_tokens: int | UnsetType = UNSET
+    """Number of tokens of images, without those among `cached_tokens`; absent if there is none."""
 
 
 class CompletionTokensDetails(msgspec.Struct):
@@ -487,5 +489,5 @@ def usage_object(usage: TokenCounts) -> UsageObject:
         prompt_tokens=usage.prompt,
         completion_tokens=usage.output,
         total_tokens=usage.total,
-        prompt_tokens_details=PromptTokensDetails(usage.cached),
+        prompt_tokens_details=PromptTokensDetails(usage.cached, usage.image or UNSET),
     )

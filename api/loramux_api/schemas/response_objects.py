@@ -95,6 +95,8 @@ class InputTokensDetails(msgspec.Struct):
     """Tokens whose KV was reused."""
     cache_write_tokens: int = 0
     """Always 0, because keeping KV is not charged."""
+    image_tokens: int | UnsetType = UNSET
+    """Number of tokens of images, without those among `cached_tokens`; absent if there is none."""
 
 
 class OutputTokensDetails(msgspec.Struct):
@@ -249,7 +251,7 @@ def response_usage(usage: TokenCounts, thought_tokens: int) -> ResponseUsage:
     """Write the charged tokens as clients read them."""
     return ResponseUsage(
         input_tokens=usage.prompt,
-        input_tokens_details=InputTokensDetails(usage.cached),
+        input_tokens_details=InputTokensDetails(usage.cached, image_tokens=usage.image or UNSET),
         output_tokens=usage.output,
         output_tokens_details=OutputTokensDetails(thought_tokens),
         total_tokens=usage.total,

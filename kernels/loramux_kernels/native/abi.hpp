@@ -16,7 +16,7 @@ void on_dtype(int dtype, const Body& body) {
     switch (dtype) {
         case FLOAT32: return body(float{});
         case BFLOAT16: return body(bf16{});
-#if defined(__F16C__)
+#if LORAMUX_HAS_F16
         case FLOAT16: return body(f16{});
 #endif
     }

@@ -284,7 +284,7 @@ class Attention {
         for (int64_t row = 0; row < c.rows; row += 16) {
             const f32x16 scale = exp(load(scratch.rescale + row));
             store(scratch.rescale + row, scale);
-            store(scratch.total + row, load(scratch.total + row) * scale + load(scratch.added + row));
+            store(scratch.total + row, fused(load(scratch.added + row), load(scratch.total + row), scale));
         }
     }
 
@@ -319,7 +319,7 @@ class Attention {
             f32x16 column[V];
             for (int v = 0; v < V; v++) column[v] = load_first(chunk.value[t] + d + v * 16, left);
             for (int m = 0; m < M; m++)
-                for (int v = 0; v < V; v++) acc[m][v] += weight[m * CHUNK] * column[v];
+                for (int v = 0; v < V; v++) acc[m][v] = fused(acc[m][v], splat(weight[m * CHUNK]), column[v]);
         }
         for (int m = 0; m < M; m++)
             for (int v = 0; v < V; v++) store(sums + m * padded_value_dim + v * 16, acc[m][v]);

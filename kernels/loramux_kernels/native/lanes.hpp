@@ -16,6 +16,12 @@ constexpr int REGISTER = 32;
 constexpr int REGISTER = 16;
 #endif
 
+#if defined(__F16C__) || defined(__aarch64__)
+#define LORAMUX_HAS_F16 1
+#else
+#define LORAMUX_HAS_F16 0
+#endif
+
 template <class Half>
 struct Halves {
     Half low, high;

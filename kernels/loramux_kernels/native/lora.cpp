@@ -177,7 +177,7 @@ struct RankRows {
     }
     void add_to(float* sums, const float* weights, bool fresh) const {
         f32x16 total = fresh ? f32x16{} : load(sums);
-        for (int r = 0; r < R; r++) total += weights[r] * row[r];
+        for (int r = 0; r < R; r++) total = fused(total, splat(weights[r]), row[r]);
         store(sums, total);
     }
 };
@@ -187,7 +187,7 @@ inline void pack_weights(const float* v, int64_t ranks, float* weights) { store(
 
 // One strip of sums, weighted, onto y.
 template <class T>
-inline void finish(T* y, const float* sums, float scale) { store(y, load(y) + scale * load(sums)); }
+inline void finish(T* y, const float* sums, float scale) { store(y, fused(load(y), splat(scale), load(sums))); }
 
 #if LORAMUX_BF16_PAIRS
 // Pairs of rank rows, interleaved, meet pairs of weights. The interleaving leaves a strip's columns in the order 0-3, 8-11,
@@ -199,10 +199,10 @@ struct RankRows<bf16, R> {
     RankRows(const bf16* b, int64_t width) : RankRows(b, width, columns) {}
     RankRows(const bf16* b, int64_t width, int64_t left) {
         for (int p = 0; p < pairs; p++) {
-            __m512i even = (__m512i)Unit<bf16>::load_first(b + 2 * p * width, left);
-            __m512i odd = 2 * p + 1 < R ? (__m512i)Unit<bf16>::load_first(b + (2 * p + 1) * width, left) : __m512i{};
-            first[p] = (f32x16)_mm512_unpacklo_epi16(even, odd);
-            second[p] = (f32x16)_mm512_unpackhi_epi16(even, odd);
+            const f32x16 even = Unit<bf16>::load_first(b + 2 * p * width, left);
+            const f32x16 odd = 2 * p + 1 < R ? Unit<bf16>::load_first(b + (2 * p + 1) * width, left) : f32x16{};
+            first[p] = interleave<false>(even, odd);
+            second[p] = interleave<true>(even, odd);
         }
     }
     void add_to(float* sums, const float* weights, bool fresh) const {
@@ -223,13 +223,19 @@ inline void pack_weights<bf16>(const float* v, int64_t ranks, float* weights) { 
 
 template <>
 inline void finish(bf16* y, const float* sums, float scale) {
+#if defined(__AVX512F__)
     const __m512i order[2] = {
         _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
         _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31),
     };
     __m512 a = (__m512)load(sums), b = (__m512)load(sums + 16);
     for (int half = 0; half < 2; half++, y += 16)
-        store(y, load(y) + scale * (f32x16)_mm512_permutex2var_ps(a, order[half], b));
+        store(y, fused(load(y), splat(scale), (f32x16)_mm512_permutex2var_ps(a, order[half], b)));
+#else
+    float ordered[32];
+    for (int four = 0; four < 8; four++) std::memcpy(ordered + 4 * four, sums + four / 2 * 4 + four % 2 * 16, 16);
+    for (int half = 0; half < 2; half++, y += 16) store(y, fused(load(y), splat(scale), load(ordered + 16 * half)));
+#endif
 }
 #endif
 

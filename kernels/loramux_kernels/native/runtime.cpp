@@ -11,7 +11,7 @@ LORAMUX_EXPORT void loramux_use_runtime(loramux::Runtime theirs) { loramux::runt
 
 // Bit d is set where tensors of dtype d are served.
 LORAMUX_EXPORT int loramux_dtypes() {
-#if defined(__F16C__)
+#if LORAMUX_HAS_F16
     return 7;
 #else
     return 3;

@@ -8,6 +8,8 @@
 #include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "lanes.hpp"
@@ -25,6 +27,24 @@ struct e4m3 {
 };
 
 inline f32x16 splat(float x) { return x - f32x16{}; }
+
+// sum + a * b, rounded once. Of two paths that meet again, clang contracts one and may leave the other in two operations:
+// then equal rows would have unequal sums.
+template <class V>
+inline V fused(const V& sum, const V& a, const V& b) {
+    if constexpr (is_halves<V>)
+        return {fused(sum.low, a.low, b.low), fused(sum.high, a.high, b.high)};
+    else
+#if defined(__AVX512F__)
+        return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+        return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+        return (V)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+        return sum + a * b;
+#endif
+}
 
 // Asks memory for the line at `next`, which is read soon, and for the one `early` elements further on. That one comes into
 // the second-level cache: the first-level cache cannot wait for as many lines as memory could be sending.
@@ -60,10 +80,32 @@ inline void store(bf16* p, f32x16 v) {
 #endif
 }
 
-#if defined(__F16C__)
+#if defined(__aarch64__)  // GCC 12 converts vectors of halves one by one
+template <class V>
+inline V widened(const f16* p) {
+    if constexpr (is_halves<V>)
+        return {widened<decltype(V::low)>(p), widened<decltype(V::low)>(p + sizeof(V) / 8)};
+    else
+        return (V)vcvt_f32_f16(vld1_f16((const __fp16*)p));
+}
+
+template <class V>
+inline void store_narrowed(f16* p, const V& v) {
+    if constexpr (is_halves<V>) {
+        store_narrowed(p, v.low);
+        store_narrowed(p + sizeof(V) / 8, v.high);
+    } else {
+        vst1_f16((__fp16*)p, vcvt_f16_f32((float32x4_t)v));
+    }
+}
+#endif
+
+#if LORAMUX_HAS_F16
 inline f32x16 load(const f16* p) {
 #if defined(__AVX512F__)
     return (f32x16)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__aarch64__)
+    return widened<f32x16>(p);
 #else
     auto half = [](const f16* from) { return (decltype(f32x16::low))_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)); };
     return {half(p), half(p + 8)};
@@ -73,6 +115,8 @@ inline f32x16 load(const f16* p) {
 inline void store(f16* p, f32x16 v) {
 #if defined(__AVX512F__)
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__aarch64__)
+    store_narrowed(p, v);
 #else
     _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v.low, _MM_FROUND_TO_NEAREST_INT));
     _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph((__m256)v.high, _MM_FROUND_TO_NEAREST_INT));
@@ -234,7 +278,7 @@ inline f32x16 tanh(f32x16 x) {
 
 // Dot products go by units: two bf16 where the processor multiplies such pairs, else one element, widened to a float.
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define LORAMUX_BF16_PAIRS 1
 #else
 #define LORAMUX_BF16_PAIRS 0
@@ -247,10 +291,38 @@ struct Unit {
     static f32x16 load(const From* p) { return loramux::load(p); }
     template <class From>
     static f32x16 load_first(const From* p, int64_t left) { return loramux::load_first(p, left); }
-    static f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) { return sum + a * b; }
+    static f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) { return fused(sum, a, b); }
 };
 
 #if LORAMUX_BF16_PAIRS
+// sum + the products of a's and b's pairs, each lane by itself.
+template <class V>
+inline V add_pairs(const V& sum, const V& a, const V& b) {
+#if defined(__AVX512BF16__)
+    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)a, (__m512bh)(__m512)b);
+#else
+    if constexpr (is_halves<V>)
+        return {add_pairs(sum.low, a.low, b.low), add_pairs(sum.high, a.high, b.high)};
+    else
+        return (V)vbfdotq_f32((float32x4_t)sum, bits_of<bfloat16x8_t>(a), bits_of<bfloat16x8_t>(b));
+#endif
+}
+
+// The lower, or the upper, four bf16 of every eight of two vectors: an element of `even`, then the same of `odd`.
+template <bool UPPER, class V>
+inline V interleave(const V& even, const V& odd) {
+#if defined(__AVX512BF16__)
+    return (V)(UPPER ? _mm512_unpackhi_epi16((__m512i)even, (__m512i)odd) : _mm512_unpacklo_epi16((__m512i)even, (__m512i)odd));
+#else
+    if constexpr (is_halves<V>) {
+        return {interleave<UPPER>(even.low, odd.low), interleave<UPPER>(even.high, odd.high)};
+    } else {
+        const auto a = bits_of<uint16x8_t>(even), b = bits_of<uint16x8_t>(odd);
+        return bits_of<V>(UPPER ? vzip2q_u16(a, b) : vzip1q_u16(a, b));
+    }
+#endif
+}
+
 template <>
 struct Unit<bf16> {
     static constexpr int elements = 2;
@@ -261,9 +333,7 @@ struct Unit<bf16> {
         std::memcpy(padded, p, left * sizeof(bf16));
         return load(padded);
     }
-    static f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) {
-        return (f32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512)a, (__m512bh)(__m512)b);
-    }
+    static f32x16 add_product(f32x16 sum, f32x16 a, f32x16 b) { return add_pairs(sum, a, b); }
 };
 #endif
 

@@ -1,4 +1,4 @@
-"""Units of time, and the three token counts that engine, ledger and wire share.
+"""Units of time, and the token counts that engine, ledger and wire share.
 
 Instants in records are whole microseconds since the epoch, durations whole microseconds; the API has whole seconds. The
 conversion happens once, in the code that needs seconds.
@@ -29,6 +29,8 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of the prompt whose KV was found in the cache."""
     output: int = 0
     """Tokens generated and delivered."""
+    image: int = 0
+    """Tokens of the prompt that stand for images and were not found in the cache. Engines do not count them apart."""
 
     @property
     def total(self) -> int:
@@ -37,14 +39,22 @@ class TokenCounts(msgspec.Struct, frozen=True, kw_only=True):
 
     def __add__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
-            prompt=self.prompt + other.prompt, cached=self.cached + other.cached, output=self.output + other.output
+            prompt=self.prompt + other.prompt,
+            cached=self.cached + other.cached,
+            output=self.output + other.output,
+            image=self.image + other.image,
         )
 
     def __sub__(self, other: TokenCounts) -> TokenCounts:
         return TokenCounts(
-            prompt=self.prompt - other.prompt, cached=self.cached - other.cached, output=self.output - other.output
+            prompt=self.prompt - other.prompt,
+            cached=self.cached - other.cached,
+            output=self.output - other.output,
+            image=self.image - other.image,
         )
 
     def drift(self, other: TokenCounts) -> int:
-        """Return the number of tokens by which two counts of the same work differ; 0 if they agree."""
+        """Return the number of tokens by which two counts of the same work differ; 0 if they agree. Images are no
+        separate work.
+        """
         return abs(self.prompt - other.prompt) + abs(self.cached - other.cached) + abs(self.output - other.output)

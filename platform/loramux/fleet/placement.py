@@ -91,11 +91,15 @@ class Demand:
 
     def level(self, now: float, half_life: float) -> float:
         """Return the requests in flight, or the faded peak if it is larger."""
-        return max(self.in_flight, self.peak * 0.5 ** max(0.0, (now - self.changed_at) / half_life))
+        if now <= self.changed_at or self.peak <= self.in_flight:
+            return max(self.in_flight, self.peak)
+        return max(self.in_flight, self.peak * 0.5 ** ((now - self.changed_at) / half_life))
 
     def means(self, now: float) -> tuple[float, float]:
         """Return the mean number of requests in flight, and the prompt tokens to compute per second."""
-        keep = 0.5 ** (max(0.0, now - self.changed_at) / MEAN_SECONDS)
+        if now <= self.changed_at:
+            return self._rows, self._tokens_per_s
+        keep = 0.5 ** ((now - self.changed_at) / MEAN_SECONDS)
         return keep * self._rows + (1.0 - keep) * self.in_flight, keep * self._tokens_per_s
 
     def change(self, requests: int, now: float, half_life: float, tokens: int = 0) -> None:
@@ -103,7 +107,8 @@ class Demand:
         self._rows, self._tokens_per_s = self.means(now)
         self._tokens_per_s += tokens * math.log(2.0) / MEAN_SECONDS
         self.in_flight += requests
-        self.peak, self.changed_at = self.level(now, half_life), max(now, self.changed_at)
+        self.peak = self.level(now, half_life)
+        self.changed_at = max(now, self.changed_at)
 
 
 class Placement:
@@ -153,13 +158,15 @@ class Placement:
 
         `holders` are the engines that have the adapter or the beginning of the prompt now.
         """
-        order = [engine for engine in engine_order(key, tuple(engines)) if engine not in known]
+        order, held = engine_order(key, tuple(engines)), set(holders)
         if copies == 1:
-            order = [*order[:CHOICES], *[engine for engine in order[CHOICES:] if engine in holders]]
+            order = (*order[:CHOICES], *[engine for engine in order[CHOICES:] if engine in held])
+        elif known:
+            order = tuple([engine for engine in order if engine not in known])
         demand = self._demand.get(key) or Demand()
         rows, tokens_per_s = demand.means(now)
         means = max(1.0, rows), tokens_per_s
-        scores = {engine: self._score(demand, means, engines[engine], engine in holders) for engine in order}
+        scores = {engine: self._score(demand, means, engines[engine], engine in held) for engine in order}
         return [*known, *sorted(order, key=scores.__getitem__)[: copies - len(known)]]
 
     def _is_stale(self, demand: Demand, now: float) -> bool:

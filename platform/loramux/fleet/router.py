@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
+from operator import is_
 
 from loramux.fleet.placement import Placement, RoutingPolicy, draw, engine_order
 from loramux.fleet.view import EngineLoad, EngineState, EngineView, RoutingRequest, SentRequest
@@ -43,9 +45,11 @@ class Router:
         """Every engine that was ever in a view."""
         self._homes_of: tuple[RoutingRequest | None, list[str]] = None, []
         """The request of the last choice, and its homes."""
-        self._seen: Sequence[EngineView] | None = None
-        """Views from which `_fleet` was made; None: it must be made anew. Empty views are views too."""
-        self._fleet = FleetEstimate({}, (), (), frozenset(), {}, 0, 0, 0.0, 0.0)
+        self._seen: tuple[EngineView, ...] = ()
+        """Views from which `_fleet` was made."""
+        self._is_stale = True
+        """True if `_fleet` must be made anew, even from the same views."""
+        self._fleet = FleetEstimate({}, (), frozenset(), {}, 0, 0, 0.0, 0.0)
 
     @property
     def num_moves(self) -> int:
@@ -121,40 +125,49 @@ class Router:
                 del self._open[request_id]
                 self.placement.note_ended(sent, -math.inf)
         self.placement.forget(engine)
-        self._seen = None
+        self._is_stale = True
 
     # estimates
 
     def _estimate(self, engines: Sequence[EngineView]) -> FleetEstimate:
         """Return the ready engines, up to date with their views and with what this server has sent and heard since."""
-        if engines is self._seen and isinstance(engines, tuple):
+        if not self._is_stale and len(engines) == len(self._seen) and all(map(is_, engines, self._seen)):
             return self._fleet
-        loads = {}
+        loads: dict[str, EngineLoad] = {}
+        activated: set[str] = set()
+        pinned: dict[str, list[str]] = {}
+        requests = rows = measured = loading = 0
+        tokens_per_s = load_s = 0.0
         for view in engines:
-            load = self._engines.get(view.engine)
+            engine = view.engine
+            load = self._engines.get(engine)
             if load is None:
-                load = self._engines[view.engine] = EngineLoad(view)
+                load = self._engines[engine] = EngineLoad(view)
             elif load.view is not view:
                 load.update(view)
-            if view.state is EngineState.READY:
-                loads[view.engine] = load
-        rates = [load.view.prefill_tokens_per_s for load in loads.values() if load.view.prefill_tokens_per_s]
-        times = [load.view.load_s for load in loads.values() if load.view.load_s]
-        pinned: dict[str, list[str]] = {}
-        for engine, load in loads.items():
-            for digest in load.view.pinned:
+            if view.state is not EngineState.READY:
+                continue
+            loads[engine] = load
+            requests += load.requests
+            rows += view.max_running
+            if rate := view.prefill_tokens_per_s:
+                tokens_per_s, measured = tokens_per_s + rate, measured + 1
+            if seconds := view.load_s:
+                load_s, loading = load_s + seconds, loading + 1
+            if view.activated:
+                activated |= view.activated
+            for digest in view.pinned:
                 pinned.setdefault(digest, []).append(engine)
-        self._seen = engines
+        self._seen, self._is_stale = tuple(engines), False
         self._fleet = FleetEstimate(
             loads=loads,
             names=tuple(loads),
-            resident=[(engine, load.view.resident) for engine, load in loads.items()],
-            activated=frozenset().union(*[load.view.activated for load in loads.values()]),
+            activated=activated,
             pinned=pinned,
-            requests=sum(load.requests for load in loads.values()),
-            rows=sum(load.view.max_running for load in loads.values()),
-            tokens_per_s=sum(rates) / len(rates) if rates else math.inf,
-            load_s=sum(times) / len(times) if times else 0.0,
+            requests=requests,
+            rows=rows,
+            tokens_per_s=tokens_per_s / measured if measured else math.inf,
+            load_s=load_s / loading if loading else 0.0,
         )
         return self._fleet
 
@@ -183,17 +196,20 @@ class Router:
         if request.prefix:
             # An adapter's own KV is only where the adapter is or was, which are its homes.
             is_of_base = digest is None or digest in fleet.activated
-            having = _caching(request, fleet) if is_of_base else homes if len(homes) > 2 else ()
-            if having:
-                near.append(max(having, key=lambda engine: self._cached(request, loads[engine], fleet)))
+            engines = fleet.names if is_of_base else homes if len(homes) > 2 else ()
+            if (longest := _longest_cached(request, engines, fleet)) is not None:
+                near.append(longest)
         drawn = homes
         if len(homes) > 2:
             number = draw(request.id)
             first, second = number % len(homes), number // len(homes) % (len(homes) - 1)
             drawn = [homes[first], homes[second + (second >= first)]]
         candidates = dict.fromkeys([*near, *drawn])
-        if digest is not None and not any(digest in loads[engine].view.resident for engine in candidates):
-            candidates.update(dict.fromkeys(engine for engine, resident in fleet.resident if digest in resident))
+        if digest is not None:
+            for engine in candidates:
+                if digest in loads[engine].view.resident:
+                    return candidates
+            candidates.update(dict.fromkeys(_holders(request, fleet)))
         return candidates
 
     def _calmest(self, request: RoutingRequest, homes: Sequence[str], loads: Mapping[str, EngineLoad]) -> str:
@@ -233,24 +249,40 @@ class Router:
         has begun the requests that were sent since its last report.
         """
         cached = load.cached_tokens(request, request.prefix)
-        shared = request.base_prefix(fleet.activated)
-        return max(cached, load.cached_tokens(request, shared)) if shared else cached
+        if request.base_identity is None or not fleet.activated:
+            return cached
+        return max(cached, load.cached_tokens(request, request.base_prefix(fleet.activated)))
 
 
 def _holders(request: RoutingRequest, fleet: FleetEstimate) -> list[str]:
     """Return the engines that have the request's adapter, or for the base the beginning that makes its key."""
     if (digest := request.identity.digest) is not None:
-        return [engine for engine, resident in fleet.resident if digest in resident]
-    return _caching(request, fleet)
+        return [engine for engine, load in fleet.loads.items() if digest in load.view.resident]
+    return _caching(key_beginning(request), fleet.names, fleet)
 
 
-def _caching(request: RoutingRequest, fleet: FleetEstimate) -> list[str]:
-    """Return the engines that have cached the beginning of the prompt that is in the base's keys, computed by the
-    request's own model or, for an activated LoRA, by the base.
+def _caching(beginning: int, engines: Iterable[str], fleet: FleetEstimate) -> list[str]:
+    """Return those of `engines` that have cached a beginning of prompts, or were sent it."""
+    loads = fleet.loads
+    return [e for e in engines if beginning in (load := loads[e]).view.prefixes or beginning in load.beginnings]
+
+
+def _longest_cached(request: RoutingRequest, engines: Iterable[str], fleet: FleetEstimate) -> str | None:
+    """Return one of `engines` that has cached most of the prompt; None if none has the beginning of the base's keys.
+
+    The KV of the beginning is that of the request's model. An activated LoRA also reads the base's.
     """
     place = _key_place(request.prefix)
-    wanted = {prefix[place] for prefix in (request.prefix, request.base_prefix(fleet.activated)) if prefix}
-    return [engine for engine, load in fleet.loads.items() if any(map(load.has_cached, wanted))]
+    caching = {
+        prefix: found
+        for prefix in (request.prefix, request.base_prefix(fleet.activated))
+        if prefix and (found := _caching(prefix[place], engines, fleet))
+    }
+    for deepest in range(len(request.prefix) - 1, place, -1):
+        for prefix, having in caching.items():
+            if longest := _caching(prefix[deepest], having, fleet):
+                return longest[0]
+    return next((having[0] for having in caching.values()), None)
 
 
 def _key_place(prefix: Sequence[int]) -> int:
@@ -276,9 +308,7 @@ class FleetEstimate:
 
     loads: Mapping[str, EngineLoad]
     names: tuple[str, ...]
-    resident: Sequence[tuple[str, Mapping[str, int]]]
-    """Engines, and the revisions in their pools."""
-    activated: frozenset[str]
+    activated: AbstractSet[str]
     """Digests of the activated LoRAs that are in any pool."""
     pinned: Mapping[str, list[str]]
     """Engines that hold a revision by a pin."""

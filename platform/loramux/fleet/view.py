@@ -11,9 +11,9 @@ from __future__ import annotations
 import enum
 from array import array
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TypeVar
 
 import msgspec
@@ -166,14 +166,14 @@ class RoutingRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the tokens of the beginning at `place`. An engine computes at least one token of a prompt."""
         return min(DEPTHS[place] * self.block_size, self.prompt_tokens - 1)
 
-    def base_prefix(self, activated: Container[str | None]) -> list[int]:
+    def base_prefix(self, activated: Container[str | None]) -> tuple[int, ...]:
         """Return the digests under the base's identity if the adapter is among the `activated` LoRAs, whose prompts
         begin with KV of the base.
         """
         if self.base_identity is None or self.identity.digest not in activated:
-            return []
+            return ()
         shift = identity_mask(self.identity) ^ identity_mask(self.base_identity)
-        return [digest ^ shift for digest in self.prefix]
+        return tuple([digest ^ shift for digest in self.prefix])
 
 
 @dataclass(eq=False, slots=True)
@@ -195,9 +195,9 @@ class Traffic:
     requests: int = 0
     tokens: int = 0
     """Prompt tokens of requests that have not started."""
-    loading: Counter[str | None] = field(default_factory=Counter)
+    loading: dict[str | None, int] = field(default_factory=dict)
     """Revisions of requests that have not started, with their number; None: the base."""
-    tenants: Counter[str] = field(default_factory=Counter)
+    tenants: dict[str, int] = field(default_factory=dict)
     """Tenants of requests that have not started, with their number."""
     _times: list[float] = field(default_factory=list)
     _past: list[tuple[int, int]] = field(default_factory=list)
@@ -212,8 +212,8 @@ class Traffic:
         self.requests += 1
         self.tokens += sent.tokens
         identity = sent.request.identity
-        self.loading[identity.digest] += 1
-        self.tenants[identity.tenant] += 1
+        self.loading[identity.digest] = self.loading.get(identity.digest, 0) + 1
+        self.tenants[identity.tenant] = self.tenants.get(identity.tenant, 0) + 1
         self._note(now)
 
     def start(self, sent: SentRequest, now: float) -> None:
@@ -235,10 +235,12 @@ class Traffic:
             del self._times[: HISTORY // 2], self._past[: HISTORY // 2]
 
 
-def _take_one(counter: Counter[NameT], name: NameT) -> None:
-    counter[name] -= 1
-    if not counter[name]:
-        del counter[name]
+def _take_one(counts: dict[NameT, int], name: NameT) -> None:
+    left = counts[name] - 1
+    if left:
+        counts[name] = left
+    else:
+        del counts[name]
 
 
 class EngineLoad:
@@ -249,7 +251,9 @@ class EngineLoad:
     def __init__(self, view: EngineView) -> None:
         self.traffic = Traffic()
         self.beginnings: dict[int, float] = {}
-        """Digests of beginnings of prompts that were sent and that no report can contain yet, with their times."""
+        """Digests of beginnings of prompts that were sent and that no report can contain yet, with their times: the
+        oldest first.
+        """
         self.step_s = view.step_s
         """Seconds of a step, smoothed over views."""
         self.placed_s = 0.0
@@ -269,7 +273,8 @@ class EngineLoad:
         since = view.at - view.wait_s - REPORT_DELAY_S
         if len(self.beginnings) > MAX_BEGINNINGS:
             self.beginnings.clear()
-        self.beginnings = {digest: at for digest, at in self.beginnings.items() if at >= since}
+        for digest in list(takewhile(lambda digest: self.beginnings[digest] < since, self.beginnings)):
+            del self.beginnings[digest]
         self._correct()
 
     def clear(self) -> None:
@@ -290,6 +295,7 @@ class EngineLoad:
         self.requests += 1
         self.queue_tokens += sent.tokens
         for digest in (*sent.request.prefix, *base_prefix):
+            self.beginnings.pop(digest, None)
             self.beginnings[digest] = now
 
     def start(self, sent: SentRequest, now: float) -> None:
@@ -302,15 +308,13 @@ class EngineLoad:
         self.traffic.remove(now)
         self.requests -= 1
 
-    def has_cached(self, beginning: int) -> bool:
-        """Return whether the engine has reported a beginning of prompts, or was sent it since."""
-        return beginning in self.view.prefixes or beginning in self.beginnings
-
     def cached_tokens(self, request: RoutingRequest, prefix: Sequence[int]) -> int:
-        """Return the tokens of the longest of the beginnings `prefix` of a prompt that the engine has cached."""
+        """Return the tokens of the longest of the beginnings `prefix` of a prompt that the engine has cached, or was
+        sent since its report.
+        """
         reported, sent = self.view.prefixes, self.beginnings
         for place in range(len(prefix) - 1, -1, -1):
-            if prefix[place] in reported or prefix[place] in sent:
+            if (digest := prefix[place]) in reported or digest in sent:
                 return request.tokens_at(place)
         return 0
 

@@ -31,12 +31,17 @@ Group = tuple[str | None, ...]
 METERS = (
     "input_uncached",
     "input_cached",
+    "image_tokens",
     "output",
     "adapter_load",
     "adapter_byte_seconds",
     "adapter_resident_byte_seconds",
 )
 """The meters that prices are for. Token meters have a `waived_` twin, which is never charged."""
+PROMPT_METERS = ("input_uncached", "input_cached", "image_tokens")
+"""The meters of the parts of a prompt."""
+PRICED_AS = {"image_tokens": "input_uncached"}
+"""Meters whose usage has another meter's price if it has none itself."""
 
 
 class UnknownCurrency(ValueError):
@@ -176,9 +181,11 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def price_for(prices: Iterable[Price], meter: str, base_model: str, tier: str, at: int) -> Price | None:
+def price_for(prices: Sequence[Price], meter: str, base_model: str, tier: str, at: int) -> Price | None:
     """Return the most specific price of that usage: by base model, then by tier (`tier_match`), then the newest."""
     candidates = [price for price in prices if price.applies_to(meter, base_model, tier, at)]
+    if not candidates and meter in PRICED_AS:
+        return price_for(prices, PRICED_AS[meter], base_model, tier, at)
     return max(candidates, key=lambda p: (p.base_model != ANY, tier_match(p.tier, tier), p.valid_from), default=None)
 
 
@@ -223,7 +230,8 @@ def charge(
 ) -> list[PricedLine]:
     """Return the lines of one period: one line per applicable price, and one line per usage without a price.
 
-    `prices_at` returns the price list of a moment, in microseconds. Volume steps count all usage of a price together.
+    `prices_at` returns the price list of a moment, in microseconds. Volume steps count all usage of a price together:
+    a meter with another meter's price begins after the usage of that meter.
     """
     groups: dict[tuple[str, str, str, str], tuple[Price | None, list[tuple[int, Group, int]]]] = {}
     found: dict[tuple[str, str, str, int], Price | None] = {}
@@ -238,7 +246,13 @@ def charge(
                 key = (meter, *_scope(price, usage))
                 groups.setdefault(key, (price, []))[1].append((usage.day, usage.group, quantity))
     order = {meter: number for number, meter in enumerate(METERS)}
-    return [_line(key[:3], *groups[key], currency) for key in sorted(groups, key=lambda key: (order[key[0]], *key[1:]))]
+    lines = []
+    for key in sorted(groups, key=lambda key: (order[key[0]], *key[1:])):
+        price, parts = groups[key]
+        shares = price is not None and price.meter != key[0]
+        others = groups.get((PRICED_AS[key[0]], *key[1:]), (price, []))[1] if shares else []
+        lines.append(_line(key[:3], price, parts, currency, sum(quantity for _, _, quantity in others)))
+    return lines
 
 
 def _scope(price: Price | None, usage: DailyQuantities) -> tuple[str, str, str]:
@@ -246,16 +260,22 @@ def _scope(price: Price | None, usage: DailyQuantities) -> tuple[str, str, str]:
 
 
 def _line(
-    scope: tuple[str, str, str], price: Price | None, parts: list[tuple[int, Group, int]], currency: Currency
+    scope: tuple[str, str, str],
+    price: Price | None,
+    parts: list[tuple[int, Group, int]],
+    currency: Currency,
+    before: int,
 ) -> PricedLine:
+    """Return a line for usage that follows `before` units of the same price on another line."""
     meter, base_model, tier = scope
     by_day: dict[int, list[tuple[int, Group, int]]] = {}
     for part in sorted(parts, key=lambda part: (part[0], repr(part[1]))):
         by_day.setdefault(part[0], []).append(part)
     quantities = {day: sum(part[2] for part in of_day) for day, of_day in by_day.items()}
     quantity = sum(quantities.values())
-    amount = minor_units(cost(price, quantity), price.per, currency) if price else 0
-    nanos = allocate(amount * currency.nanos, _weights(price, list(quantities.values())))
+    weights = _weights(price, list(quantities.values()), before)
+    amount = minor_units(sum(weights), price.per, currency) if price else 0
+    nanos = allocate(amount * currency.nanos, weights)
     return PricedLine(
         meter=meter,
         base_model=base_model,
@@ -275,11 +295,11 @@ def _charges(parts: list[tuple[int, Group, int]], nanos: int) -> list[Charge]:
     return [Charge(day, group, quantity, n) for (day, group, quantity), n in zip(parts, divided, strict=True)]
 
 
-def _weights(price: Price | None, quantities: list[int]) -> list[int]:
-    """Return the part of the line's exact cost that each day's quantity adds."""
+def _weights(price: Price | None, quantities: list[int], before: int) -> list[int]:
+    """Return the part of the line's exact cost that each day's quantity adds, after `before` units."""
     if price is None:
         return [0] * len(quantities)
-    weights, before = [], 0
+    weights = []
     for quantity in quantities:
         weights.append(cost(price, before + quantity) - cost(price, before))
         before += quantity

@@ -462,6 +462,7 @@ def delivered_tokens(choices: Sequence[Choice]) -> TokenCounts:
     return TokenCounts(
         prompt=sum(len(choice.request.prompt_token_ids) for choice in firsts),
         cached=sum(choice.cached_tokens for choice in firsts),
+        image=sum(choice.image_tokens(choice.cached_tokens, len(choice.request.prompt_token_ids)) for choice in firsts),
         output=sum(choice.output.num_tokens for choice in answered),
     )
 

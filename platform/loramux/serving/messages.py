@@ -390,6 +390,7 @@ class Replay:
             prompt=kept.usage["prompt_tokens"],
             cached=kept.usage["cached_tokens"],
             output=kept.usage["completion_tokens"],
+            image=kept.usage.get("image_tokens", 0),
         )
         self.rate_limits = RateLimitStatus()
         self.service_tier = kept.service_tier
@@ -429,6 +430,7 @@ def encode_answer(answer: Answer, deltas: Iterable[Delta]) -> bytes:
             "prompt_tokens": usage.prompt,
             "cached_tokens": usage.cached,
             "completion_tokens": usage.output,
+            "image_tokens": usage.image,
         },
         service_tier=answer.service_tier,
         stream=[KeptDelta(**msgspec.structs.asdict(delta)) for delta in deltas],

@@ -374,8 +374,17 @@ class Choice:
         request before the first token."""
         if self.is_computed:
             prompt = len(self.request.prompt_token_ids)
-            return TokenCounts(prompt=prompt, cached=self.cached_tokens, output=self.num_generated)
-        return TokenCounts() if self.count is None else self.count.tokens
+            image = self.image_tokens(self.cached_tokens, prompt)
+            return TokenCounts(prompt=prompt, cached=self.cached_tokens, output=self.num_generated, image=image)
+        if self.count is None:
+            return TokenCounts()
+        tokens = self.count.tokens
+        return msgspec.structs.replace(tokens, image=self.image_tokens(tokens.cached, tokens.prompt))
+
+    def image_tokens(self, begin: int, end: int) -> int:
+        """Count the tokens of images among the tokens [begin, end) of the prompt."""
+        spans = ((one.start, one.start + one.num_tokens) for one in self.request.images)
+        return sum(max(0, min(last, end) - max(first, begin)) for first, last in spans)
 
     def count_event(self, event: TokenEvent) -> None:
         """Count an event, even if its text is not read."""

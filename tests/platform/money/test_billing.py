@@ -125,6 +125,24 @@ async def test_closed_period_never_changes_and_late_entries_are_in_the_next(
     assert await usage.verify_chain() == 5
 
 
+async def test_images_are_a_line_of_the_ledger_the_usage_and_the_invoice(
+    usage: UsageService, acme: Principal, priced: BillingService, database: Database
+) -> None:
+    await use(usage, acme, "a", 3_000_000, 500_000, 0, image=2_000_000)
+    async with database.read() as session:
+        (entry,) = await LedgerRepository(session).after(0, 10)
+    assert (entry.input_tokens, entry.cached_tokens, entry.image_tokens) == (3_000_000, 500_000, 2_000_000)
+    invoice = await priced.invoice("acme", NOVEMBER)
+    assert [(line.description, line.quantity, line.amount) for line in invoice.lines] == [
+        ("Input tokens", 500_000, Decimal("0.10")),
+        ("Input tokens found in the cache", 500_000, Decimal("0.01")),
+        ("Input tokens of images", 2_000_000, Decimal("0.40")),
+    ]
+    assert await usage.verify_chain() == 1
+    with pytest.raises(InvalidCorrection, match="cached_tokens and image_tokens are part of input_tokens"):
+        await priced.correct(entry.event_id, {"input_tokens": -600_000}, "refund")
+
+
 async def test_draft_invoice_shows_what_is_missing_to_the_plans_minimum(
     usage: UsageService, acme: Principal, priced: BillingService
 ) -> None:

@@ -146,7 +146,7 @@ async def test_budget_holds_and_then_counts_the_requests_that_are_open_when_it_i
     await usage.open(opened)
     await limits.put_budget(acme.tenant, acme.tenant, "month", NANO, [1])
     # output is held at the dearest price within the longest request's life
-    assert await spent(limits, acme, acme.tenant) == {"month": (0, 210_000_000 + 1)}
+    assert await spent(limits, acme, acme.tenant) == {"month": (0, 210_000_000 + 2)}
     delivered = TokenCounts(prompt=10, output=20)
     await usage.settle(Settlement(request_id="open", ended_by="completion", finish_reason="stop", delivered=delivered))
     assert await spent(limits, acme, acme.tenant) == {"month": (50_000_000, 0)}

@@ -13,16 +13,17 @@ from loramux.common.units import DAY, TokenCounts
 from loramux.data.records.requests import OpenedRequest
 from loramux.money.billing.catalog import PlanTariff, PricePlan, Subscriptions
 from loramux.money.limits.budgets import ChargedUsage, spent_by
-from loramux.money.pricing import METERS, Currency, Price, PriceStep
+from loramux.money.pricing import Currency, Price, PriceStep
 from loramux.money.usage.settlement import Settlement
 
 TENANT = TenantId("t")
+PRICED = ("input_uncached", "input_cached", "output", "adapter_load", "image_tokens")
 
 
 def subscriptions(nanos: list[int], per: int, valid_from: int = 0) -> Subscriptions:
     prices = tuple(
         Price(id=m, plan_id="p", meter=m, valid_from=valid_from, per=per, steps=(PriceStep(0, 0), PriceStep(10, n)))
-        for m, n in zip(METERS, nanos, strict=False)
+        for m, n in zip(PRICED, nanos, strict=False)
     )
     return Subscriptions(((0, PricePlan(id="p", name="p", currency=Currency.of("USD"), minimum=0, prices=prices)),))
 
@@ -42,7 +43,7 @@ def request(prompt: int = 10, most: int = 5, adapter: str | None = "sha256:a") -
 
 
 @given(
-    nanos=st.lists(st.integers(0, 10**9), min_size=4, max_size=4),
+    nanos=st.lists(st.integers(0, 10**9), min_size=4, max_size=5),
     per=st.sampled_from([1, 1000, 1_000_000]),
     prompt=st.integers(0, 10**6),
     most=st.integers(0, 10**6),
@@ -52,9 +53,9 @@ def test_budget_hold_covers_every_request(
     nanos: list[int], per: int, prompt: int, most: int, data: st.DataObject
 ) -> None:
     tariff = PlanTariff({TENANT: subscriptions(nanos, per)}, 1)
-    tokens = TokenCounts(
-        prompt=prompt, cached=data.draw(st.integers(0, prompt)), output=data.draw(st.integers(0, most))
-    )
+    cached = data.draw(st.integers(0, prompt))
+    image = data.draw(st.integers(0, prompt - cached))
+    tokens = TokenCounts(prompt=prompt, cached=cached, output=data.draw(st.integers(0, most)), image=image)
     loads = data.draw(st.integers(0, 3))
     end = Settlement(request_id="r", ended_by="completion", finish_reason="stop", delivered=tokens, adapter_loads=loads)
     gone = data.draw(st.integers(0, most - tokens.output)), data.draw(st.integers(1, 3))

@@ -135,7 +135,7 @@ def test_all_engines_but_one_may_be_lost() -> None:
 
 @dataclass(frozen=True)
 class GuessedPrompts(Arrivals):
-    """A victim's requests with prompts of its own, then an attacker's with a guess; all else is equal."""
+    """A victim's requests with one prompt, then an attacker's with its guess; all else is equal."""
 
     victims_token: int = 7
 

@@ -337,7 +337,7 @@ class AdapterLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """The largest number of adapters of a tenant."""
     host_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory for adapters. An adapter in this memory need not be read from disk when it returns to the
-    pool.
+    pool. With a GPU this memory is pinned.
     """
     max_loading: Annotated[int, Meta(ge=1, le=64)] = 4
     """The largest number of adapters that are loaded into the pool at the same time."""

@@ -143,15 +143,7 @@ class AccessRepository(TenantScoped):
 
     async def granted(self) -> Sequence[Row[str, int, str]]:
         """Return other tenants' adapters that the tenant may call, by name, with the time of the grant and the base."""
-        name = (TenantRow.name + "/" + AdapterRow.name).label("name")
-        statement = (
-            select(name, GrantRow.granted_at.label("created_at"), _default_base().label("base_model"))
-            .join(AdapterRow, AdapterRow.id == GrantRow.adapter_id)
-            .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
-            .where(GrantRow.grantee == self._name, AdapterRow.deleted_at.is_(None))
-            .order_by("name")
-        )
-        return (await self._session.execute(statement)).all()
+        return (await self._session.execute(_GRANTED, {"caller": self._name})).all()
 
     def _parameters(self, owner: str, adapter: str) -> dict[str, Any]:
         """Return the parameters of `_callable`."""
@@ -221,3 +213,16 @@ def _default_base() -> ColumnElement[str]:
         .limit(1)
         .scalar_subquery()
     )
+
+
+_GRANTED = (
+    select(
+        (TenantRow.name + "/" + AdapterRow.name).label("name"),
+        GrantRow.granted_at.label("created_at"),
+        _default_base().label("base_model"),
+    )
+    .join(AdapterRow, AdapterRow.id == GrantRow.adapter_id)
+    .join(TenantRow, TenantRow.id == AdapterRow.tenant_id)
+    .where(GrantRow.grantee == bindparam("caller"), AdapterRow.deleted_at.is_(None))
+    .order_by("name")
+)

@@ -70,6 +70,11 @@ class LedgerRow(Base):
             " AND waived_cached_tokens BETWEEN 0 AND waived_input_tokens)",
             name="cached",
         ),
+        CheckConstraint(
+            "kind = 'correction' OR (image_tokens BETWEEN 0 AND input_tokens - cached_tokens"
+            " AND waived_image_tokens BETWEEN 0 AND waived_input_tokens - waived_cached_tokens)",
+            name="images",
+        ),
         Index("ix_ledger_entries_tenant_id_created_at", "tenant_id", "created_at"),
     )
 
@@ -102,6 +107,8 @@ class LedgerRow(Base):
     corrects: Mapped[str | None]
     prev_hash: Mapped[str]
     hash: Mapped[str]
+    image_tokens: Mapped[int] = mapped_column(server_default="0")
+    waived_image_tokens: Mapped[int] = mapped_column(server_default="0")
 
 
 class LedgerHeadRow(Base):
@@ -170,17 +177,28 @@ class EntryContent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """The event_id of the entry that this entry corrects."""
     occurred_at: int | None = None
     """The time of the billed use, if it differs from created_at. The prices of this time apply."""
+    image_tokens: int = 0
+    """The part of input_tokens that stands for images, without cached_tokens."""
+    waived_image_tokens: int = 0
 
     @property
     def billed(self) -> TokenCounts:
         """Return the tokens that are charged."""
-        return TokenCounts(prompt=self.input_tokens, cached=self.cached_tokens, output=self.output_tokens)
+        return TokenCounts(
+            prompt=self.input_tokens,
+            cached=self.cached_tokens,
+            output=self.output_tokens,
+            image=self.image_tokens,
+        )
 
     @property
     def waived(self) -> TokenCounts:
         """Return the tokens that the engine computed and the tenant does not pay for."""
         return TokenCounts(
-            prompt=self.waived_input_tokens, cached=self.waived_cached_tokens, output=self.waived_output_tokens
+            prompt=self.waived_input_tokens,
+            cached=self.waived_cached_tokens,
+            output=self.waived_output_tokens,
+            image=self.waived_image_tokens,
         )
 
 

@@ -24,7 +24,7 @@ HELD_FOR = ("id", "tenant_id", "key_id", "model", "adapter_digest", "base_model"
 """The columns of an open request that decide its maximum cost."""
 CANCELLED = "cancelled"
 """The status of an entry whose caller disconnected."""
-SUMMED = ("input_tokens", "cached_tokens", "output_tokens", "adapter_load")
+SUMMED = ("input_tokens", "cached_tokens", "output_tokens", "image_tokens", "adapter_load")
 
 
 class SubjectUsage(msgspec.Struct, frozen=True):
@@ -84,9 +84,13 @@ class SubjectRepository(TenantScoped):
 
 
 def _usage(row: Any) -> SubjectUsage:
-    tokens = TokenCounts(prompt=row.input_tokens, cached=row.cached_tokens, output=row.output_tokens)
+    tokens = TokenCounts(
+        prompt=row.input_tokens, cached=row.cached_tokens, output=row.output_tokens, image=row.image_tokens
+    )
     prompt, uncached = row.abandoned_prompt, row.abandoned_uncached
-    abandoned = TokenCounts(prompt=prompt, cached=prompt - uncached, output=row.abandoned_output)
+    abandoned = TokenCounts(
+        prompt=prompt, cached=prompt - uncached, output=row.abandoned_output, image=row.abandoned_image
+    )
     return SubjectUsage(row.day, row.base_model, row.tier, tokens, abandoned, row.adapter_load)
 
 
@@ -102,6 +106,7 @@ def _abandoned() -> dict[str, ColumnElement[int]]:
         "abandoned_prompt": left,
         "abandoned_uncached": uncached,
         "abandoned_output": LedgerRow.waived_output_tokens,
+        "abandoned_image": _least(uncached, LedgerRow.waived_image_tokens),
     }
     return {name: case((is_abandoned, column), else_=0) for name, column in found.items()}
 

@@ -100,6 +100,8 @@ class DailyUsageRow(Base):
     adapter_load: Mapped[int]
     adapter_byte_seconds: Mapped[int]
     adapter_resident_byte_seconds: Mapped[int]
+    image_tokens: Mapped[int] = mapped_column(server_default="0")
+    waived_image_tokens: Mapped[int] = mapped_column(server_default="0")
 
 
 KEYS = tuple(column.name for column in DailyUsageRow.__table__.columns if column.primary_key)
@@ -316,9 +318,11 @@ TOKENS = {
     "prompt": "input_tokens",
     "cached": "cached_tokens",
     "output": "output_tokens",
+    "image": "image_tokens",
     "waived_prompt": "waived_input_tokens",
     "waived_cached": "waived_cached_tokens",
     "waived_output": "waived_output_tokens",
+    "waived_image": "waived_image_tokens",
 }
 
 
@@ -425,7 +429,7 @@ def _unindexed(column: SQLColumnExpression[str]) -> SQLColumnExpression[str]:
 
 def _totals(row: dict[str, Any]) -> UsageTotals:
     tokens, waived = (
-        TokenCounts(**{name: row.pop(f"{prefix}{name}") for name in ("prompt", "cached", "output")})
+        TokenCounts(**{name: row.pop(f"{prefix}{name}") for name in ("prompt", "cached", "output", "image")})
         for prefix in ("", "waived_")
     )
     return UsageTotals(tokens=tokens, waived=waived, **row)
@@ -434,14 +438,16 @@ def _totals(row: dict[str, Any]) -> UsageTotals:
 def meters_of(row: Any) -> dict[str, Any]:
     """Return every meter by name: SQL expressions if `row` is a table, numbers if it is a ledger entry."""
     return {
-        "input_uncached": row.input_tokens - row.cached_tokens,
+        "input_uncached": row.input_tokens - row.cached_tokens - row.image_tokens,
         "input_cached": row.cached_tokens,
+        "image_tokens": row.image_tokens,
         "output": row.output_tokens,
         "adapter_load": row.adapter_load,
         "adapter_byte_seconds": row.adapter_byte_seconds,
         "adapter_resident_byte_seconds": row.adapter_resident_byte_seconds,
-        "waived_input_uncached": row.waived_input_tokens - row.waived_cached_tokens,
+        "waived_input_uncached": row.waived_input_tokens - row.waived_cached_tokens - row.waived_image_tokens,
         "waived_input_cached": row.waived_cached_tokens,
+        "waived_image_tokens": row.waived_image_tokens,
         "waived_output": row.waived_output_tokens,
     }
 

@@ -29,7 +29,16 @@ from loramux.data.records.tenants import TenantRepository, TenantRow
 from loramux.money.billing.errors import BillingError, InvalidPlan
 from loramux.money.billing.periods import Month
 from loramux.money.limits.budgets import ChargedUsage
-from loramux.money.pricing import METERS, Currency, Price, PriceStep, UnknownCurrency, nanos_of, price_for
+from loramux.money.pricing import (
+    METERS,
+    PROMPT_METERS,
+    Currency,
+    Price,
+    PriceStep,
+    UnknownCurrency,
+    nanos_of,
+    price_for,
+)
 from loramux.money.usage.settlement import MAX_BILLED_LOADS
 
 Count = Annotated[int, Meta(ge=1, le=2**62)]
@@ -346,8 +355,8 @@ class PlanTariff:
         return None if plan is None else plan.currency.code
 
     def most_it_can_cost(self, request: OpenedRequest) -> int:
-        """Bound a request's cost: the whole prompt at the higher of the prices for cached and uncached tokens, now or
-        at the settlement.
+        """Bound a request's cost: the whole prompt at the highest of the prices for cached and uncached tokens and for
+        those of images, now or at the settlement.
         """
         loads = 0 if request.adapter_digest is None else MAX_BILLED_LOADS
 
@@ -356,8 +365,8 @@ class PlanTariff:
             where = request.tenant_id, request.base_model, request.tier
             return max(self._meter(*where, meter, quantity, at) for at in moments)
 
-        prompt = max(dearest(meter, request.prompt_tokens) for meter in ("input_uncached", "input_cached"))
-        rounding = 1 if prompt else 0  # a prompt that is cached in part is rounded up twice
+        prompt = max(dearest(meter, request.prompt_tokens) for meter in PROMPT_METERS)
+        rounding = len(PROMPT_METERS) - 1 if prompt else 0  # each meter's part of a prompt is rounded up
         return prompt + rounding + dearest("output", request.max_tokens) + dearest("adapter_load", loads)
 
     def cost(self, tenant: TenantId, base_model: str, tier: str, used: ChargedUsage, at: int | None = None) -> int:
@@ -365,8 +374,9 @@ class PlanTariff:
         None: now.
         """
         meters = {
-            "input_uncached": used.tokens.prompt - used.tokens.cached,
+            "input_uncached": used.tokens.prompt - used.tokens.cached - used.tokens.image,
             "input_cached": used.tokens.cached,
+            "image_tokens": used.tokens.image,
             "output": used.tokens.output,
             "adapter_load": used.adapter_loads,
         }

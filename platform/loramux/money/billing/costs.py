@@ -21,7 +21,10 @@ from loramux.money.pricing import NANO_DIGITS, allocate, to_decimal
 from loramux.money.usage.errors import InvalidQuery
 from loramux.money.usage.query import MAX_FILTER, BucketQuery, BucketWidth, Page
 
-SERVICE_UNITS = {"input_uncached": 1, "waived_input_uncached": 1, "output": 2, "waived_output": 2}
+SERVICE_UNITS = {
+    **dict.fromkeys(("input_uncached", "waived_input_uncached", "image_tokens", "waived_image_tokens"), 1),
+    **dict.fromkeys(("output", "waived_output"), 2),
+}
 
 
 class CostsQuery(BucketQuery, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ from loramux.money.pricing import (
 MEANINGS = {
     "input_uncached": "Input tokens",
     "input_cached": "Input tokens found in the cache",
+    "image_tokens": "Input tokens of images",
     "output": "Output tokens",
     "adapter_load": "Adapter loads",
     "adapter_byte_seconds": "Adapter storage",
@@ -36,6 +37,7 @@ MEANINGS = {
 UNITS = {
     "input_uncached": "tokens",
     "input_cached": "tokens",
+    "image_tokens": "tokens",
     "output": "tokens",
     "adapter_load": "loads",
     "adapter_byte_seconds": "byte-seconds",

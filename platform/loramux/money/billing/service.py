@@ -53,8 +53,11 @@ MAX_ROWS = 50_000
 """
 
 CORRECTABLE = tuple(name for name in QUANTITIES if name != "requests")
-PARTS = (("cached_tokens", "input_tokens"), ("waived_cached_tokens", "waived_input_tokens"))
-"""Pairs of quantities, of which the first is a part of the second."""
+PARTS = (
+    (("cached_tokens", "image_tokens"), "input_tokens"),
+    (("waived_cached_tokens", "waived_image_tokens"), "waived_input_tokens"),
+)
+"""Quantities that are parts of another one, without overlap."""
 
 
 class _DryRun(Exception):
@@ -408,10 +411,13 @@ def _check_totals(before: Mapping[str, int], after: Mapping[str, int]) -> None:
                 f"take off {before[name]} at most",
                 name,
             )
-    for part, whole in PARTS:
-        if after[part] > after[whole]:
+    for parts, whole in PARTS:
+        if (together := sum(after[part] for part in parts)) > after[whole]:
+            named = [part for part in parts if after[part]]
+            are = "is" if len(named) == 1 else "are"
             raise InvalidCorrection(
-                f"{part} is part of {whole} and would be {after[part]} of {after[whole]}; correct both", part
+                f"{' and '.join(named)} {are} part of {whole} and would be {together} of {after[whole]}; correct both",
+                named[0],
             )
 
 

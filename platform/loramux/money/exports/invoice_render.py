@@ -80,6 +80,7 @@ PAGE = """<!doctype html>
 WAIVED = {
     "waived_input_uncached": "input tokens",
     "waived_input_cached": "input tokens found in the cache",
+    "waived_image_tokens": "input tokens of images",
     "waived_output": "output tokens",
 }
 

@@ -242,6 +242,7 @@ class UsageQuery(BucketQuery, frozen=True, kw_only=True):
             input_tokens=total.tokens.prompt,
             output_tokens=total.tokens.output,
             input_cached_tokens=total.tokens.cached,
+            input_image_tokens=total.tokens.image,
             num_model_requests=total.requests,
             waived_input_tokens=total.waived.prompt if by_tier else UNSET,
             waived_output_tokens=total.waived.output if by_tier else UNSET,
@@ -261,6 +262,8 @@ class UsageResult(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     input_cached_tokens: int
+    input_image_tokens: int = 0
+    """Tokens of images, without those among `input_cached_tokens`."""
     input_audio_tokens: int = 0
     output_audio_tokens: int = 0
     num_model_requests: int

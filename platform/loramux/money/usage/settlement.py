@@ -133,11 +133,13 @@ class Settlement(msgspec.Struct, frozen=True, kw_only=True):
 def prompts_once(computed: TokenCounts, delivered: int, prompts: int | None) -> TokenCounts:
     """Return the computed tokens, with at most the part of the prompts that is not among the `delivered` tokens.
 
-    Several choices compute one prompt several times; tokens that were not found in the cache count first.
+    Several choices compute one prompt several times; tokens that were not found in the cache count first, those of
+    images before all.
     """
     prompt = computed.prompt if prompts is None else min(computed.prompt, max(0, prompts - delivered))
     uncached = min(prompt, computed.prompt - computed.cached)
-    return TokenCounts(prompt=prompt, cached=prompt - uncached, output=computed.output)
+    image = min(uncached, computed.image)
+    return TokenCounts(prompt=prompt, cached=prompt - uncached, output=computed.output, image=image)
 
 
 UsageOperation = OpenedRequest | Settlement
@@ -335,6 +337,8 @@ def _content(row: BilledRequest, settlement: Settlement, now: int) -> EntryConte
         waived_cached_tokens=waived.cached,
         waived_output_tokens=waived.output,
         adapter_load=settlement.billed_loads,
+        image_tokens=billed.image,
+        waived_image_tokens=waived.image,
     )
 
 
