@@ -134,6 +134,9 @@ class Family:
     change. Then a rank's model is made from the whole config, without memory, and its parameters are cut."""
     states: StateForm | None = None
     """Layers that keep states; None: the family has no such layers."""
+    peft_refuses_out_proj: bool = False
+    """True if PEFT refuses pairs on `out_proj`, by the base's `model_type`: a fused kernel for training reads the weight
+    alone. On a CPU transformers calls the linear."""
     ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
     """The rope types that are served."""
     recomputes_rope: bool = False
@@ -255,10 +258,15 @@ ROWS = (
     # Granite 4; some sizes have attention in every layer, and no states
     Family("granitemoehybrid", experts=ExpertForm("router", is_optional=True), states=StateForm("mamba", "mamba 2")),
     Family("bamba", states=StateForm("mamba", "mamba 2")),
-    Family("falcon_h1", states=StateForm("mamba", "mamba 2")),
+    Family("falcon_h1", states=StateForm("mamba", "mamba 2"), peft_refuses_out_proj=True),
     Family("lfm2", states=StateForm("conv", "short convolution")),
     Family("olmo_hybrid", states=DELTA_NET),
-    Family("nemotron_h", experts=ExpertForm(is_optional=True), states=StateForm("mixer", "mamba 2")),
+    Family(
+        "nemotron_h",
+        experts=ExpertForm(is_optional=True),
+        states=StateForm("mixer", "mamba 2"),
+        peft_refuses_out_proj=True,
+    ),
     Family("gemma3", text_type="gemma3_text"),
     Family("gemma4", text_type="gemma4_text"),
     Family("mistral3", text_type="mistral"),

@@ -51,6 +51,7 @@ from loramux_adapters.base import (
 )
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import AdapterConfig, LoraConfig, Task
+from loramux_adapters.families import family_of
 from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, read_config, task_of
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import read_header
@@ -73,8 +74,6 @@ SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 _HEADS = ("classifier", "score")
 """PEFT's names in modules_to_save for the head of a classifier."""
-_FUSED_OUT_PROJ = ("falcon_h1", "nemotron_h")
-"""Bases, by `model_type`, on whose `out_proj` PEFT refuses pairs."""
 _POOLINGS: Mapping[str, Pooling] = {"SEQ_CLS": "classify", "TOKEN_CLS": "token_classify"}
 """Poolings of classifiers, by task."""
 
@@ -284,13 +283,9 @@ def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
     return model
 
 
-def allow_every_linear(model: nn.Module) -> None:
-    """Let PEFT put pairs on `out_proj` of bases with Mamba layers.
-
-    PEFT refuses that linear by the base's `model_type`, because a fused kernel for training reads its weight without
-    the pair. On a CPU transformers calls the linear.
-    """
-    if model.config.model_type in _FUSED_OUT_PROJ:
+def allow_every_linear(model: PreTrainedModel) -> None:
+    """Let PEFT put pairs on `out_proj`, which it refuses by the base's `model_type`."""
+    if family_of(model.config).peft_refuses_out_proj:
         model.config.model_type += " in torch"
 
 
