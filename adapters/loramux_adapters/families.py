@@ -135,8 +135,8 @@ class Family:
     states: StateForm | None = None
     """Layers that keep states; None: the family has no such layers."""
     peft_refuses_out_proj: bool = False
-    """True if PEFT refuses pairs on `out_proj`, by the base's `model_type`: a fused kernel for training reads the weight
-    alone. On a CPU transformers calls the linear."""
+    """True if PEFT refuses pairs on `out_proj`, by the base's `model_type`: a fused kernel for training reads only the
+    weight. On a CPU transformers calls the linear."""
     ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
     """The rope types that are served."""
     recomputes_rope: bool = False
