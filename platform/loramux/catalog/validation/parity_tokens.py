@@ -17,9 +17,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import peft
@@ -29,7 +30,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import init_empty_weights
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from loramux.catalog.validation.checkpoint_files import BaseFiles
 from loramux.catalog.validation.jobs import EngineAnswer, ParityJob, ParitySetup
@@ -197,8 +198,8 @@ class WholeModel:
         config = peft.PeftConfig.from_pretrained(job.uploaded)
         if getattr(config, "init_lora_weights", True) is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
-        allow_every_linear(self.reference)
-        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
+        with every_linear_allowed(self.reference):
+            model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
         logits = torch.cat([logits_of(model, *one) for one in asked])
         if not torch.isfinite(logits).all():
             return Verdict(METHOD, {}, ParityFault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
@@ -241,8 +242,8 @@ class WholeModel:
         config.task_type = "CAUSAL_LM"  # the layers are the same; the head is applied here
         trained = [name for name in getattr(config, "modules_to_save", None) or () if name not in _HEADS]
         config.modules_to_save = trained or None
-        allow_every_linear(self.reference)
-        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
+        with every_linear_allowed(self.reference):
+            model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
         return through(torch.cat([states_of(model.get_base_model(), prompt)[read] for prompt in prompts])), base
 
     def _answers(
@@ -283,10 +284,16 @@ def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
     return model
 
 
-def allow_every_linear(model: PreTrainedModel) -> None:
-    """Let PEFT put pairs on `out_proj`, which it refuses by the base's `model_type`."""
+@contextmanager
+def every_linear_allowed(model: PreTrainedModel) -> Iterator[None]:
+    """Let PEFT put pairs on `out_proj`, which it refuses by the base's `model_type`, in this block."""
+    known = model.config.model_type
     if family_of(model.config).peft_refuses_out_proj:
         model.config.model_type += " in torch"
+    try:
+        yield
+    finally:
+        model.config.model_type = known
 
 
 def task_of_job(job: ParityJob, base: BaseDescription) -> Task:
@@ -367,6 +374,8 @@ def states_of(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
 @torch.inference_mode()
 def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:
     """Return float32`[tokens, vocab]`: the model's logits at the position of each token of `answer`."""
+    if family_of(model.config).states is not None:
+        return _generated_logits(model, prompt, answer)
     ids = torch.tensor([prompt + answer.tokens[:-1]])
     offset = None
     if isinstance(model, peft.PeftModel):
@@ -375,6 +384,28 @@ def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer
     # the whole input.
     keywords = {} if offset is None else {"alora_offsets": [offset + len(answer.tokens) - 1]}
     return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
+
+
+def _generated_logits(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:
+    """Return `logits_of` as `generate` computes them, one token after the other: some layers with states compute a
+    prompt's token otherwise than a generated one (`mamba2` in `loramux_kernels`).
+    """
+
+    def force(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -math.inf)
+        forced[:, answer.tokens[ids.shape[1] - len(prompt)]] = 0
+        return forced
+
+    made: Any = model.generate(
+        input_ids=torch.tensor([prompt]),
+        max_new_tokens=len(answer.tokens),
+        logits_processor=LogitsProcessorList([force]),
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.cat(made.logits).float()
 
 
 def divergence(logits: torch.Tensor, base: torch.Tensor) -> float:
@@ -482,8 +513,8 @@ class StreamedModel:
         if first is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
         config.inference_mode = True
-        allow_every_linear(self._model)
-        self._model = peft.get_peft_model(self._model, config).eval()
+        with every_linear_allowed(self._model):
+            self._model = peft.get_peft_model(self._model, config).eval()
         state = peft.utils.load_peft_weights(str(folder), device="cpu")
         # Copies of the base's embedding and head equal those of this base: see `check_base_copies`.
         own = {name: tensor for name, tensor in state.items() if ".base_layer." not in name}

@@ -249,8 +249,10 @@ def test_parity_of_a_classifier_of_tokens_served_without_its_bias_fails(
     assert outcomes(report_on(comparison, folder)) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
 
 
-@pytest.mark.parametrize("whole", [pytest.param(True, id="whole"), pytest.param(False, id="by layers")])
-@pytest.mark.parametrize("family", ["falcon_h1", "bamba"])
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [("falcon_h1", True), ("falcon_h1", False), ("bamba", True), ("bamba", False), ("nemotron_h", True)],
+)
 def test_parity_of_out_proj_of_mamba_layers_is_compared_though_peft_refuses_to_train_it(
     tmp_path: Path, family: str, whole: bool
 ) -> None:
@@ -268,7 +270,8 @@ def test_parity_of_out_proj_of_mamba_layers_is_compared_though_peft_refuses_to_t
     config.save_pretrained(folder)
     report = report_on(ParityComparison.over(setup), folder)
     assert report.refusal is None, report.refusal
-    assert outcomes(report)["parity_of_layers"] == "passed"
+    named_otherwise = family == "nemotron_h"  # its checkpoints have other names than transformers' modules
+    assert outcomes(report)["parity_of_layers"] == ("not_run" if named_otherwise else "passed")
     if whole:
         assert outcomes(report)["parity_of_tokens"] == "passed"
         assert report.checks[1].figures["mean_divergence_from_base"] > 0
