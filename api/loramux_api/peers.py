@@ -67,7 +67,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class BusyNote:
-    """Whether a worker answers requests, lines of batches and shadows left out. No answer is awaited."""
+    """Note that a worker has begun to answer requests other than lines of batches and shadows, or that none runs."""
 
     worker: int
     is_busy: bool

@@ -55,9 +55,7 @@ class LocalTrainer:
         self._busy_workers: set[int] = set()
 
     def note_busy(self, is_busy: bool, worker: int = 0) -> None:
-        """Note whether a worker of the server answers requests; pass on to the trainer whether any does, if that has
-        changed. Worker 0 is this process.
-        """
+        """Note if a worker of the server answers requests, and tell the trainer if any does; 0 is this process."""
         was_busy = bool(self._busy_workers)
         if is_busy:
             self._busy_workers.add(worker)

@@ -76,11 +76,13 @@ async def test_trainer_is_told_if_requests_run_at_its_start_and_at_every_change(
 
 async def test_trainer_is_told_that_requests_run_until_the_last_worker_has_none(tmp_path: Path) -> None:
     log = tmp_path / "starts"
-    trainer = trainer_that_notes_its_start(log, f"open({str(log)!r}, 'a').write(sys.stdin.read(5))")
+    trainer = trainer_that_notes_its_start(log, f"open({str(log)!r}, 'a').write(sys.stdin.read())")
     await trainer.ensure_runs()
     for worker, is_busy in ((2, True), (0, True), (2, False), (1, True), (0, False), (1, False), (0, True), (0, False)):
         trainer.note_busy(is_busy, worker)
     assert trainer.process is not None
+    assert trainer.process.stdin is not None
+    trainer.process.stdin.close()
     await trainer.process.wait()
     assert log.read_text() == "x01010"
 
