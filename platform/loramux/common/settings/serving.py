@@ -93,7 +93,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gpu_memory_utilization on a GPU, or 2 GiB on a CPU.
     """
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory for the weights and the pool."""
+    """Share of the GPU's memory for weights, steps and pools of all engines of this server there. They divide it
+    equally; pool_bytes gives an engine's pool another size."""
+    engines_per_device: Positive | None = None
+    """Number of engines that divide a GPU's memory. Unset: the engines of this server that use the device. Set it if
+    several `loramux engine serve` use one GPU."""
     prefix_cache: bool = True
     """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"
