@@ -267,11 +267,11 @@ def test_gpu_pool_leaves_room_for_everything_else(monkeypatch) -> None:
     row_bytes = bank.slot_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    weights = torch.nn.Linear(1, 50_000_000, bias=False, device="meta", dtype=torch.float32)
     allocated: list[int] = []
     monkeypatch.setattr(torch, "empty", lambda elements, **_: allocated.append(elements))
     settings = Settings(model=ModelSettings(path="", served_model_name="m"))
     page_bytes = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16, itemsize=4).page_bytes
-    weights = torch.nn.Linear(1, 50_000_000, bias=False, device="meta", dtype=torch.float32)
     model = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, parameters=weights.parameters)
     allocate_pool(settings, model, SimpleNamespace(packed_bytes=100_000_000), page_bytes, 50_000_000, row_bytes)
     pages, rest = divmod(allocated[0] * 4, page_bytes)

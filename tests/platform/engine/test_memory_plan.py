@@ -6,7 +6,10 @@ import json
 import logging
 import os
 import re
+import tempfile
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.execution import loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
-from loramux.engine.execution.memory_plan import Card, MemoryPlan, plan_memory
+from loramux.engine.execution.memory_plan import Card, MemoryPlan, loading_alone, plan_memory
 from loramux_adapters.base import auto_class, describe_base
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.sharding import Sharding
@@ -121,7 +124,7 @@ class Read(Exception):
 
 
 @pytest.fixture
-def load_on_card(monkeypatch: pytest.MonkeyPatch):
+def load_on_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """load_on_card(folder, total, free, ...): start loading on a GPU of so many bytes; returns the refusal, or None."""
 
     def read(*_: object, **__: object) -> None:
@@ -129,6 +132,8 @@ def load_on_card(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(loader, "load_checkpoint", read)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="card"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def start(folder: Path, total: float, free: float, quantization: str = "none", **engine: object) -> str | None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), int(total)))
@@ -154,8 +159,9 @@ def load_on_card(monkeypatch: pytest.MonkeyPatch):
             84,
             "none",
             {"max_num_batched_tokens": 10**6},
-            r"max_num_batched_tokens and engine.max_num_seqs to \d+ or",
+            r"set engine.max_num_batched_tokens to \d+ or less",
         ),
+        (85, 84, "none", {"max_num_seqs": 10**6}, r"max_num_batched_tokens and engine.max_num_seqs to \d+ or less"),
         (85, 84, "none", {"engines_per_device": 6}, r"6 engines divide this GPU: let fewer use it"),
         (85, 12, "none", {}, r"85\.0 GB, of them 12\.0 GB free, .* other processes hold 73\.0 GB of it: end them"),
         (16.2, 16.1, "none", {}, r'set model.quantization = "int8" or "nf4"'),
@@ -211,3 +217,22 @@ def test_two_engines_on_a_card_get_equal_pools() -> None:
     second = Card("cuda:0", total, total - weights - first - weights, 0.9, 2).left(weights)
     assert abs(first - second) <= 1
     assert 2 * (weights + first) <= 0.9 * total
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_engines_that_divide_a_card_load_one_after_the_other(monkeypatch, tmp_path: Path, engines: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="card"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    card, settings = torch.device("cuda", 0), EngineSettings(engines_per_device=engines)
+    second_loads = threading.Event()
+
+    def load() -> None:
+        with loading_alone(card, settings):
+            second_loads.set()
+
+    second = threading.Thread(target=load)
+    with loading_alone(card, settings):
+        second.start()
+        assert second_loads.wait(5 if engines == 1 else 0.2) == (engines == 1)
+    assert second_loads.wait(5)
+    second.join()

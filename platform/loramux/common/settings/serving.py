@@ -191,6 +191,13 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Settings of this base's engines. Settings that this table leaves out are as in `[engine]`."""
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Device of each engine that a server starts for this base; a GPU has one name."""
+        names = self.engines.devices or (self.engine.device,)
+        names = tuple("cuda:0" if name in ("auto", "cuda") else name for name in names)
+        return () if self.engines.addresses else tuple(names[i % len(names)] for i in range(self.engines.most))
+
+    @property
     def model(self) -> ModelSettings:
         """Return the base in the form of `[model]`."""
         return ModelSettings(
@@ -219,6 +226,11 @@ class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Other resources of Ray that an engine needs, by name."""
     unused_s: Annotated[float, Meta(ge=1)] = 120.0
     """Seconds without any server, after which an engine ends."""
+
+    @property
+    def engines_per_gpu(self) -> int:
+        """Number of engines that Ray may place on one GPU."""
+        return max(1, int(1 / self.num_gpus)) if self.num_gpus else 1
 
     @property
     def needs(self) -> dict[str, Any]:

@@ -37,7 +37,14 @@ from loramux.engine.execution.checkpoint import (
 from loramux.engine.execution.constraints import Constraints, load_vocabulary
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, refuse_settings
-from loramux.engine.execution.memory_plan import Card, machine_memory, plan_memory, plan_on_card, pool_bytes_of
+from loramux.engine.execution.memory_plan import (
+    Card,
+    loading_alone,
+    machine_memory,
+    plan_memory,
+    plan_on_card,
+    pool_bytes_of,
+)
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
@@ -89,9 +96,9 @@ def load_model(settings: Settings) -> LoadedModel:
         device = choose_device(settings.engine.device)
         base = describe_base(directory)
         is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
-        if device.type == "cuda" or is_planned:
-            _plan(settings, base, Sharding(config, 1), device)
-        with LoadingProgress(settings.model.served_model_name) as progress:
+        with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
+            if device.type == "cuda" or is_planned:
+                _plan(settings, base, Sharding(config, 1), device)
             model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
             return assemble(model, base, settings, sampling_defaults(directory), progress)
     base, sharding = divide(settings)
@@ -118,7 +125,7 @@ def _load_encoder(settings: Settings, *, has_head: bool) -> LoadedModel:
     torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
     directory, device = Path(settings.model.path), choose_device(settings.engine.device)
     base = describe_base(directory)
-    with LoadingProgress(settings.model.served_model_name) as progress:
+    with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
         model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
         made = assemble_encoder(model, base, settings, has_head=has_head)
     logger.info(

@@ -7,8 +7,12 @@ measured after loading, so a plan of a GPU's pool is an upper bound.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,6 +84,22 @@ class Card:
         """Return the least utilization with which `left(0)` is `num_bytes`, in hundredths; above 1 if there is none."""
         used = self.total - self.free
         return math.ceil(100 * max(self.num_engines * num_bytes, num_bytes + used) / self.total) / 100
+
+
+@contextmanager
+def loading_alone(device: torch.device, engine: EngineSettings) -> Iterator[None]:
+    """Wait until no other of the engines that divide `device` loads, because an engine measures its recorded steps by
+    the card's free memory."""
+    if device.type != "cuda" or (engine.engines_per_device or 1) == 1:
+        yield
+        return
+    name = f"loramux-{os.getuid()}-{torch.cuda.get_device_properties(device).uuid}.lock"
+    lock = os.open(Path(tempfile.gettempdir()) / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +181,7 @@ def plan_memory(
         pool_bytes,
         _page_bytes(sharding, block_size, RANK_TILE * max(map(max, widths.values())), itemsize, has_fp8_kv),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
-        is_quantized=format_of(vars(sharding.config)) is not None,
+        is_quantized=not is_mxfp4(sharding.config) and format_of(vars(sharding.config)) is not None,
         image_bytes=image_bytes,
     )
 
