@@ -111,7 +111,8 @@ class Bench:
             sampling=SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True),
             adapter=adapter,
         )
-        figures, answer, began = self.stages[stage], [], time.perf_counter()
+        answer: list[int] = []
+        figures, began = self.stages[stage], time.perf_counter()
         figures.prompt_tokens += len(prompt)
         self._engine.submit(request)
         while len(answer) < output:

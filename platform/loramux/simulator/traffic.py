@@ -206,11 +206,11 @@ def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Ar
     joined = Arrivals(
         sources,
         np.concatenate([part.source + offset for part, offset in zip(parts, offsets, strict=True)]),
-        *(
-            np.concatenate([getattr(part, column) for part in parts])
-            for column in ("at", "prompt_tokens", "output_tokens", "max_tokens")
-        ),
-        conversations=_joined_conversations(parts),
+        np.concatenate([part.at for part in parts]),
+        np.concatenate([part.prompt_tokens for part in parts]),
+        np.concatenate([part.output_tokens for part in parts]),
+        np.concatenate([part.max_tokens for part in parts]),
+        _joined_conversations(parts),
     )
     if not len(joined):
         raise ScenarioError("no request arrives: raise duration_s or a client's rate")
