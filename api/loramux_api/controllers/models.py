@@ -20,7 +20,7 @@ from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import PathName
 
-Task = Literal["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS"]
+Task = Literal["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS"]
 
 
 class Model(msgspec.Struct, kw_only=True):
