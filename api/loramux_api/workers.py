@@ -207,7 +207,7 @@ class Supervisor:
                 if number == 0:
                     for busy in self._busy_workers:
                         worker.note(BusyNote(busy, is_busy=True))
-                for order in self._standing.values():
+                for order in list(self._standing.values()):  # an order may come during the replay
                     await worker.ask(order)
             case BusyNote():
                 self._note_busy(message)
