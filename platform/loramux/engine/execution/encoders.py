@@ -321,7 +321,7 @@ def assemble_encoder(
     weights = install(model, base, bank, Packing(settings.model.quantization, None if choice is None else choice.form))
     forward = EncoderForward(model, family, bank, has_head=has_head)
     pool = allocate_pool(
-        settings, model, page_bytes, _activation_bytes(forward, settings, max_model_len), bank.slot_bytes
+        settings, model, weights, page_bytes, _activation_bytes(forward, settings, max_model_len), bank.slot_bytes
     )
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, num_pages)
