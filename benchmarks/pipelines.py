@@ -98,7 +98,7 @@ class Bench:
     def _warm_up(self) -> None:
         """Load the adapters, and run each kind of step once."""
         for adapter in (None, *self._adapters):
-            self._ask("", [*_words(random.Random(-1), 64), *INVOCATION], adapter, 2)
+            self._ask("", [*_words(random.Random("warm-up"), 64), *INVOCATION], adapter, 2)
         self.stages.clear()
 
     def _ask(self, stage: str, prompt: list[int], adapter: AdapterRef | None, output: int) -> list[int]:
