@@ -87,14 +87,14 @@ class ResidentClassifier:
     """Matrices `[out_features, in_features]` in their order; one with a bias has it as one more column."""
 
     def logits(self, x: torch.Tensor, activation: Callable[[torch.Tensor], torch.Tensor] = torch.tanh) -> torch.Tensor:
-        """Map hidden states `[n, hidden_size]` to a number for each label: `[n, labels]`.
+        """Map hidden states `[n, hidden_size]` to a number for each label: float32 `[n, labels]`.
 
         `activation` is applied between two linears.
         """
         for index, linear in enumerate(self.linears):
             x = activation(x) if index else x
             x = linear.times_rows(functional.pad(x, (0, linear.width - x.shape[1]), value=1.0))
-        return x
+        return x.float()
 
 
 @dataclass(frozen=True, slots=True)

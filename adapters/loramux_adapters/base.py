@@ -111,6 +111,17 @@ class BaseDescription:
         head = None if self.vocabulary is None else self.vocabulary.head
         return replace(self, others={name: kind for name, kind in self.others.items() if name != head})
 
+    def for_tokens(self) -> BaseDescription:
+        """Return the base as seen by adapters that classify each token: an encoder then has no pooler in its body."""
+        if self.encoder is None or self.encoder.transform is None or self.encoder.has_transform("TOKEN_CLS"):
+            return self
+        pooler = self.encoder.transform
+        return replace(
+            self,
+            modules={name: shape for name, shape in self.modules.items() if not name.startswith(f"{pooler}.")},
+            others={name: kind for name, kind in self.others.items() if not f"{name}.".startswith(f"{pooler}.")},
+        )
+
     @property
     def names(self) -> tuple[str, ...]:
         """Every module's name, as PEFT walks them when it looks for targets."""

@@ -273,7 +273,10 @@ class HeadLinear:
 
 @dataclass(frozen=True, slots=True)
 class ClassifierHead:
-    """The trained head of a sequence classifier (task type SEQ_CLS), which reads one hidden state of a text."""
+    """The trained head of a classifier of texts (task type SEQ_CLS) or of tokens (TOKEN_CLS).
+
+    It reads one hidden state of a text, or each.
+    """
 
     linears: tuple[HeadLinear, ...]
     """One linear; encoders may have several, with an activation between them."""

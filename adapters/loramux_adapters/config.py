@@ -34,8 +34,10 @@ Invocation = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 32)], ...], Meta(
 
 TokenIds = Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 30)], ...], Meta(max_length=65_536)]
 
-Task = Literal["CAUSAL_LM", "SEQ_CLS", "FEATURE_EXTRACTION"]
-"""PEFT's task types that are served: generating text, classifying it, and turning it into vectors."""
+Task = Literal["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"]
+"""PEFT's task types that are served: generating text, classifying it, classifying each of its tokens, and turning it
+into vectors.
+"""
 
 ALL_LINEAR = "all-linear"
 
@@ -320,7 +322,8 @@ _WITHOUT_ALORA = ("use_dora", "bias", "modules_to_save", "trainable_token_indice
 """Fields that PEFT, if there are alora_invocation_tokens, applies to the tokens before the invocation too, or
 ignores."""
 
-_OTHER_TASKS = ("SEQ_CLS", "FEATURE_EXTRACTION")
+HEADLESS_TASKS = ("SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION")
+"""Tasks whose adapters are trained on the base without its output head."""
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _LEAVES_THE_BASE = ("gaussian", "eva", "orthogonal", "mica")
 
@@ -414,8 +417,11 @@ def check_task_type(value: Any, *, is_lora: bool) -> None:
     """Raise ConfigRejected (`field_unsupported`) for a task that is not served, or is not served for this kind."""
     if value in (None, "CAUSAL_LM"):
         return
-    if value not in _OTHER_TASKS:
-        way_out = "This server serves CAUSAL_LM (text), SEQ_CLS (classes, scores) and FEATURE_EXTRACTION (vectors)."
+    if value not in HEADLESS_TASKS:
+        way_out = (
+            "This server serves CAUSAL_LM (text), SEQ_CLS (classes, scores), TOKEN_CLS (a class for each token) and "
+            "FEATURE_EXTRACTION (vectors)."
+        )
     elif not is_lora:
         way_out = "Adapters of that task are served where they are LoRA (peft_type LORA). Train it as one."
     else:

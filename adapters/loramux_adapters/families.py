@@ -134,6 +134,9 @@ class Family:
     change. Then a rank's model is made from the whole config, without memory, and its parameters are cut."""
     states: StateForm | None = None
     """Layers that keep states; None: the family has no such layers."""
+    peft_refuses_out_proj: bool = False
+    """True if PEFT refuses pairs on `out_proj`, by the base's `model_type`: a fused kernel for training reads only the
+    weight. On a CPU transformers calls the linear."""
     ropes: frozenset[str] = FIXED_ROPES | SWITCHING_ROPES
     """The rope types that are served."""
     recomputes_rope: bool = False
@@ -175,6 +178,17 @@ class Encoder:
     """Groups of sibling linears to which transformers feeds the same tensor."""
     starts_after_padding: bool = False
     """True if the first position is the one after the number of the padding token."""
+
+    @property
+    def head_of_tokens(self) -> tuple[str, ...]:
+        """The linears of the head that classifies each token (task type TOKEN_CLS)."""
+        return ("classifier",)
+
+    def has_transform(self, task: str | None) -> bool:
+        """Return whether heads of a task read the states through `transform`: a part of the body pools a text."""
+        if task == "TOKEN_CLS":
+            return self.transform is not None and not self.transform.startswith(f"{self.body}.")
+        return task == "SEQ_CLS" and self.transform is not None
 
 
 GEMMA_NORM = NormForm(rounds_last=True, stores_distance_from_one=True)
@@ -244,10 +258,15 @@ ROWS = (
     # Granite 4; some sizes have attention in every layer, and no states
     Family("granitemoehybrid", experts=ExpertForm("router", is_optional=True), states=StateForm("mamba", "mamba 2")),
     Family("bamba", states=StateForm("mamba", "mamba 2")),
-    Family("falcon_h1", states=StateForm("mamba", "mamba 2")),
+    Family("falcon_h1", states=StateForm("mamba", "mamba 2"), peft_refuses_out_proj=True),
     Family("lfm2", states=StateForm("conv", "short convolution")),
     Family("olmo_hybrid", states=DELTA_NET),
-    Family("nemotron_h", experts=ExpertForm(is_optional=True), states=StateForm("mixer", "mamba 2")),
+    Family(
+        "nemotron_h",
+        experts=ExpertForm(is_optional=True),
+        states=StateForm("mixer", "mamba 2"),
+        peft_refuses_out_proj=True,
+    ),
     Family("gemma3", text_type="gemma3_text"),
     Family("gemma4", text_type="gemma4_text"),
     Family("mistral3", text_type="mistral"),

@@ -29,6 +29,7 @@ from loramux_adapters.components import (
     VectorKind,
 )
 from loramux_adapters.config import (
+    HEADLESS_TASKS,
     MAX_CONFIG_BYTES,
     AdapterConfig,
     Ia3Config,
@@ -63,6 +64,9 @@ CHECKS = ("config", "header", "tensors", "values")
 
 MAX_LABELS = 4096
 """Maximum number of labels of a classifier."""
+
+HEADS: Mapping[str, tuple[str, ...]] = {"SEQ_CLS": ("score",), "TOKEN_CLS": ("score", "classifier")}
+"""Names of a classifier's head in transformers' decoder families, by task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +151,16 @@ def plan_adapter(
     """
     check_size(header.file_bytes, limits)
     _check_task(config, base)
-    if config.task_type in ("SEQ_CLS", "FEATURE_EXTRACTION"):
+    if config.task_type == "TOKEN_CLS":
+        base = base.for_tokens()
+    if config.task_type in HEADLESS_TASKS:
         base = base.without_head()
     if isinstance(config, Ia3Config):
         plan = _plan_ia3(config, header, base)
     else:
         plan = _plan_lora(config, header, base, limits)
-    if config.task_type == "SEQ_CLS":
-        plan = replace(plan, classifier=_classifier(header, base))
+    if config.task_type is not None and config.task_type in HEADS:
+        plan = replace(plan, classifier=_classifier(config.task_type, header, base))
     plan = _without_absent(plan, header)
     trained_on = describe_context(base, config.base_model_name_or_path)
     check_tensors(plan.shapes, header, trained_on, plan.optional_shapes)
@@ -191,20 +197,25 @@ def _plan_lora(config: LoraConfig, header: SafetensorsHeader, base: BaseDescript
     return plan if wide == base else replace(plan, num_tokens=_num_tokens(wide))
 
 
-def _classifier(header: SafetensorsHeader, base: BaseDescription) -> ClassifierHead:
+def _classifier(task: str, header: SafetensorsHeader, base: BaseDescription) -> ClassifierHead:
     """Return the head in the file. Raises BaseMismatch (`tensors_missing`) or ConfigRejected (`too_many_labels`)."""
-    names = ("score",) if base.encoder is None else base.encoder.head
-    linears = [HeadLinear(name, base.hidden_size, base.hidden_size, base.encoder is not None) for name in names]
+    if base.encoder is None:
+        name = next((one for one in HEADS[task] if f"{PREFIX}{one}.weight" in header.tensors), HEADS[task][0])
+        has_bias = task == "TOKEN_CLS" and f"{PREFIX}{name}.bias" in header.tensors
+        linears = [HeadLinear(name, 1, base.hidden_size, has_bias)]
+    else:
+        names = base.encoder.head if task == "SEQ_CLS" else base.encoder.head_of_tokens
+        linears = [HeadLinear(name, base.hidden_size, base.hidden_size, has_bias=True) for name in names]
     last = linears[-1]
-    tensor = header.tensors.get(last.key)
-    if tensor is None:
+    if last.key not in header.tensors:
         raise BaseMismatch(
             "tensors_missing",
             last.key,
-            f"task_type is SEQ_CLS, and the file has no {last.key}, the trained head. Save the adapter with PEFT's "
+            f"task_type is {task}, and the file has no {last.key}, the trained head. Save the adapter with PEFT's "
             "save_pretrained, which stores it.",
         )
-    num_labels = tensor.shape[0] if len(tensor.shape) == 2 else 1
+    shape = header.tensors[last.key].shape
+    num_labels = shape[0] if len(shape) == 2 else 1
     if num_labels > MAX_LABELS:
         raise ConfigRejected(
             "too_many_labels", last.key, f"The classifier has {num_labels} labels; the maximum is {MAX_LABELS}."
@@ -222,12 +233,12 @@ def _check_task(config: AdapterConfig, base: BaseDescription) -> None:
     if base.encoder is None:
         return
     reason = None
-    if config.task_type not in (None, "FEATURE_EXTRACTION", "SEQ_CLS"):
+    if config.task_type == "CAUSAL_LM":
         reason = (
-            "This base is an encoder: adapters for vectors (FEATURE_EXTRACTION) and for classes of texts (SEQ_CLS) are "
-            "served. It generates no text."
+            "This base is an encoder, which generates no text: adapters for vectors (FEATURE_EXTRACTION), for classes "
+            "of texts (SEQ_CLS) and of tokens (TOKEN_CLS) are served."
         )
-    elif config.task_type == "SEQ_CLS" and base.lacks_transform:
+    elif base.lacks_transform and base.encoder.has_transform(config.task_type):
         reason = (
             f"The base's checkpoint has no weights of {base.encoder.transform}, which a classifier reads: they were "
             "random in the training, and PEFT saves them only if modules_to_save names them. Train on a checkpoint "

@@ -3,6 +3,7 @@
 worker ── Locate ────────> first process      where an engine listens, as a `Placement`
 worker ── Others(one) ───> first process ── one ──> every other worker; the answers come back by its number
 worker ── Ready, ... ────> first process      the state of this worker
+worker ── BusyNote ──────> first process ── BusyNote ──> worker 0, which has the trainer
 first process ── Stop ───> worker
 """
 
@@ -62,6 +63,14 @@ class Failed:
 @dataclass(frozen=True)
 class Stop:
     """The server is stopped; the second time: at once."""
+
+
+@dataclass(frozen=True)
+class BusyNote:
+    """Note that a worker has begun to answer requests other than lines of batches and shadows, or that none runs."""
+
+    worker: int
+    is_busy: bool
 
 
 @dataclass(frozen=True)
@@ -145,6 +154,10 @@ class Link:
             return await asked
         finally:
             self._asked.pop(number, None)
+
+    def note(self, message: BusyNote) -> None:
+        """Send a message whose answer does not matter. Raises LinkClosed."""
+        self._send("ask", next(self._numbers), message)
 
     async def _reply(self, number: int, question: Any) -> None:
         kind: Kind = "answer"

@@ -34,6 +34,7 @@ from loramux.fleet.remote import Placement
 from loramux_api.listening import Address, connection_limit, joined, reserved_addresses, shareable
 from loramux_api.peers import (
     PEER_SECONDS,
+    BusyNote,
     EngineOrder,
     EngineQuery,
     Failed,
@@ -113,6 +114,8 @@ class Supervisor:
         self._workers: dict[int, _Worker] = {}
         self._standing: dict[str, Question] = {}
         """Orders that hold until the server is stopped, by their object: a worker that is started later gets them."""
+        self._busy_workers: set[int] = set()
+        """Workers other than worker 0 that answer requests now."""
         self._keepers: list[asyncio.Task[None]] = []
         self._may_listen, self._stopping = asyncio.Event(), asyncio.Event()
         self._waits = ThreadPoolExecutor(settings.server.workers, thread_name_prefix="worker-end")
@@ -165,6 +168,8 @@ class Supervisor:
         loop, pause = asyncio.get_running_loop(), FIRST_PAUSE / 2
         while True:
             began, code = loop.time(), await worker.ended
+            if worker.number in self._busy_workers:
+                self._note_busy(BusyNote(worker.number, is_busy=False))
             if worker.failed is not None and worker.failed.has_lost_engines:
                 self.has_lost_engines.set()
             if self._stopping.is_set() or self.has_lost_engines.is_set():
@@ -199,11 +204,25 @@ class Supervisor:
             case Serving():
                 worker.serving.set()
                 logger.info("worker %d serves: process %d", number, worker.pid)
+                if number == 0:
+                    for busy in self._busy_workers:
+                        worker.note(BusyNote(busy, is_busy=True))
                 for order in self._standing.values():
                     await worker.ask(order)
+            case BusyNote():
+                self._note_busy(message)
             case Failed():
                 worker.failed = message
         return None
+
+    def _note_busy(self, note: BusyNote) -> None:
+        """Keep a worker's note for the next life of worker 0, and pass it on to the present one."""
+        if note.is_busy:
+            self._busy_workers.add(note.worker)
+        else:
+            self._busy_workers.discard(note.worker)
+        if self._workers[0].serving.is_set():
+            self._workers[0].note(note)
 
     def _note(self, question: Question) -> None:
         match question:
@@ -262,6 +281,11 @@ class _Worker:
         async with asyncio.timeout(PEER_SECONDS):
             return await self._link.ask(question)
 
+    def note(self, message: BusyNote) -> None:
+        """Send the worker a note, unless it is ending."""
+        with suppress(LinkClosed):
+            self._link.note(message)
+
     async def stop(self) -> None:
         """Make the worker stop; the second time: at once."""
         with suppress(LinkClosed, TimeoutError):
@@ -290,6 +314,7 @@ def _work(number: int, settings: Settings, addresses: list[Address], keys: fleet
 async def _serve(
     number: int, settings: Settings, addresses: list[Address], keys: fleet.FleetKeys, end: socket.socket
 ) -> int:
+    from loramux.training.local import watch_busy
     from loramux_api.app import create_app, refusal_of  # import torch, which the first process does without
     from loramux_api.server import run_server
 
@@ -302,6 +327,12 @@ async def _serve(
 
     def note_serving(_: object) -> None:
         app.state.note_serving = asyncio.create_task(link.ask(Serving()))
+        if number and settings.training.enabled and settings.training.local_trainer:
+            watch_busy(app.state.platform.completions, note_busy)
+
+    def note_busy(is_busy: bool) -> None:
+        with suppress(LinkClosed):  # the server is ending
+            link.note(BusyNote(number, is_busy))
 
     async def place_of(engine: str, own: Settings) -> Placement:
         found: Placement = await link.ask(Locate(engine, own))
@@ -337,4 +368,6 @@ async def _answer_first(app: Any, signals: Signals, message: Any) -> Any:
                 app.state.platform.bases.order_engine(engine, restart=restart, seconds=seconds)
         case LevelOrder(level):
             logs.set_level(level)
+        case BusyNote(worker, is_busy):
+            app.state.programs.local_trainer.note_busy(is_busy, worker)
     return None

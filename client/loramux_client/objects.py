@@ -349,7 +349,8 @@ class Bundle(ApiObject, frozen=True, kw_only=True):
     """Settings and parts of a revision in addition to its weights."""
 
     task: str | None = None
-    """Task for which the adapter was trained: SEQ_CLS or FEATURE_EXTRACTION; None: generating text."""
+    """Task for which the adapter was trained: SEQ_CLS, TOKEN_CLS or FEATURE_EXTRACTION; None: generating text.
+    """
     num_labels: int = 0
     labels: list[str] = []
     """Classes of a classifier."""
@@ -708,7 +709,7 @@ class AdapterSummary(ApiObject, frozen=True, kw_only=True):
 
     peft_type: str | None = None
     task: str | None = None
-    """PEFT's task type: CAUSAL_LM, SEQ_CLS or FEATURE_EXTRACTION."""
+    """PEFT's task type: CAUSAL_LM, SEQ_CLS, TOKEN_CLS or FEATURE_EXTRACTION."""
     labels: int | None = None
     """Number of a classifier's labels."""
     base_model_name_or_path: str | None = None

@@ -91,6 +91,19 @@ export function SessionProvider(properties: { session: SessionObject; children: 
 
 const MOST_NAMES = 100;
 
+/** Whether prompts of a model may have images; undefined until the server has said so. Revisions and aliases read what their adapter reads. */
+export function useReadsImages(name: string): boolean | undefined {
+  const { session, tenant } = useSession();
+  const model = session.base_models.includes(name) ? name : name.replace(/[@:][^/]*$/, "");
+  const found = useQuery({
+    queryKey: ["model", tenant, model],
+    queryFn: () => unwrap(api.GET("/v1/models/{name}", { params: { path: { name: model } } })),
+    enabled: model !== "",
+    retry: false,
+  });
+  return found.data?.input_modalities.includes("image");
+}
+
 /** Names of models with this text in them: there may be ten thousand. */
 export function useModelNames(search: string): string[] {
   const { tenant } = useSession();

@@ -138,7 +138,7 @@ def test_config_converted_pissa_is_plain_lora() -> None:
     assert parse({"r": 16, "lora_alpha": 22.6, "lora_ga_config": {"direction": "ArB2r"}, "corda_config": {"x": 1}})
 
 
-@pytest.mark.parametrize(("field", "value"), [("task_type", "TOKEN_CLS"), ("task_type", ["CAUSAL_LM"])])
+@pytest.mark.parametrize(("field", "value"), [("task_type", "QUESTION_ANS"), ("task_type", ["CAUSAL_LM"])])
 def test_config_other_task_is_refused(field: str, value: Any) -> None:
     refusal = refuse({field: value})
     assert (refusal.code, refusal.field) == ("field_unsupported", field)

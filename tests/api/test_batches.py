@@ -424,7 +424,7 @@ def test_batch_with_wrong_parameters_is_refused(client: openai.OpenAI, changes: 
 
 def test_file_of_another_purpose_or_without_content_is_refused(site: Site, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        client.files.create(file=("a.jsonl", b"{}"), purpose="vision")
+        client.files.create(file=("a.jsonl", b"{}"), purpose="assistants")
     assert refused.value.param == "purpose"
     with site.http(client.tenant_name) as session:
         damaged = session.post(

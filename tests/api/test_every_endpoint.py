@@ -25,11 +25,14 @@ GENERATING: dict[str, dict[str, Any]] = {
 POOLING: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "tiny", "input": "hello"},
     "/v1/classify": {"model": "acme/classes", "input": "hello"},
+    "/pooling": {"model": "acme/tokens", "input": "hello"},
     "/v1/score": {"model": "tiny", "text_1": "hello", "text_2": "hello"},
     "/v1/rerank": {"model": "tiny", "query": "hello", "documents": ["hello"]},
 }
 """Endpoints that answer with numbers for a prompt."""
 ALL = GENERATING | POOLING
+CLASSIFIERS = {"classes": False, "tokens": True}
+"""Classifiers by name, and whether they are of tokens."""
 SHORTER = {"/classify", "/score", "/rerank", "/v2/rerank"}
 """Other paths of those."""
 COUNTING = {"/v1/messages/count_tokens", "/tokenize", "/detokenize"}
@@ -46,19 +49,22 @@ def tenant(site: Site, request: pytest.FixtureRequest) -> str:
         http.post("/admin/tenants", json={"name": name}).raise_for_status()
         site.keys[name] = http.post(f"/admin/tenants/{name}/keys", json={}).json()["key"]
     with site.http() as http:
-        http.put(f"/v1/adapters/classes/grants/{name}").raise_for_status()
+        for adapter in CLASSIFIERS:
+            http.put(f"/v1/adapters/{adapter}/grants/{name}").raise_for_status()
     return name
 
 
 @pytest.fixture(scope="module", autouse=True)
-def classifier(site: Site, base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """`acme/classes`, which every tenant of this file may call."""
-    folder = TaskAdapter(base_dir, tmp_path_factory.mktemp("classes"), 1, num_labels=3).folder
+def classifiers(site: Site, base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """`acme/classes` and `acme/tokens`, which every tenant of this file may call."""
     with Client(site.url, api_key=site.keys["acme"]) as client:
-        client.uploads.push(folder, "classes")
+        for name, of_tokens in CLASSIFIERS.items():
+            made = TaskAdapter(base_dir, tmp_path_factory.mktemp(name), 1, num_labels=3, of_tokens=of_tokens)
+            client.uploads.push(made.folder, name)
     yield
     with site.http() as http:
-        http.delete("/v1/adapters/classes", params={"undo_s": 0})
+        for name in CLASSIFIERS:
+            http.delete(f"/v1/adapters/{name}", params={"undo_s": 0})
 
 
 def limit(site: Site, tenant: str, name: str, value: int) -> None:

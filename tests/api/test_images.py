@@ -19,11 +19,10 @@ import msgspec
 import openai
 import pytest
 from client_environments import PATIENCE, RegistryError, make_environment
-from image_base import CHAT_TEMPLATE, IMAGE_TOKEN_ID, image_tokenizer, make_image_files, picture, saved
+from image_base import IMAGE_TOKEN_ID, make_image_base, picture, saved
 from running_server import running
 from scripted_engine import FACTS, ScriptedEngine
 from site_fixture import Site, make_keys, make_settings
-from tiny_base import make_base
 
 from loramux.common.settings.serving import ImageSettings
 from loramux_api.app import create_app
@@ -79,20 +78,10 @@ def web() -> Iterator[str]:
     server.server_close()
 
 
-def image_base(folder: Path) -> Path:
-    """Return a base's folder; its weights are never read."""
-    make_base(folder, CHAT_TEMPLATE)
-    config = json.loads((folder / "config.json").read_text())
-    make_image_files(folder)
-    (folder / "config.json").write_text(json.dumps(config | {"image_token_id": IMAGE_TOKEN_ID}))
-    image_tokenizer().save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def open_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A server whose base reads images, also from private addresses."""
-    settings = make_settings(image_base(tmp_path_factory.mktemp("base")), tmp_path_factory.mktemp("site"))
+    settings = make_settings(make_image_base(tmp_path_factory.mktemp("base")), tmp_path_factory.mktemp("site"))
     images = ImageSettings(max_bytes=2 << 20, fetch_seconds=2, allow_private_addresses=True)
     privacy = msgspec.structs.replace(settings.privacy, response_seconds=3600)
     settings = msgspec.structs.replace(settings, images=images, privacy=privacy)
@@ -101,6 +90,13 @@ def open_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     keys = make_keys(settings)
     with running(create_app(settings, engine), "granian") as server:
         yield Site(server, engine, settings, keys)
+
+
+@pytest.mark.parametrize("path", ["/v1/models/tiny", "/v1/models"])
+def test_models_say_that_prompts_may_have_images(open_site: Site, path: str) -> None:
+    with open_site.http() as http:
+        card = http.get(path).json()
+    assert card.get("data", [card])[0]["input_modalities"] == ["text", "image"]
 
 
 def user(*content: Any) -> dict[str, Any]:

@@ -1,6 +1,7 @@
-"""/v1/embeddings, /v1/classify, /v1/score and /v1/rerank: shapes, refusals and bounds, with a scripted engine.
+"""/v1/embeddings, /v1/classify, /pooling, /v1/score and /v1/rerank: shapes, refusals, bounds, with a scripted engine.
 
-Its vector for a text is (mean of the token ids, 1, 2, ..., 7). What a model computes: tests/e2e/test_pooling.py.
+Its vector for a text is (mean of the token ids, 1, 2, ..., 7), its row for a token (id modulo 8, (id + 1) modulo 8,
+...), and it sends some rows twice. What a model computes: tests/e2e/test_pooling.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from task_adapters import TaskAdapter
 from loramux_client import Client, UploadRejected
 
 TENANT = "vectorous"
-ADAPTERS: dict[str, dict[str, Any]] = {"classes": {"num_labels": 8}, "relevance": {"num_labels": 1}, "vectors": {}}
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "classes": {"num_labels": 8},
+    "relevance": {"num_labels": 1},
+    "vectors": {},
+    "tokens": {"num_labels": 8, "of_tokens": True},
+    "unnamed": {"num_labels": 8, "of_tokens": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +37,7 @@ def adapters(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     made = {name: TaskAdapter(base_dir, root / name, 1, **fields).folder for name, fields in ADAPTERS.items()}
     labels = {"id2label": {str(i): f"class {i}" for i in range(8)}, "model_type": "llama"}
     (made["classes"] / "config.json").write_text(json.dumps(labels))
+    (made["tokens"] / "config.json").write_text(json.dumps(labels | {"problem_type": "multi_label_classification"}))
     (made["vectors"] / "loramux.toml").write_text("matryoshka_dimensions = [4]\n")
     (made["vectors"] / "1_Pooling").mkdir()
     (made["vectors"] / "1_Pooling/config.json").write_text('{"pooling_mode_mean_tokens": true}')
@@ -132,6 +140,81 @@ def test_classes_are_named_and_add_up_to_one(site: Site) -> None:
     assert plain["probs"] == raw("one").tolist()
 
 
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits.astype(np.float64))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def row(token_id: int) -> np.ndarray:
+    return np.array([(token_id + n) % 8 for n in range(8)], dtype=np.float32)
+
+
+def test_every_token_has_its_place_and_class(site: Site) -> None:
+    """The two bytes of a character are two tokens at one place; the token that begins every text has none."""
+    texts = ["é is one", "two"]
+    answer = ask(site, "/v1/classify", model=f"{TENANT}/tokens", input=texts)
+    assert [(one["index"], one["num_classes"]) for one in answer["data"]] == [(0, 8), (1, 8)]
+    for one, text in zip(answer["data"], texts, strict=True):
+        ids = [257, *text.encode()]
+        places = [(None, None), *((i, i + 1) for i, character in enumerate(text) for _ in character.encode())]
+        assert [(token["start"], token["end"]) for token in one["tokens"]] == places
+        assert [token["token_id"] for token in one["tokens"]] == ids
+        for token in one["tokens"]:
+            probs = softmax(row(token["token_id"]))
+            np.testing.assert_allclose(token["probs"], probs)
+            assert token["label"] == f"class {probs.argmax()}"
+            assert token["score"] == max(token["probs"])
+    assert [token["token"] for token in answer["data"][1]["tokens"]] == ["<|bos|>", "t", "w", "o"]
+    assert answer["usage"]["total_tokens"] == len(texts[0].encode()) + len(texts[1]) + 2
+    assert {request.pooling for request in site.engine.requests} == {"token_classify"}
+
+
+def test_tokens_without_names_of_labels_or_texts_have_numbers(site: Site) -> None:
+    model = f"{TENANT}/unnamed"
+    (one,) = ask(site, "/classify", model=model, input=[5, 6], use_activation=False)["data"]
+    assert [(token["label"], token["score"]) for token in one["tokens"]] == [("LABEL_2", 7.0), ("LABEL_1", 7.0)]
+    assert [token["probs"] for token in one["tokens"]] == [row(5).tolist(), row(6).tolist()]
+    assert {token["start"] for token in one["tokens"]} == {None}
+    (empty,) = ask(site, "/classify", model=model, input="")["data"]
+    assert [token["token_id"] for token in empty["tokens"]] == [257]
+
+
+def test_places_of_a_shortened_text_are_those_in_the_whole_text(site: Site) -> None:
+    for side, places in (("right", [None, *range(4)]), ("left", list(range(295, 300)))):
+        asked = {"input": "x" * 300, "truncate_prompt_tokens": 5, "truncation_side": side}
+        (one,) = ask(site, "/v1/classify", model=f"{TENANT}/tokens", **asked)["data"]
+        assert [token["start"] for token in one["tokens"]] == places
+
+
+def test_more_tokens_and_labels_than_an_answer_may_hold_are_refused(site: Site) -> None:
+    error = refused(site, "/v1/classify", model=f"{TENANT}/tokens", input=["x" * 80] * 2048)
+    assert error["param"] == "input"
+    assert "153846 tokens" in error["message"]
+
+
+@pytest.mark.parametrize("task", [None, "token_classify"])
+def test_pooling_of_tokens_has_a_row_for_each_token(site: Site, task: str | None) -> None:
+    asked = {"model": f"{TENANT}/tokens", "input": ["one", "and two"]} | ({"task": task} if task else {})
+    answer = ask(site, "/pooling", **asked)
+    assert {one["object"] for one in answer["data"]} == {"pooling"}
+    for one, text in zip(answer["data"], asked["input"], strict=True):
+        rows = np.stack([row(token_id) for token_id in (257, *text.encode())])
+        np.testing.assert_allclose(one["data"], softmax(rows))
+    coded = ask(site, "/pooling", **asked, use_activation=False, encoding_format="base64")["data"][1]
+    assert np.frombuffer(base64.b64decode(coded["data"]), dtype="<f4").tolist() == rows.flatten().tolist()
+
+
+@pytest.mark.parametrize("task", [None, "embed", "classify"])
+def test_pooling_is_by_the_models_task_or_by_the_one_that_is_asked_for(site: Site, task: str | None) -> None:
+    asked = {"input": "one"} | ({"task": task} if task else {})
+    if task != "embed":
+        (one,) = ask(site, "/pooling", model=f"{TENANT}/classes", **asked)["data"]
+        np.testing.assert_allclose(one["data"], softmax(raw("one")))
+    if task != "classify":
+        (one,) = ask(site, "/pooling", model=f"{TENANT}/vectors", dimensions=4, **asked)["data"]
+        np.testing.assert_allclose(one["data"], unit(raw("one")[:4]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("names", [("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2")])
 def test_scores_of_a_model_for_vectors_are_cosines(site: Site, names: tuple[str, str]) -> None:
     first, second = names
@@ -177,6 +260,9 @@ MODELS = {
     "/v1/embeddings": {"input": "one"},
     "/v1/classify": {"input": "one"},
     "/v1/rerank": {"query": "one", "documents": ["two"]},
+    "/pooling": {"input": "one", "task": "classify"},
+    "/pooling#tokens": {"input": "one", "task": "token_classify"},
+    "/pooling#vector": {"input": "one", "task": "embed"},
 }
 
 
@@ -190,12 +276,21 @@ MODELS = {
         (f"{TENANT}/vectors", "/v1/chat/completions", "/v1/embeddings"),
         (f"{TENANT}/vectors", "/v1/classify", "/v1/embeddings"),
         ("tiny", "/v1/classify", "SEQ_CLS"),
+        *(
+            (f"{TENANT}/tokens", path, "/v1/classify")
+            for path in MODELS
+            if path not in ("/v1/classify", "/pooling#tokens")
+        ),
+        (f"{TENANT}/classes", "/pooling#tokens", "/v1/classify"),
+        (f"{TENANT}/classes", "/pooling#vector", "/v1/classify"),
+        (f"{TENANT}/vectors", "/pooling#tokens", "/v1/embeddings"),
+        ("tiny", "/pooling", "TOKEN_CLS"),
     ],
 )
 def test_model_trained_for_another_task_is_refused_with_the_way_out(
     site: Site, model: str, path: str, way_out: str
 ) -> None:
-    error = refused(site, path, model=model, **MODELS[path])
+    error = refused(site, path.partition("#")[0], model=model, **MODELS[path])
     assert (error["code"], error["param"]) == ("unsupported_task", "model")
     assert way_out in error["message"]
 
@@ -208,6 +303,9 @@ def test_model_trained_for_another_task_is_refused_with_the_way_out(
         ("/v1/embeddings", {"input": [[]]}, "input"),
         ("/v1/embeddings", {"input": [[9999]]}, "input"),
         ("/v1/embeddings", {"input": "x" * 300}, "input"),
+        ("/v1/classify", {"input": "x" * 300, "model": f"{TENANT}/tokens"}, "input"),
+        ("/v1/classify", {"input": "", "model": f"{TENANT}/tokens", "add_special_tokens": False}, "input"),
+        ("/pooling", {"input": "one", "task": "token_embed"}, "task"),
         ("/v1/embeddings", {"input": ["x"] * 2049}, "input"),
         ("/v1/embeddings", {"input": "one", "pooling": "cls"}, "pooling"),
         ("/v1/embeddings", {"input": "one", "dimensions": 0}, "dimensions"),
@@ -243,10 +341,15 @@ def test_task_is_shown_by_report_and_revision(site: Site, uploaded: dict[str, An
         "classes": "SEQ_CLS",
         "relevance": "SEQ_CLS",
         "vectors": "FEATURE_EXTRACTION",
+        "tokens": "TOKEN_CLS",
+        "unnamed": "TOKEN_CLS",
     }
     with site.http(TENANT) as http:
         shown = {name: http.get(f"/v1/adapters/{name}/revisions/1").json()["bundle"] for name in uploaded}
-    assert [shown[name]["task"] for name in ADAPTERS] == ["SEQ_CLS", "SEQ_CLS", "FEATURE_EXTRACTION"]
+    assert [shown[name]["task"] for name in ADAPTERS] == [
+        *("SEQ_CLS", "SEQ_CLS", "FEATURE_EXTRACTION", "TOKEN_CLS", "TOKEN_CLS"),
+    ]
+    assert (shown["tokens"]["problem_type"], len(shown["tokens"]["labels"])) == (None, 8)
     assert (shown["classes"]["num_labels"], shown["classes"]["labels"][7]) == (8, "class 7")
     assert (shown["vectors"]["pooling"], shown["vectors"]["matryoshka_dimensions"]) == ("mean", [4])
 
@@ -260,11 +363,12 @@ def test_task_is_shown_by_report_and_revision(site: Site, uploaded: dict[str, An
         ("loramux.toml", 'pooling = "mean"'),
     ],
 )
+@pytest.mark.parametrize("name", ["classes", "tokens"])
 def test_labels_that_do_not_fit_the_head_are_refused(
-    site: Site, adapters: dict[str, Path], tmp_path: Path, file: str, text: str
+    site: Site, adapters: dict[str, Path], tmp_path: Path, file: str, text: str, name: str
 ) -> None:
     for known in ("adapter_config.json", "adapter_model.safetensors"):
-        (tmp_path / known).write_bytes((adapters["classes"] / known).read_bytes())
+        (tmp_path / known).write_bytes((adapters[name] / known).read_bytes())
     (tmp_path / file).write_text(text)
     with Client(site.url, api_key=site.keys[TENANT]) as client, pytest.raises(UploadRejected) as caught:
         client.uploads.push(tmp_path, "unfit")

@@ -31,7 +31,7 @@ BAD_CHATS = [
     (
         messages({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {}}]}),
         "messages[0].content[1]",
-        "'image_url'",
+        "holds no image",
     ),
     (
         messages({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}),

@@ -23,6 +23,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "relevance": {"num_labels": 1, "r": 4},
     "vectors": {},
     "narrow": {"target_modules": ["query", "value"], "r": 3},
+    "tokens": {"num_labels": 4, "of_tokens": True, "target_modules": ["query", "dense"]},
 }
 TEXTS = ["where is my parcel?", "a", "delivery takes two days. " * 4, "the sea, the sea"]
 
@@ -69,7 +70,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 uploaded = zoo.adapters / f"{name} uploaded"
                 zoo.add(name, **fields)
                 report = client.uploads.push(uploaded if uploaded.exists() else zoo.adapters / name, name).report
-                assert report.found.task == ("SEQ_CLS" if "num_labels" in fields else "FEATURE_EXTRACTION")
+                task = "TOKEN_CLS" if "of_tokens" in fields else "SEQ_CLS"
+                assert report.found.task == (task if "num_labels" in fields else "FEATURE_EXTRACTION")
                 passed = {check.name for check in report.checks if check.outcome == "passed"}
                 assert {"parity_of_layers", "parity_of_tokens"} <= passed, report.checks
         yield Served(server, key, zoo)
@@ -110,6 +112,13 @@ def test_encoder_vectors_and_classes_of_many_adapters_at_once_are_pefts(running:
         done += [pool.submit(vector, name, text, pooling="mean") for name in (None, "narrow") for text in TEXTS]
         done += [pool.submit(classes, name, text) for name in ("three", "relevance") for text in TEXTS]
         assert all(one.result() for one in done)
+
+
+def test_encoder_tokens_are_classified_as_pefts(running: Served) -> None:
+    for text in TEXTS:
+        (one,) = running.ask("/v1/classify", model="acme/tokens", input=text, use_activation=False)["data"]
+        assert [token["token_id"] for token in one["tokens"]] == word_tokenizer()(text)["input_ids"]
+        assert close([token["probs"] for token in one["tokens"]], logits(running, "tokens", text))
 
 
 def test_encoder_reranks_pairs_with_their_token_types(running: Served) -> None:

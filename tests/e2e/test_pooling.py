@@ -25,7 +25,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "many": {"num_labels": 40, "target_modules": ["q_proj", "v_proj"]},
     "relevance": {"num_labels": 1, "r": 4},
     "vectors": {},
+    "tokens": {"num_labels": 5, "of_tokens": True},
+    "entities": {"num_labels": 9, "of_tokens": True, "target_modules": ["q_proj", "v_proj"]},
 }
+TASKS = {"vectors": "FEATURE_EXTRACTION", "tokens": "TOKEN_CLS", "entities": "TOKEN_CLS"}
 PROMPTS = [[3 + (7 * i + j) % 90 for j in range(3 + 23 * i)] for i in range(5)]
 
 
@@ -58,7 +61,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         with Client(server.url, api_key=key) as client:
             for name, adapter in made.items():
                 report = client.uploads.push(adapter.folder, name).report
-                assert report.found.task == ("FEATURE_EXTRACTION" if name == "vectors" else "SEQ_CLS")
+                assert report.found.task == TASKS.get(name, "SEQ_CLS")
                 assert {"parity_of_layers", "parity_of_tokens"} <= {
                     c.name for c in report.checks if c.outcome == "passed"
                 }
@@ -78,6 +81,12 @@ def check(running: Served, name: str, prompt: list[int]) -> None:
             asked = {"model": model, "input": prompt, "pooling": pooling, "normalize": False}
             (one,) = running.ask("/v1/embeddings", **asked)["data"]
             assert close(one["embedding"], adapter.vector(prompt, pooling)), (name, pooling)
+    elif name in TASKS:
+        wanted = adapter.logits(prompt)
+        (one,) = running.ask("/v1/classify", model=model, input=prompt, use_activation=False)["data"]
+        assert close([token["probs"] for token in one["tokens"]], wanted), name
+        (one,) = running.ask("/pooling", model=model, input=prompt, use_activation=False)["data"]
+        assert close(one["data"], wanted), name
     else:
         (one,) = running.ask("/v1/classify", model=model, input=prompt, use_activation=False)["data"]
         wanted = adapter.logits(prompt)
@@ -98,6 +107,19 @@ def test_all_tasks_with_generating_requests_are_pefts(running: Served) -> None:
         for done in [pool.submit(check, running, *one) for one in asked * 2]:
             done.result()
         assert list(beside) == alone * 4
+
+
+def test_tokens_of_a_text_are_classified_where_transformers_finds_them(running: Served) -> None:
+    tokenizer, adapter = byte_tokenizer(), running.adapters["tokens"]
+    text = "Zoë lives in Köln " * 9  # more than a chunk
+    found = tokenizer(text, return_offsets_mapping=True)
+    (one,) = running.ask("/v1/classify", model="acme/tokens", input=text)["data"]
+    logits = adapter.logits(found["input_ids"]).astype(np.float64)
+    assert [token["label"] for token in one["tokens"]] == [f"LABEL_{best}" for best in logits.argmax(axis=1)]
+    assert close(
+        [token["probs"] for token in one["tokens"]], np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    )
+    assert [(token["start"], token["end"]) for token in one["tokens"]][1:] == found["offset_mapping"][1:]
 
 
 def test_pairs_of_texts_are_scored_as_transformers_does(running: Served) -> None:

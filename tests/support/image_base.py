@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import transformers
 from PIL import Image
-from tiny_base import byte_tokenizer
+from tiny_base import byte_tokenizer, make_base
 
 from loramux.serving.images import ImageFormat
 from loramux.serving.tokenizer import Tokenizer
@@ -50,6 +50,16 @@ def make_image_files(folder: Path, patch_size: int = 14) -> Path:
         "size": {"shortest_edge": 3136, "longest_edge": 1003520},
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def make_image_base(folder: Path) -> Path:
+    """Write a base for a scripted engine, which never reads its weights; return the folder."""
+    make_base(folder, CHAT_TEMPLATE)
+    config = json.loads((folder / "config.json").read_text())
+    make_image_files(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"image_token_id": IMAGE_TOKEN_ID}))
+    image_tokenizer().save_pretrained(folder)
     return folder
 
 

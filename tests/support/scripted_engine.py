@@ -187,7 +187,7 @@ class ScriptedEngine:
 
     def _events(self, request: Request) -> list[TokenEvent]:
         if request.pooling is not None:
-            return [self._vector(request)]
+            return self._rows(request) if request.pooling == "token_classify" else [self._vector(request)]
         said = self.script(request)[: request.sampling.max_tokens - len(request.output_token_ids)]
         events = [self._event(request, one, last=number == len(said)) for number, one in enumerate(said, start=1)]
         return [*self._prompt_events(request), *events]
@@ -201,6 +201,24 @@ class ScriptedEngine:
         width = self.labels if request.pooling == "classify" else self.facts.hidden_size
         vector = array("f", [sum(ids) / len(ids), *range(1, width)])
         return TokenEvent(request_id=request.id, finish_reason="stop", pooled=vector.tobytes())
+
+    def _rows(self, request: Request) -> list[TokenEvent]:
+        """Return a row for each token of a prompt, its id and further numbers, in parts. Rows come again as after a
+        preemption.
+        """
+        ids = request.prompt_token_ids
+        parts = [part for part in ((0, 3), (0, 5), (3, len(ids))) if part[1] < len(ids)] + [(0, len(ids))]
+        return [
+            TokenEvent(
+                request_id=request.id,
+                finish_reason="stop" if part is parts[-1] else None,
+                pooled=array(
+                    "f", [(id + n) % self.labels for id in ids[slice(*part)] for n in range(self.labels)]
+                ).tobytes(),
+                pooled_tokens=part,
+            )
+            for part in parts
+        ]
 
     def _prompt_events(self, request: Request) -> list[TokenEvent]:
         """Two events with the prompt's log probabilities, -0.25 for each token, if they are requested."""

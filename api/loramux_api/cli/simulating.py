@@ -164,7 +164,7 @@ def _simulate(simulation: Simulation) -> SimulationReport:
     console = Console(stderr=True)
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("requests", total=len(simulation.arrivals))
+        task = progress.add_task("requests", total=simulation.arrivals.num_requests)
         return simulation.run(lambda answered: progress.advance(task, answered))
 
 
@@ -181,6 +181,15 @@ def _report_text(scenario: Scenario, report: SimulationReport) -> str:
     ]
     if report.in_deadline is not None:
         lines.append(f"in deadline    {report.in_deadline:.1%} of the accepted")
+    for name, stage in report.per_stage.items():
+        computed = stage.prompt_tokens - stage.cached_tokens
+        lines.append(
+            f"{name:<15}first token p50 {_ms(stage.ttft_ms.p50)}, p99 {_ms(stage.ttft_ms.p99)}; "
+            f"{computed:,} of {stage.prompt_tokens:,} prompt tokens computed"
+        )
+    if report.per_stage:
+        whole = report.conversation_ms
+        lines.append(f"conversation   p50 {_ms(whole.p50)}, p99 {_ms(whole.p99)}")
     return "\n".join(lines)
 
 

@@ -30,8 +30,11 @@ from loramux.accounts.tenants.tenants import Tenants
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.jobs import ANYONE, run_blocking
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import ImageSettings
 from loramux.common.units import SECOND
 from loramux.serving.errors import InvalidRequest
+from loramux.serving.image_decoding import FORMATS
 from loramux.serving.service import ServedBases
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.bodies import AnyRequest, Body
@@ -229,6 +232,17 @@ class BegunObject(msgspec.Struct, kw_only=True):
     location: str
 
 
+class ImageBounds(msgspec.Struct, kw_only=True):
+    """Bounds of the images in a request."""
+
+    formats: list[str]
+    max_per_request: int
+    max_bytes: int
+    """The largest file of an image, in bytes."""
+    max_request_bytes: int
+    """Maximum bytes of the files of a request's images together."""
+
+
 class SessionObject(msgspec.Struct, kw_only=True):
     """The browser's session."""
 
@@ -251,6 +265,7 @@ class SessionObject(msgspec.Struct, kw_only=True):
     created_at: int
     ends_at: int
     base_models: list[str]
+    images: ImageBounds
     version: str
 
 
@@ -263,7 +278,9 @@ class LinkObject(msgspec.Struct, kw_only=True):
     ends_at: int
 
 
-def session_object(session: Session, csrf_token: str, base_models: list[str], version: str) -> SessionObject:
+def session_object(
+    session: Session, csrf_token: str, base_models: list[str], images: ImageSettings, version: str
+) -> SessionObject:
     """Return the session as a JSON object."""
     caller = session.principal
     return SessionObject(
@@ -280,6 +297,12 @@ def session_object(session: Session, csrf_token: str, base_models: list[str], ve
         created_at=session.created_at // SECOND,
         ends_at=session.ends_at // SECOND,
         base_models=base_models,
+        images=ImageBounds(
+            formats=list(FORMATS),
+            max_per_request=images.max_per_request,
+            max_bytes=images.max_bytes,
+            max_request_bytes=images.max_request_bytes,
+        ),
         version=version,
     )
 
@@ -297,6 +320,7 @@ class ConsoleSessionController(Controller):
         data: JSONBody[SignInBody],
         tenants: NamedDependency[Tenants],
         bases: NamedDependency[ServedBases],
+        settings: NamedDependency[Settings],
     ) -> Response[SessionObject]:
         """Open a session with an API key or a sign-in link, and set its cookie."""
         ensure_same_origin(request)
@@ -313,7 +337,7 @@ class ConsoleSessionController(Controller):
         secret = await sessions.open(caller)
         session = await sessions.find(secret, origin_of(request))
         return Response(
-            _described(tenants, bases, session, secret),
+            _described(tenants, bases, settings, session, secret),
             cookies=[session_cookie(request, secret)],
             headers=NO_STORE,
             status_code=201,
@@ -325,11 +349,13 @@ class ConsoleSessionController(Controller):
         request: AnyRequest,
         tenants: NamedDependency[Tenants],
         bases: NamedDependency[ServedBases],
+        settings: NamedDependency[Settings],
     ) -> Response[SessionObject]:
         """Return the session of the browser's cookie, with the token that changes need."""
         session = await session_of(request)
         return Response(
-            _described(tenants, bases, session, request.cookies[cookie_name(SESSION_COOKIE, request)]), headers=NO_STORE
+            _described(tenants, bases, settings, session, request.cookies[cookie_name(SESSION_COOKIE, request)]),
+            headers=NO_STORE,
         )
 
     @delete("/session", status_code=200, summary="Sign out", responses=REFUSALS)
@@ -350,6 +376,7 @@ class ConsoleSessionController(Controller):
         data: JSONBody[ViewBody],
         tenants: NamedDependency[Tenants],
         bases: NamedDependency[ServedBases],
+        settings: NamedDependency[Settings],
     ) -> SessionObject:
         """Let an operator's session read a tenant's pages, with the header X-View-Tenant. The audit log records this
         view.
@@ -358,7 +385,7 @@ class ConsoleSessionController(Controller):
         if "operator" not in session.principal.scopes:
             raise InvalidRequest("Only operators look at other tenants' pages.", field="tenant", code="not_allowed")
         session = await tenants.sessions.view(session, data.tenant)
-        return _described(tenants, bases, session, request.cookies[cookie_name(SESSION_COOKIE, request)])
+        return _described(tenants, bases, settings, session, request.cookies[cookie_name(SESSION_COOKIE, request)])
 
 
 class ConsoleSignInController(Controller):
@@ -463,6 +490,8 @@ def sign_in_cookie(request: AnyRequest, secret: str, max_age: int) -> Cookie:
     )
 
 
-def _described(tenants: Tenants, bases: ServedBases, session: Session, secret: str) -> SessionObject:
+def _described(
+    tenants: Tenants, bases: ServedBases, settings: Settings, session: Session, secret: str
+) -> SessionObject:
     token = tenants.sessions.csrf_token(secret)
-    return session_object(session, token, list(bases), version("loramux"))
+    return session_object(session, token, list(bases), settings.images, version("loramux"))

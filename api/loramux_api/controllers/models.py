@@ -20,7 +20,8 @@ from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import PathName
 
-Task = Literal["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS"]
+Task = Literal["CAUSAL_LM", "FEATURE_EXTRACTION", "SEQ_CLS", "TOKEN_CLS"]
+Modality = Literal["text", "image"]
 
 
 class Model(msgspec.Struct, kw_only=True):
@@ -39,6 +40,8 @@ class Model(msgspec.Struct, kw_only=True):
     """Tasks of a base model, by PEFT's names: text, vectors (`FEATURE_EXTRACTION`) or classes (`SEQ_CLS`). null: of an
     adapter, whose task its description shows.
     """
+    input_modalities: list[Modality]
+    """Kinds of parts that a prompt may have; none while an adapter's base is not served."""
 
 
 class ModelList(msgspec.Struct, kw_only=True):
@@ -120,6 +123,7 @@ def _base(base: ServedBase, started_at: int) -> Model:
         root=base.name,
         max_model_len=base.context,
         tasks=["CAUSAL_LM", "FEATURE_EXTRACTION"] if task is None else [task],
+        input_modalities=_modalities(base),
     )
 
 
@@ -132,7 +136,12 @@ def _adapter(bases: ServedBases, name: str, created_at: int, base_model: str) ->
         root=name,
         parent=base_model if base is None else base.name,
         max_model_len=0 if base is None else base.context,
+        input_modalities=[] if base is None else _modalities(base),
     )
+
+
+def _modalities(base: ServedBase) -> list[Modality]:
+    return ["text"] if base.images is None else ["text", "image"]
 
 
 def _training(bases: ServedBases, versions: Sequence[TrainingVersion]) -> Iterator[Model]:

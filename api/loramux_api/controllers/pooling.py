@@ -1,8 +1,9 @@
-"""POST /v1/embeddings, /v1/classify, /v1/score and /v1/rerank."""
+"""POST /v1/embeddings, /v1/classify, /pooling, /v1/score and /v1/rerank."""
 
 from __future__ import annotations
 
 import base64
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -15,7 +16,7 @@ from litestar.params import JSONBody
 from numpy.typing import NDArray
 
 from loramux.common.units import TokenCounts
-from loramux.serving.messages import Answer, Classes, Delta, TextPair
+from loramux.serving.messages import Answer, Classes, Delta, PromptToken, TextPair
 from loramux_api.answering import Inference, Writer
 from loramux_api.auth import requires
 from loramux_api.bodies import InferenceRequest
@@ -32,16 +33,21 @@ from loramux_api.schemas.pooling import (
     Embedding,
     EmbeddingBody,
     EmbeddingList,
+    Pooled,
     PooledList,
+    PooledTexts,
+    PoolingBody,
     Ranked,
     Ranking,
     RerankBody,
     Score,
     ScoreBody,
     ScoreList,
+    TokenClass,
     classify_request,
     embedding_request,
     input_usage,
+    pooling_request,
     rerank_pairs,
     rerank_request,
     score_pairs,
@@ -51,6 +57,7 @@ from loramux_api.schemas.pooling import (
 )
 
 Numbers = NDArray[np.float32]
+_encode = msgspec.json.Encoder().encode
 
 
 class PoolingController(ApiController):
@@ -78,9 +85,20 @@ class PoolingController(ApiController):
         responses={200: ResponseSpec(ClassificationList, description="The classes of each text.")},
     )
     async def classify(self, data: JSONBody[ClassifyBody], inference: NamedDependency[Inference]) -> Response[Any]:
-        """Classify texts with an adapter of task type SEQ_CLS."""
+        """Classify texts with an adapter of task type SEQ_CLS, or their tokens with one of task type TOKEN_CLS."""
         with renamed_fields(INPUT):
             return await inference.answer(classify_request(data), partial(ClassifyWriter, data), stream=False)
+
+    @post(
+        "/pooling",
+        status_code=200,
+        summary="Return a model's numbers for texts",
+        responses={200: ResponseSpec(PooledTexts, description="The numbers of each text.")},
+    )
+    async def pool(self, data: JSONBody[PoolingBody], inference: NamedDependency[Inference]) -> Response[Any]:
+        """Return the vectors of texts, the probabilities of their classes, or those of each of their tokens."""
+        with renamed_fields(INPUT):
+            return await inference.answer(pooling_request(data), partial(PoolingWriter, data), stream=False)
 
     @post(
         ["/v1/score", "/score"],
@@ -167,7 +185,7 @@ class EmbeddingWriter(PooledWriter):
             vector = _normalized(vector).astype("<f4")
         if self._body.encoding_format == "base64":
             return msgspec.Raw(b'"' + base64.b64encode(vector.tobytes()) + b'"')
-        return msgspec.Raw(msgspec.json.encode(vector.tolist()))
+        return msgspec.Raw(_encode(vector.tolist()))
 
 
 class ClassifyWriter(PooledWriter):
@@ -177,16 +195,85 @@ class ClassifyWriter(PooledWriter):
         super().__init__(answer)
         self._activates = False not in (body.use_activation, body.activation, body.softmax)
 
+        self._encoded: dict[int, list[msgspec.Raw]] = defaultdict(list)
+        """Encoded classes of tokens. They are encoded as they arrive, because a text has many tokens."""
+
+    def collect(self, delta: Delta) -> None:
+        """Collect a text's classes, or encode those of some of its tokens."""
+        if not delta.tokens:
+            super().collect(delta)
+            return
+        logits = np.frombuffer(delta.pooled, dtype="<f4").reshape(len(delta.tokens), -1)
+        best = logits.argmax(axis=1).tolist()
+        probs = (_activated(logits, self._answer.classes) if self._activates else logits).tolist()
+        rows = zip(delta.tokens, best, probs, strict=True)
+        self._encoded[delta.index] += [msgspec.Raw(_encode(self._token(*row))) for row in rows]
+
     def whole(self, usage: TokenCounts) -> PooledList:
         """Return the classes of all inputs."""
-        classes = self._answer.classes
         data = []
         for index, logits in enumerate(self.numbers):
-            best = int(logits.argmax())
-            probs = (_activated(logits, classes) if self._activates else logits).tolist()
-            label = classes.labels[best] if classes.labels else f"LABEL_{best}"
+            label = self._label(int(logits.argmax()))
+            probs = (_activated(logits, self._answer.classes) if self._activates else logits).tolist()
             data.append(Classification(index=index, label=label, probs=probs, num_classes=len(probs)))
+        for index in sorted(self._encoded):
+            tokens = cast(list[TokenClass], self._encoded[index])
+            data.append(Classification(index=index, tokens=tokens, num_classes=self._answer.classes.count))
         return ClassificationList(**self.head(usage), data=data)
+
+    def _token(self, token: PromptToken, best: int, probs: list[float]) -> TokenClass:
+        return TokenClass(
+            token=token.token.text,
+            token_id=token.token.id,
+            start=token.start,
+            end=token.end,
+            label=self._label(best),
+            score=probs[best],
+            probs=probs,
+        )
+
+    def _label(self, number: int) -> str:
+        labels = self._answer.classes.labels
+        return labels[number] if labels else f"LABEL_{number}"
+
+
+class PoolingWriter(PooledWriter):
+    """Writes numbers in vLLM's shape, and encodes them as they arrive."""
+
+    def __init__(self, body: PoolingBody, answer: Answer) -> None:
+        super().__init__(answer)
+        self._body = body
+        self._encoded: dict[int, list[bytes]] = defaultdict(list)
+        """Encoded numbers of each input, in parts."""
+        self._of_tokens = False
+
+    def collect(self, delta: Delta) -> None:
+        """Encode the numbers of an input, or of some of its tokens."""
+        if not delta.pooled:
+            return
+        self._of_tokens = bool(delta.tokens)
+        numbers = np.frombuffer(delta.pooled, dtype="<f4").reshape(len(delta.tokens) or 1, -1)
+        numbers = numbers[:, : self._body.dimensions]
+        if self._body.use_activation is not False:
+            classes = self._answer.classes
+            numbers = _activated(numbers, classes) if classes.count else _normalized(numbers[0])[None]
+        if self._body.encoding_format == "base64":
+            self._encoded[delta.index].append(numbers.astype("<f4").tobytes())
+        else:
+            self._encoded[delta.index] += map(_encode, numbers.tolist())
+
+    def whole(self, usage: TokenCounts) -> PooledList:
+        """Return the numbers of all inputs."""
+        data = [
+            Pooled(index=index, data=cast(str, msgspec.Raw(self._joined(self._encoded[index]))))
+            for index in sorted(self._encoded)
+        ]
+        return PooledTexts(**self.head(usage), data=data)
+
+    def _joined(self, parts: list[bytes]) -> bytes:
+        if self._body.encoding_format == "base64":
+            return b'"' + base64.b64encode(b"".join(parts)) + b'"'
+        return b"[" + b",".join(parts) + b"]" if self._of_tokens else parts[0]
 
 
 class ScoreWriter(PooledWriter):
@@ -242,14 +329,16 @@ def _reads_pairs(numbers: Sequence[Numbers]) -> bool:
 
 
 def _activated(logits: Numbers, classes: Classes) -> NDArray[np.float64]:
-    """Return probabilities: by softmax for one class among several, by sigmoid for independent classes."""
+    """Return probabilities along the last axis: by softmax for one class among several, by sigmoid for independent
+    classes.
+    """
     wide = logits.astype(np.float64)
     if classes.problem == "regression":
         return wide
-    if classes.problem == "multi_label_classification" or len(wide) == 1:
+    if classes.problem == "multi_label_classification" or wide.shape[-1] == 1:
         return np.asarray(1.0 / (1.0 + np.exp(-wide)))
-    powers = np.exp(wide - wide.max())
-    return np.asarray(powers / powers.sum())
+    powers = np.exp(wide - wide.max(axis=-1, keepdims=True))
+    return np.asarray(powers / powers.sum(axis=-1, keepdims=True))
 
 
 def _normalized(vector: Numbers) -> NDArray[np.float64]:

@@ -100,7 +100,7 @@ class BundleObject(msgspec.Struct, kw_only=True):
     applies.
     """
 
-    task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None
+    task: Literal["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"] | None
     """PEFT's name of the task that the adapter was trained for; null: generating text."""
     num_labels: int
     """Number of rows of a classifier's head."""

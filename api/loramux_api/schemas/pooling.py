@@ -1,5 +1,5 @@
-"""Vectors, classes and scores of texts: /v1/embeddings in OpenAI's shape; /v1/classify, /v1/score and /v1/rerank in
-vLLM's shape, which Jina's and Cohere's clients read too.
+"""Vectors, classes and scores of texts: /v1/embeddings in OpenAI's shape; /v1/classify, /pooling, /v1/score and
+/v1/rerank in vLLM's shape, which Jina's and Cohere's clients read too.
 """
 
 from __future__ import annotations
@@ -111,6 +111,25 @@ class ClassifyBody(PooledBody, kw_only=True):
     softmax: bool | None = None
 
 
+class PoolingBody(PooledBody, kw_only=True):
+    """vLLM's fields."""
+
+    input: Promptlike
+    """A text, several texts, token ids, or several lists of token ids."""
+    task: Literal["embed", "classify", "token_classify"] | None = None
+    """`embed`: a vector of each text. `classify`: the probabilities of its classes. `token_classify`: those of each of
+    its tokens. The default is the task of the model's training.
+    """
+    encoding_format: Literal["float", "base64"] | None = None
+    """`base64`: the float32s of an input, little-endian. `float` is the default."""
+    dimensions: Positive | None = None
+    """Number of leading numbers of each vector that are returned. The adapter's loramux.toml must list
+    `matryoshka_dimensions`.
+    """
+    use_activation: bool | None = None
+    """False: return the model's own numbers instead of probabilities, or instead of vectors of length 1."""
+
+
 Texts = Text | Annotated[list[Text], Meta(min_length=1, max_length=MAX_STRINGS)]
 
 
@@ -168,7 +187,13 @@ def embedding_request(body: EmbeddingBody) -> GenerationRequest:
 
 def classify_request(body: ClassifyBody) -> GenerationRequest:
     """Return the request of the serving layer. Raises InvalidRequest."""
-    return body.request("classify-", _inputs(body.input), "classify")
+    return body.request("classify-", _inputs(body.input), "classes")
+
+
+def pooling_request(body: PoolingBody) -> GenerationRequest:
+    """Return the request of the serving layer. Raises InvalidRequest."""
+    pooling: AskedPooling = "own" if body.task == "embed" else body.task or "trained"
+    return replace(body.request("pool-", _inputs(body.input), pooling), dimensions=body.dimensions)
 
 
 def score_request(body: ScoreBody) -> GenerationRequest:
@@ -279,14 +304,33 @@ class EmbeddingList(PooledList, kw_only=True):
     data: list[Embedding]
 
 
-class Classification(msgspec.Struct, kw_only=True):
-    """The classes of one input."""
+class TokenClass(msgspec.Struct, kw_only=True):
+    """The classes of one token."""
 
-    index: int
+    token: str
+    token_id: int
+    start: int | None
+    """Beginning of the token in the text, in characters; null for special tokens around the text, and for token ids."""
+    end: int | None
+    """End of the token in the text."""
     label: str
     """Name of the likeliest class, or `LABEL_` and its number."""
+    score: float
+    """Probability of the likeliest class."""
     probs: list[float]
     """Probabilities of all classes."""
+
+
+class Classification(msgspec.Struct, kw_only=True):
+    """The classes of one input, or of each of its tokens."""
+
+    index: int
+    label: str | UnsetType = UNSET
+    """Name of the likeliest class, or `LABEL_` and its number."""
+    probs: list[float] | UnsetType = UNSET
+    """Probabilities of all classes."""
+    tokens: list[TokenClass] | UnsetType = UNSET
+    """The tokens in order, instead of `label` and `probs`, if the adapter's task type is TOKEN_CLS."""
     num_classes: int
 
 
@@ -294,6 +338,21 @@ class ClassificationList(PooledList, kw_only=True):
     """The classes."""
 
     data: list[Classification]
+
+
+class Pooled(msgspec.Struct, kw_only=True):
+    """The numbers of one input."""
+
+    object: Literal["pooling"] = "pooling"
+    index: int
+    data: list[float | list[float]] | str
+    """A vector, the probabilities of all classes, or those of each token in order; or all numbers in base64."""
+
+
+class PooledTexts(PooledList, kw_only=True):
+    """The numbers."""
+
+    data: list[Pooled]
 
 
 class Score(msgspec.Struct, kw_only=True):

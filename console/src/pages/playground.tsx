@@ -2,10 +2,11 @@
 import { Alert, Badge, Button, Card, Group, NumberInput, Select, SimpleGrid, Stack, Text, Textarea } from "@mantine/core";
 import { IconPlayerPlay, IconPlayerStop } from "@tabler/icons-react";
 import { useEffect, useRef, useState } from "react";
-import { headersFor, refusal } from "../api/client";
+import { ApiError, headersFor, refusal } from "../api/client";
+import { dataUrlOf, ImagePicker, problemOf, Thumbnails } from "../components/images";
 import { Page } from "../components/ui";
 import * as format from "../format";
-import { useModelNames, useSession } from "../session";
+import { useModelNames, useReadsImages, useSession } from "../session";
 
 interface Answer {
   text: string;
@@ -16,6 +17,7 @@ interface Answer {
   promptTokens: number;
   outputTokens: number;
   cachedTokens: number;
+  imageTokens: number;
   model: string;
   error: string | null;
 }
@@ -29,6 +31,7 @@ const NOTHING: Answer = {
   promptTokens: 0,
   outputTokens: 0,
   cachedTokens: 0,
+  imageTokens: 0,
   model: "",
   error: null,
 };
@@ -37,23 +40,37 @@ const MOST_MODELS = 200;
 interface Parameters {
   system: string;
   prompt: string;
+  images: File[];
   temperature: number;
   maxTokens: number;
 }
 
 export default function Playground() {
-  const { can } = useSession();
+  const { can, session } = useSession();
   const names = useModelNames("");
   const asked = new URLSearchParams(location.search).get("model");
   const [left, setLeft] = useState<string | null>(asked);
   const [right, setRight] = useState<string | null>(null);
-  const [parameters, setParameters] = useState<Parameters>({ system: "", prompt: "", temperature: 0, maxTokens: 128 });
+  const [parameters, setParameters] = useState<Parameters>({ system: "", prompt: "", images: [], temperature: 0, maxTokens: 128 });
   const [run, setRun] = useState(0);
   const [stop, setStop] = useState(0);
   const running = useRef(new Set<string>());
   const [isRunning, setRunning] = useState(false);
-  const chosen = [left ?? names[1] ?? names[0] ?? "", right ?? names[0] ?? ""];
+  const chosen: [string, string] = [left ?? names[1] ?? names[0] ?? "", right ?? names[0] ?? ""];
+  const reads = [useReadsImages(chosen[0]), useReadsImages(chosen[1])];
+  const offersImages = reads.every((one) => one === true);
+  const problem = problemOfImages();
+  const isReady = (parameters.prompt.trim() !== "" || parameters.images.length > 0) && problem === null && !chosen.includes("") && can("inference");
 
+  function problemOfImages(): string | null {
+    const { images } = parameters;
+    const ofText = chosen.find((_, place) => reads[place] === false);
+    if (images.length > 0 && ofText) return `${ofText} reads text only. Choose another model, or remove the images.`;
+    return problemOf(images, session.images);
+  }
+  function addImages(files: File[]) {
+    setParameters((before) => ({ ...before, images: [...before.images, ...files] }));
+  }
   function change(part: Partial<Parameters>) {
     setParameters((before) => ({ ...before, ...part }));
   }
@@ -76,9 +93,28 @@ export default function Playground() {
             onChange={(event) => change({ prompt: event.currentTarget.value })}
             placeholder="Who wrote the first program?"
             onKeyDown={(event) => {
-              if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && parameters.prompt.trim() && !chosen.includes("")) setRun((before) => before + 1);
+              if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && isReady && !isRunning) setRun((before) => before + 1);
+            }}
+            onPaste={(event) => {
+              const { files, types } = event.clipboardData;
+              if (!offersImages || files.length === 0 || types.includes("text/plain")) return;
+              event.preventDefault();
+              addImages([...files]);
             }}
           />
+          {offersImages && <ImagePicker bounds={session.images} onAdd={addImages} />}
+          {parameters.images.length > 0 && (
+            <Thumbnails
+              files={parameters.images}
+              bounds={session.images}
+              onRemove={(place) => change({ images: parameters.images.filter((_, other) => other !== place) })}
+            />
+          )}
+          {problem && (
+            <Alert color="red" role="alert">
+              {problem}
+            </Alert>
+          )}
           <Group align="flex-end" gap="md">
             <Textarea
               label="System message"
@@ -97,7 +133,7 @@ export default function Playground() {
             ) : (
               <Button
                 leftSection={<IconPlayerPlay size={16} />}
-                disabled={!parameters.prompt.trim() || chosen.includes("") || !can("inference")}
+                disabled={!isReady}
                 onClick={() => setRun((before) => before + 1)}
               >
                 Run both
@@ -194,7 +230,8 @@ function Side({ side, names, model, setModel, parameters, run, stop, noteRunning
           )}
           {answer.outputTokens > 0 && (
             <Badge color="gray">
-              {format.count(answer.promptTokens)} in{answer.cachedTokens > 0 && `, ${format.count(answer.cachedTokens)} cached`},{" "}
+              {format.count(answer.promptTokens)} in{answer.cachedTokens > 0 && `, ${format.count(answer.cachedTokens)} cached`}
+              {answer.imageTokens > 0 && `, ${format.count(answer.imageTokens)} of images`},{" "}
               {format.count(answer.outputTokens)} out
             </Badge>
           )}
@@ -207,7 +244,7 @@ function Side({ side, names, model, setModel, parameters, run, stop, noteRunning
 interface Chunk {
   model: string;
   choices: { delta: { content?: string | null; reasoning_content?: string | null } }[];
-  usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens: number } } | null;
+  usage?: { prompt_tokens: number; completion_tokens: number; prompt_tokens_details?: { cached_tokens: number; image_tokens?: number } } | null;
   error?: { message: string };
 }
 
@@ -217,11 +254,11 @@ async function stream(model: string, parameters: Parameters, signal: AbortSignal
   let answer: Answer = { ...NOTHING, isRunning: true };
   show(answer);
   const change = (part: Partial<Answer>) => show((answer = { ...answer, ...part }));
-  const messages = [
-    ...(parameters.system.trim() ? [{ role: "system", content: parameters.system }] : []),
-    { role: "user", content: parameters.prompt },
-  ];
   try {
+    const messages = [
+      ...(parameters.system.trim() ? [{ role: "system", content: parameters.system }] : []),
+      { role: "user", content: await contentOf(parameters) },
+    ];
     const response = await fetch("/v1/chat/completions", {
       method: "POST",
       signal,
@@ -250,15 +287,30 @@ async function stream(model: string, parameters: Parameters, signal: AbortSignal
           promptTokens: chunk.usage.prompt_tokens,
           outputTokens: chunk.usage.completion_tokens,
           cachedTokens: chunk.usage.prompt_tokens_details?.cached_tokens ?? 0,
+          imageTokens: chunk.usage.prompt_tokens_details?.image_tokens ?? 0,
         }),
       });
     }
     change({ seconds: passed() });
   } catch (error) {
-    if (!signal.aborted) change({ error: (error as Error).message });
+    if (!signal.aborted) change({ error: reasonOf(error as Error, parameters.images) });
   } finally {
     change({ isRunning: false });
   }
+}
+
+/** The user's turn: the images, then the text. */
+async function contentOf({ prompt, images }: Parameters) {
+  if (images.length === 0) return prompt;
+  const parts = await Promise.all(images.map(async (file) => ({ type: "image_url", image_url: { url: await dataUrlOf(file) } })));
+  return [...parts, ...(prompt.trim() ? [{ type: "text", text: prompt }] : [])];
+}
+
+/** The server's words, after the name of the image whose part they are about. */
+function reasonOf(error: Error, images: File[]): string {
+  const place = error instanceof ApiError && /\.content\[(\d+)\]$/.exec(error.param ?? "")?.[1];
+  const image = place ? images[Number(place)] : undefined;
+  return image ? `${image.name}: ${error.message}` : error.message;
 }
 
 /** The events of a stream: `data: {...}` lines up to `data: [DONE]`. */

@@ -106,10 +106,12 @@ function Totals({ buckets, costs }: { buckets: Bucket<UsageResult>[]; costs: Buc
   const rows = buckets.flatMap((bucket) => bucket.results);
   const total = (pick: (row: UsageResult) => number) => rows.reduce((sum, row) => sum + pick(row), 0);
   const money = spent(costs);
+  const images = total((row) => row.input_image_tokens ?? 0);
+  const note = `${format.short(total((row) => row.input_cached_tokens))} from the cache${images > 0 ? `, ${format.short(images)} of images` : ""}`;
   return (
     <SimpleGrid cols={{ base: 2, md: 4 }}>
       <Figure label="Requests" value={format.count(total((row) => row.num_model_requests))} />
-      <Figure label="Input" value={format.short(total((row) => row.input_tokens))} unit="tokens" note={`${format.short(total((row) => row.input_cached_tokens))} from the cache`} />
+      <Figure label="Input" value={format.short(total((row) => row.input_tokens))} unit="tokens" note={note} />
       <Figure label="Output" value={format.short(total((row) => row.output_tokens))} unit="tokens" />
       <Figure label="Cost" value={money.currency ? format.money(money.total, money.currency) : "–"} note={money.currency ? "without tax" : "no price plan"} />
     </SimpleGrid>
@@ -146,9 +148,9 @@ function ByGroup({ buckets, costs, group, nameOf }: ByGroupProperties & { bucket
   const rows = buckets.flatMap((bucket) => bucket.results);
   const money = (costs ?? []).flatMap((bucket) => bucket.results);
   const { currency } = spent(costs);
-  const byId = new Map<string, { id: string; requests: number; input: number; cached: number; output: number; cost: number }>();
+  const byId = new Map<string, { id: string; requests: number; input: number; cached: number; images: number; output: number; cost: number }>();
   const of = (id: string) => {
-    const known = byId.get(id) ?? { id, requests: 0, input: 0, cached: 0, output: 0, cost: 0 };
+    const known = byId.get(id) ?? { id, requests: 0, input: 0, cached: 0, images: 0, output: 0, cost: 0 };
     byId.set(id, known);
     return known;
   };
@@ -157,6 +159,7 @@ function ByGroup({ buckets, costs, group, nameOf }: ByGroupProperties & { bucket
     sum.requests += row.num_model_requests;
     sum.input += row.input_tokens;
     sum.cached += row.input_cached_tokens;
+    sum.images += row.input_image_tokens ?? 0;
     sum.output += row.output_tokens;
   }
   for (const row of money) {
@@ -177,6 +180,7 @@ function ByGroup({ buckets, costs, group, nameOf }: ByGroupProperties & { bucket
           { title: "Requests", number: true, cell: (row) => format.count(row.requests) },
           { title: "Input tokens", number: true, cell: (row) => format.count(row.input) },
           { title: "Cached", number: true, cell: (row) => format.count(row.cached) },
+          { title: "Of images", number: true, cell: (row) => format.count(row.images) },
           { title: "Output tokens", number: true, cell: (row) => format.count(row.output) },
           ...(currency ? [{ title: "Cost", number: true, cell: (row: { cost: number }) => format.money(row.cost, currency) }] : []),
         ]}

@@ -133,7 +133,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The first message of conversations that begin without a system message."""
     tool_parser: Annotated[str, Meta(pattern="^[a-z0-9_.-]{1,64}$")] | None = None
     """The name of the parser of the adapter's tool calls; None: the base's parser."""
-    task: Literal["SEQ_CLS", "FEATURE_EXTRACTION"] | None = None
+    task: Literal["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"] | None = None
     """PEFT's name of the task that the adapter was trained for; None: generating text."""
     num_labels: Annotated[int, Meta(ge=0, le=MAX_LABELS)] = 0
     """Rows of a classifier's head."""

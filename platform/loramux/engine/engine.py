@@ -361,7 +361,7 @@ class Engine:
         """Report requests whose step has ended without a token for them: these requests are not the cause if the engine
         dies later.
         """
-        answered = (event for event in events if event.token_id is not None or event.pooled is not None)
+        answered = (event for event in events if event.token_id is not None or event.is_pooled)
         self._reported.difference_update(event.request_id for event in answered)
         ended, self._unknown = (self._unknown, worked_on) if self._runner.runs_ahead else (worked_on, [])
         return [

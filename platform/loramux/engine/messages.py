@@ -80,9 +80,10 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True):
     """
 
 
-Pooling = Literal["last", "mean", "cls", "classify"]
-"""Ways to make one vector from a prompt's hidden states: the last one, the mean of all, the first one (of encoders
-alone), or the state that the classification head of the request's adapter reads, after this head.
+Pooling = Literal["last", "mean", "cls", "classify", "token_classify"]
+"""Ways to make numbers from a prompt's hidden states: the last one, the mean of all, the first one (of encoders alone),
+or the state that the classification head of the request's adapter reads, after this head; `token_classify` puts each of
+them through that head.
 """
 
 
@@ -282,7 +283,7 @@ class EngineFault(msgspec.Struct, frozen=True):
     """`context_length_exceeded`, `adapter_failed`, `engine_overloaded` (refused on arrival because it would miss its
     deadline), `deadline_exceeded` (its deadline passed while it waited), `adapter_not_finite` (its adapter's logits are
     not finite), `invalid_constraint` (its grammar cannot be compiled), `constraint_too_complex` (its grammar exceeds a
-    limit while it is followed), `not_a_classifier` (its adapter has no head for `classify`), `images_not_supported`
+    limit while it is followed), `not_a_classifier` (its adapter has no classification head), `images_not_supported`
     (its adapter changes modules that read images) or `internal_error`.
     """
     message: str
@@ -335,7 +336,18 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     count: EngineCount | None = None
     """The engine's own count, set on the last event."""
     pooled: bytes | None = None
-    """Result of a request with `pooling`, as float32s, in the request's only event."""
+    """Result of a request with `pooling`, as float32s, in the request's only event. If each token has a row, each chunk
+    of the prompt has an event with its rows, and the last one ends the request.
+    """
+    pooled_tokens: tuple[int, int] | None = None
+    """Positions `[first, end)` of the prompt's tokens whose rows are in `pooled`. An engine that computes tokens again
+    sends their rows again. None: `pooled` is the whole result.
+    """
+
+    @property
+    def is_pooled(self) -> bool:
+        """True if the event completes the result of a request with `pooling`."""
+        return self.pooled is not None and self.finish_reason is not None
 
 
 class Pinned(msgspec.Struct, frozen=True):

@@ -26,7 +26,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from secrets import token_bytes
@@ -202,15 +203,20 @@ class EngineGroup:
     """The engines of one base, with the methods of an `EngineClient`; `stats` returns the statistics of each engine."""
 
     def __init__(
-        self, base: BaseSettings, settings: Settings, launch: LaunchEngine, prefix_key: bytes | None = None
+        self,
+        base: BaseSettings,
+        settings: Settings,
+        launch: LaunchEngine,
+        prefix_key: bytes | None = None,
+        bases: Iterable[BaseSettings] = (),
     ) -> None:
-        """`settings` are those of an engine of `base`. Servers with the same `prefix_key` find the prompts' beginnings
-        that engines have cached for each other; None: a random key.
+        """`settings` are those of an engine of `base`; `bases` are all bases of the server. Servers with the same
+        `prefix_key` find the prompts' beginnings that engines have cached for each other; None: a random key.
         """
         num_at_start = max(1, base.engines.min)
         self._members = {
             name: FleetEngine(name, base.name, own, self._heard(launch), is_wanted=number < num_at_start)
-            for number, (name, own) in enumerate(settings_of_engines(base, settings).items())
+            for number, (name, own) in enumerate(settings_of_engines(base, settings, bases).items())
         }
         self._base = base.name
         self._range = base.engines
@@ -709,13 +715,26 @@ def common_facts(facts: Sequence[ModelFacts]) -> ModelFacts:
     return msgspec.structs.replace(first, max_model_len=shortest.max_model_len, pages_total=shortest.pages_total)
 
 
-def settings_of_engines(base: BaseSettings, settings: Settings) -> dict[str, Settings]:
-    """Return the settings of each engine of a base, by its name; if devices are listed, each engine gets a device."""
+def settings_of_engines(
+    base: BaseSettings, settings: Settings, bases: Iterable[BaseSettings] = ()
+) -> dict[str, Settings]:
+    """Return the settings of each engine of a base, by its name; if devices are listed, each engine gets a device.
+
+    `bases` are all bases of the server, whose engines divide the devices' memory.
+    """
+    every = {other.name: other for other in (*bases, base)}
+    sharing = Counter(device for other in every.values() for device in other.devices)
     engines = {}
     for number in range(base.engines.most):
-        engine = settings.engine
+        engine, num_sharing = settings.engine, 1
+        if settings.fleet.launcher == "ray":
+            num_sharing = settings.fleet.ray.engines_per_gpu
+        elif not base.engines.addresses and (device := base.devices[number]) != "cpu":
+            num_sharing = sharing[device]
         if base.engines.devices:
             device = base.engines.devices[number % len(base.engines.devices)]
             engine = msgspec.structs.replace(engine, device=device)
+        if engine.engines_per_device is None and num_sharing > 1:
+            engine = msgspec.structs.replace(engine, engines_per_device=num_sharing)
         engines[f"{base.name}-{number}"] = msgspec.structs.replace(settings, engine=engine)
     return engines

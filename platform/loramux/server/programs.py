@@ -27,7 +27,7 @@ from loramux.releases.shadows import Shadows, open_shadows
 from loramux.server.platform import Platform
 from loramux.server.trainer import local_bases
 from loramux.training.examples import ExampleFormat, check_file
-from loramux.training.local import LocalTrainer
+from loramux.training.local import LocalTrainer, watch_busy
 from loramux.training.service import FineTuningJobs
 from loramux.training.worker import TrainingServer, TrainingWorker
 
@@ -69,6 +69,8 @@ class Programs:
     training: FineTuningJobs
     training_jobs: JobRunner[TrainingJob]
     """Registers and bills the fine-tuning jobs of this server."""
+    local_trainer: LocalTrainer | None
+    """The trainer that this server starts on its own machine, if it does."""
 
 
 @asynccontextmanager
@@ -123,6 +125,7 @@ async def open_programs(platform: Platform, provisions: Provisions) -> AsyncIter
             revision_metrics=revision_metrics,
             training=FineTuningJobs(trainer.server, platform.ingest, completions, settings.adapters, trainer.look),
             training_jobs=trainer.jobs,
+            local_trainer=trainer.local,
         )
 
 
@@ -154,10 +157,8 @@ async def _open_training(platform: Platform, provisions: Provisions) -> AsyncIte
     settings = platform.settings
     local = None
     if settings.training.enabled and settings.training.local_trainer and provisions.trainer_command is not None:
-        completions = platform.completions
-        local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings), completions.others_running)
-        completions.on_begun(local.note)
-        completions.on_ended(local.note)
+        local = LocalTrainer(provisions.trainer_command, msgspec.json.encode(settings))
+        watch_busy(platform.completions, local.note_busy)
     server = TrainingServer(
         server_id=platform.usage.server_id,
         database=platform.database,

@@ -8,6 +8,7 @@ A revision answers the requests that it was trained for (PEFT's task types):
     an encoder with its own head   -                   -            yes        with one label: of both texts together
     vectors (FEATURE_EXTRACTION)   -                   yes          -          cosine of two vectors
     classes (SEQ_CLS)              -                   -            yes        with one label: of both texts together
+    classes of tokens (TOKEN_CLS)  -                   -            yes        -
 
 Any other request is refused, because a head that was not trained gives meaningless numbers. The error names the
 endpoint that would answer the request.
@@ -15,7 +16,7 @@ endpoint that would answer the request.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -24,7 +25,7 @@ from loramux.common.bundle import Bundle
 from loramux.common.identity import Principal
 from loramux.data.entities import ServiceTier
 from loramux.data.records.requests import SHADOW
-from loramux.engine.messages import Constraint, ModelFacts, ServiceClass
+from loramux.engine.messages import Constraint, ModelFacts, Pooling, ServiceClass
 from loramux.serving.errors import InvalidRequest, NotAllowed, PromptTooLong
 from loramux.serving.messages import GenerationRequest, Prompt, TextPair
 
@@ -50,7 +51,11 @@ MAX_NUMBERS = 2_000_000
 """Maximum number of numbers in the vectors of an answer; each takes up to 22 bytes."""
 MAX_KEPT_NUMBERS = 1_000_000
 """Maximum number of numbers in the vectors of an answer that is kept for an idempotency key, 4 bytes each."""
+NUMBERS_PER_TOKEN = 5
+"""Size of a classified token's text, place and label in an answer, as numbers."""
 UNSUPPORTED_TASK = "unsupported_task"
+CLASSIFIERS: Mapping[str | None, Pooling] = {"SEQ_CLS": "classify", "TOKEN_CLS": "token_classify"}
+"""Poolings of classifiers, by task."""
 _encode = msgspec.json.Encoder(order="sorted").encode
 
 
@@ -76,21 +81,31 @@ def as_answered_by(asked: GenerationRequest, bundle: Bundle, base: ModelFacts) -
     """Return the request in the form that a model with this bundle, on `base`, answers. Raises InvalidRequest."""
     if asked.pairs and bundle.task == "SEQ_CLS":
         return _pairs_for_classifier(asked, bundle)
-    if asked.pooling == "classify" and bundle.task != "SEQ_CLS":
+    own = CLASSIFIERS.get(bundle.task)
+    wanted = asked.pooling
+    if wanted == "trained":
+        wanted = "own" if own is None else "classes"
+    if own is not None and wanted in ("classes", own):
+        return replace(asked, pooling=own)
+    if own is None and wanted in ("classes", *CLASSIFIERS.values()):
         raise _unsupported_task(
-            "is no classifier (task type SEQ_CLS). Call /v1/embeddings, or name an adapter that is one."
+            "is no classifier (task type SEQ_CLS or TOKEN_CLS). Call /v1/embeddings, or name an adapter that is one."
         )
-    if asked.pooling != "classify" and bundle.task == "SEQ_CLS":
+    if own == "classify":
         raise _unsupported_task(
             "was trained for classes (task type SEQ_CLS). Call /v1/classify, or /v1/score and /v1/rerank where it has "
             "one label; or name another model."
         )
-    if asked.pooling is None and bundle.task == "FEATURE_EXTRACTION":
+    if own is not None:
+        raise _unsupported_task(
+            "was trained for the classes of tokens (task type TOKEN_CLS). Call /v1/classify, or name another model."
+        )
+    if wanted is None and bundle.task == "FEATURE_EXTRACTION":
         raise _unsupported_task(
             "was trained for vectors (task type FEATURE_EXTRACTION). Call /v1/embeddings, /v1/score or /v1/rerank; or "
             "name another model."
         )
-    if asked.pooling == "cls" and base.generates:
+    if wanted == "cls" and base.generates:
         raise InvalidRequest(
             "'pooling' is 'cls', and this model reads from left to right: its first state has seen one token. Send "
             "'last' or 'mean'.",
@@ -98,7 +113,7 @@ def as_answered_by(asked: GenerationRequest, bundle: Bundle, base: ModelFacts) -
             code="unsupported_parameter",
         )
     _check_dimensions(asked.dimensions, bundle, base.hidden_size)
-    return replace(asked, pooling=bundle.pooling or "last") if asked.pooling == "own" else asked
+    return replace(asked, pooling=bundle.pooling or "last") if wanted == "own" else asked
 
 
 def _pairs_for_classifier(asked: GenerationRequest, bundle: Bundle) -> GenerationRequest:
@@ -224,16 +239,25 @@ def check_allowed_tokens(asked: GenerationRequest, constraint: Constraint | None
         )
 
 
-def check_vectors(asked: GenerationRequest, size: int) -> None:
-    """Raise InvalidRequest if vectors of `size` numbers are more than a server can hold for one answer."""
+def check_numbers(asked: GenerationRequest, lengths: Sequence[int], bundle: Bundle, width: int) -> None:
+    """Raise InvalidRequest if the vectors, or the classes of tokens, are more than a server can hold for one answer.
+
+    `lengths` are the tokens of each prompt, `width` is the size of a vector.
+    """
     if asked.pooling is None:
         return
     limit = MAX_NUMBERS if asked.claim is None else MAX_KEPT_NUMBERS
-    if len(asked.prompts) * size > limit:
-        kept = "" if asked.claim is None else " with an Idempotency-Key"
+    kept = "" if asked.claim is None else " with an Idempotency-Key"
+    if asked.pooling == "token_classify":
+        count, size, parts = sum(lengths), bundle.num_labels + NUMBERS_PER_TOKEN, "tokens"
+        each = f"each with {bundle.num_labels} labels, which take as much as {size} numbers"
+    else:
+        count, size, parts = len(lengths), bundle.num_labels if asked.pooling == "classify" else width, "inputs"
+        each = f"each with a vector of {size} numbers"
+    if count * size > limit:
         raise InvalidRequest(
-            f"This request has {len(asked.prompts)} inputs, each with a vector of {size} numbers, and the most{kept} "
-            f"is {limit} numbers, {limit // size} inputs. Send several requests.",
+            f"This request has {count} {parts}, {each}, and the most{kept} is {limit} numbers, {limit // size} "
+            f"{parts}. Send several requests.",
             field="prompt",
         )
 
@@ -269,23 +293,6 @@ def check_prompt_logprobs(asked: GenerationRequest, num_tokens: int) -> None:
         )
 
 
-def ensure_storage_allowed(principal: Principal, field: str) -> None:
-    """Raise NotAllowed if the caller's tenant has zero retention, so that its texts may not be stored."""
-    if principal.zero_retention:
-        raise storage_refused(field)
-
-
-def storage_refused(field: str) -> NotAllowed:
-    """Return the error for a tenant with zero retention that asks to store something."""
-    return NotAllowed(
-        "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
-        "Idempotency-Key, no stored responses, no files but training files, no batches and no outputs of shadows. "
-        "Leave it out, or ask your operator.",
-        field,
-        code="zero_retention",
-    )
-
-
 def service_class_of(principal: Principal, service_tier: ServiceTier) -> ServiceClass:
     """Return the scheduler's class of a request. Raises NotAllowed where the tenant's tier lacks the service tier."""
     if service_tier == "default":
@@ -301,6 +308,23 @@ def service_class_of(principal: Principal, service_tier: ServiceTier) -> Service
             code="service_tier_not_allowed",
         )
     return ServiceClass.INTERACTIVE if service_tier == "priority" else ServiceClass.BATCH
+
+
+def ensure_storage_allowed(principal: Principal, field: str) -> None:
+    """Raise NotAllowed if the caller's tenant has zero retention, so that its texts may not be stored."""
+    if principal.zero_retention:
+        raise storage_refused(field)
+
+
+def storage_refused(field: str) -> NotAllowed:
+    """Return the error for a tenant with zero retention that asks to store something."""
+    return NotAllowed(
+        "Your organization has zero retention: nothing that its requests say or get is stored, so it has no "
+        "Idempotency-Key, no stored responses, no files but training files, no batches and no outputs of shadows. "
+        "Leave it out, or ask your operator.",
+        field,
+        code="zero_retention",
+    )
 
 
 def recorded_user(principal: Principal, user: str | None) -> str | None:

@@ -141,7 +141,7 @@ class Format:
     @property
     def classes(self) -> Classes:
         """Classes of a classifier."""
-        return Classes(self.bundle.labels, self.bundle.problem_type)
+        return Classes(self.bundle.labels, self.bundle.problem_type, self.bundle.num_labels)
 
     @property
     def num_tokens(self) -> int:

@@ -349,7 +349,8 @@ class Generation:
                 raise
             choice.output.abort()
             return
-        self._note_token(choice)
+        if event.pooled is None or event.is_pooled:
+            self._note_token(choice)
         is_finished = choice.output.finish_reason is not None and self._finished
         if is_finished:
             choice.last = delta  # it is sent with the finish reason

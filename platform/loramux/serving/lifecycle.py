@@ -455,7 +455,9 @@ class BaseLifecycle:
         settings = self._settings
         async with AsyncExitStack() as stack:
             alone = msgspec.structs.replace(settings, model=base.model, bases=(base,))
-            group = EngineGroup(base, settings.of_base(base), self._launch or launcher_of(alone), self._prefix_key)
+            bases = [known.settings for known in self._known.values() if not known.is_retired]
+            launch = self._launch or launcher_of(alone)
+            group = EngineGroup(base, settings.of_base(base), launch, self._prefix_key, bases)
             self._groups[base.name] = group
             stack.push_async_callback(self._stop, base.name, group)
             # transformers replaces its own module at the end of its import: a thread that imports it at the same time

@@ -142,8 +142,10 @@ class ChatOptions:
     """Put the tokenizer's special tokens around the text of the template."""
 
 
-AskedPooling = Pooling | Literal["own"]
-"""Pooling of a vector. `own`: the pooling of the model's training."""
+AskedPooling = Pooling | Literal["own", "classes", "trained"]
+"""Pooling of a prompt. `own`: the pooling of the vectors of the model's training. `classes`: classes of the text, or of
+each token, as the model was trained. `trained`: whatever the model was trained for.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,7 @@ class GenerationRequest:
     lowers_max_tokens: bool = False
     """Lower a `max_tokens` that exceeds the context. Otherwise such a request is refused."""
     pooling: AskedPooling | None = None
-    """Pooling of the hidden states into one vector for each prompt; None: answers are generated."""
+    """Pooling of the hidden states into numbers for each prompt; None: answers are generated."""
     dimensions: int | None = None
     """Number of leading numbers of each vector that are returned; None: all numbers."""
     pairs: tuple[TextPair, ...] = ()
@@ -228,6 +230,17 @@ class PromptTokenLogprob(msgspec.Struct, frozen=True, kw_only=True, array_like=T
     top: tuple[tuple[Token, float], ...]
 
 
+class PromptToken(msgspec.Struct, frozen=True, array_like=True):
+    """A token of a prompt of which each token is classified."""
+
+    token: Token
+    start: int | None = None
+    """Beginning of the token in the prompt's text, in characters. None: the token is a special token around the text,
+    or the prompt is no text.
+    """
+    end: int | None = None
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """New parts of one choice."""
 
@@ -260,6 +273,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt had opened a thought, and the model ends its answer without ending the thought. In this case a whole answer
     has no thought.
     """
+    tokens: tuple[PromptToken, ...] = ()
+    """Consecutive tokens of the prompt, each of which has a row of numbers in `pooled`."""
 
 
 class Classes(msgspec.Struct, frozen=True):
@@ -271,6 +286,8 @@ class Classes(msgspec.Struct, frozen=True):
     """Kind of classification. None: each input has one class; if there is a single label, its number is a probability
     by itself.
     """
+    count: int = 0
+    """Number of classes; 0: the model is no classifier."""
 
 
 class PromptText(msgspec.Struct, frozen=True):

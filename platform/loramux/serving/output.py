@@ -7,6 +7,7 @@ answer's text at a stop string.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -15,7 +16,16 @@ from loramux.common.units import TokenCounts
 from loramux.engine.messages import EngineCount, PromptLogprobs, Request, TokenEvent
 from loramux.serving.calls import join_calls
 from loramux.serving.errors import from_fault
-from loramux.serving.messages import Classes, Delta, FinishReason, PromptTokenLogprob, TokenLogprob
+from loramux.serving.messages import (
+    Classes,
+    Delta,
+    FinishReason,
+    GenerationRequest,
+    Prompt,
+    PromptToken,
+    PromptTokenLogprob,
+    TokenLogprob,
+)
 from loramux.serving.parts import AnswerParts, AnswerReader, join_parts
 from loramux.serving.tokenizer import Detokenizer, StopAutomaton, StopMatcher, Tokenizer
 
@@ -279,16 +289,20 @@ class RepeatedPrompt(OutputProcessor):
 
 
 class PooledOutput:
-    """Output of a prompt for which the engine computes a vector and sends a single event."""
+    """Output of a prompt for which the engine computes a vector, or a row of numbers for each token."""
 
     num_tokens = 0
     fails_alone = False
     """False: a fault of one prompt ends the whole request, because an answer must have all vectors."""
 
-    def __init__(self, index: int, classes: Classes) -> None:
+    def __init__(self, index: int, classes: Classes, tokens: Sequence[PromptToken] = ()) -> None:
         self.index = index
         self.classes = classes
         """Classes of a classifier."""
+        self._tokens = tokens
+        """Tokens of the prompt if each token has a row."""
+        self._num_rows = 0
+        """Number of leading tokens whose rows were given out."""
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -297,15 +311,40 @@ class PooledOutput:
         return self.finish_reason == "stop"
 
     def push(self, event: TokenEvent) -> Delta:
-        """Return the vector; sets finish_reason. Raises the engine's fault as a ServingError."""
+        """Return the vector or the new rows; sets finish_reason. Raises the engine's fault as a ServingError."""
         if event.pooled is None:
             raise from_fault(event.fault)
-        self.finish_reason = "stop"
-        return Delta(index=self.index, pooled=event.pooled)
+        if event.finish_reason is not None:
+            self.finish_reason = "stop"
+        if event.pooled_tokens is None:
+            return Delta(index=self.index, pooled=event.pooled)
+        # After a preemption, or the death of an engine, rows of tokens that are computed again come again.
+        first, end = event.pooled_tokens
+        assert first <= self._num_rows, "an engine sends all rows in order"
+        row_bytes, begin = len(event.pooled) // (end - first), min(self._num_rows, end)
+        self._num_rows = max(self._num_rows, end)
+        return Delta(
+            index=self.index,
+            pooled=event.pooled[(begin - first) * row_bytes :],
+            tokens=tuple(self._tokens[begin:end]),
+        )
 
     def abort(self) -> None:
         """End the choice at its current state."""
         self.finish_reason = "abort"
+
+
+async def prompt_tokens(
+    tokenizer: Tokenizer, asked: GenerationRequest, prompt: Prompt, token_ids: list[int], tenant: str
+) -> tuple[PromptToken, ...]:
+    """Return the tokens of a prompt, which may have been shortened, with their places in its text."""
+    tokens = map(tokenizer.token, token_ids)
+    if not isinstance(prompt, str):
+        return tuple(map(PromptToken, tokens))
+    places = await tokenizer.places(prompt, tenant, add_special_tokens=asked.add_special_tokens)
+    keeps_end = asked.truncation is not None and asked.truncation.keeps_end
+    kept = places[len(places) - len(token_ids) :] if keeps_end else places[: len(token_ids)]
+    return tuple(PromptToken(token, *(place or ())) for token, place in zip(tokens, kept, strict=True))
 
 
 class Choice:
@@ -319,7 +358,7 @@ class Choice:
         self.num_generated = 0
         """Number of tokens that the engine has sent, whether in the output or not."""
         self.is_computed = False
-        """True if the engine has sent a token, or the prompt's vector."""
+        """True if the engine has sent a token, or the prompt's numbers to their end."""
         self.cached_tokens = 0
         self.waited_s = 0.0
         self.load: tuple[float, float] | None = None
@@ -352,7 +391,7 @@ class Choice:
         self.num_generated += event.token_id is not None
         if self.is_computed and event.count is None and not (event.waited_s or event.cached_tokens or event.load):
             return  # most tokens say no more: only an engine's first and last event do
-        self.is_computed |= event.token_id is not None or event.pooled is not None
+        self.is_computed |= event.token_id is not None or event.is_pooled
         self.cached_tokens = max(self.cached_tokens, event.cached_tokens)
         self.waited_s = max(self.waited_s, event.waited_s)
         self.load = self.load or event.load

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from http import HTTPStatus
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -31,6 +31,7 @@ from loramux.engine.messages import (
     Constraint,
     ImageInput,
     ModelFacts,
+    Pooling,
     Request,
     SamplingParams,
     ServiceClass,
@@ -49,10 +50,10 @@ from loramux.serving.checks import (
     check_cut_length,
     check_depth,
     check_logprobs,
+    check_numbers,
     check_prompt_logprobs,
     check_text_length,
     check_token_ids,
-    check_vectors,
     ensure_storage_allowed,
     recorded_user,
     resolve_max_tokens,
@@ -62,8 +63,17 @@ from loramux.serving.errors import Draining, EngineDown
 from loramux.serving.formats import Format, Formats, GrammarTrials
 from loramux.serving.generation import Generation
 from loramux.serving.images import ImageFormat, ImageReader, check_images, shortened_images
-from loramux.serving.messages import Answer, Conversation, GenerationRequest, Prompt, PromptText, Replay, TextPair
-from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt
+from loramux.serving.messages import (
+    Answer,
+    Conversation,
+    GenerationRequest,
+    Prompt,
+    PromptText,
+    PromptToken,
+    Replay,
+    TextPair,
+)
+from loramux.serving.output import Choice, OutputProcessor, PooledOutput, RepeatedPrompt, prompt_tokens
 from loramux.serving.tokenizer import StopAutomaton, Tokenizer
 
 TOKENS_A_TURN = 512
@@ -101,6 +111,8 @@ class TokenizedPrompt(NamedTuple):
     max_tokens: int
     tail: str | None = None
     """End of a conversation's text; None if the prompt is no conversation."""
+    tokens: tuple[PromptToken, ...] = ()
+    """The tokens with their places, if each of them is classified."""
     images: tuple[ImageInput, ...] = ()
     second_text_at: int | None = None
     """First token of the second text of a pair, if the model tells the texts apart."""
@@ -343,7 +355,7 @@ class CompletionService:
         stop = await base.tokenizer.run(partial(StopAutomaton, asked.stop), sum(map(len, asked.stop)), principal.tenant)
         constraint = await base.trials.constraint_of(principal.tenant, format, asked, prompts[0].tail)
         check_allowed_tokens(asked, constraint)
-        check_vectors(asked, format.bundle.num_labels if asked.pooling == "classify" else base.facts.hidden_size)
+        check_numbers(asked, [len(prompt.token_ids) for prompt in prompts], format.bundle, base.facts.hidden_size)
         check_logprobs(asked, sum(prompt.max_tokens for prompt in prompts) * asked.n)
         check_prompt_logprobs(asked, sum(len(prompt.token_ids) for prompt in prompts))
         texts = [await format.tokenizer.spell(p.token_ids, principal.tenant) for p in prompts] if asked.echo else []
@@ -381,7 +393,10 @@ class CompletionService:
         max_tokens = resolve_max_tokens(asked, prompt, len(token_ids), base.context, format.bundle.max_tokens)
         if isinstance(prompt, list):
             check_token_ids("prompt", token_ids, max(base.facts.vocab_size, format.num_tokens))
-        return TokenizedPrompt(token_ids, max_tokens, tail, images, second)
+        tokens: tuple[PromptToken, ...] = ()
+        if asked.pooling == "token_classify":
+            tokens = await prompt_tokens(format.tokenizer, asked, prompt, token_ids, reading.principal.tenant)
+        return TokenizedPrompt(token_ids, max_tokens, tail, tokens, images, second)
 
     async def _encode(self, reading: Reading, prompt: Prompt, longest: int) -> EncodedPrompt:
         """Return a prompt's tokens and images. A prompt of more than `longest` tokens may be cut short."""
@@ -634,7 +649,7 @@ def _template(principal: Principal, read: ReadRequest, id: str, service_class: S
         tenant=principal.tenant,
         prompt_token_ids=[],
         sampling=asked.sampling,
-        pooling=None if asked.pooling == "own" else asked.pooling,
+        pooling=cast(Pooling | None, asked.pooling),  # as_answered_by has chosen one
         adapter=AdapterRef(revision.engine_key, str(revision.directory)) if revision else None,
         deadline_ms=asked.deadline_ms,
         group_id=id,
@@ -654,7 +669,7 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
     choices = []
     for index in range(len(read.prompts) * asked.n):
         number, i = divmod(index, asked.n)
-        token_ids, max_tokens, tail, images, second = read.prompts[number]
+        token_ids, max_tokens, tail, tokens, images, second = read.prompts[number]
         sampling = _seeded(msgspec.structs.replace(asked.sampling, max_tokens=max_tokens), i)
         if i and not asked.is_streamed:  # an answer in one piece needs a prompt's scores once
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -666,7 +681,7 @@ def _choices(read: ReadRequest, template: Request) -> list[Choice]:
             sampling=sampling,
             second_text_at=second,
         )
-        output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes)
+        output: OutputProcessor | PooledOutput = PooledOutput(index, format.classes, tokens)
         if asked.pooling is None:
             reader = format.reader(asked, tail)
             kind = RepeatedPrompt if asked.max_tokens == 0 else OutputProcessor

@@ -134,6 +134,24 @@ class Tokenizer:
         work = partial(self.encode_now, text, limit, add_special_tokens=add_special_tokens)
         return await self.run(work, len(text), tenant)
 
+    async def places(
+        self, text: str, tenant: str = "", *, add_special_tokens: bool = True
+    ) -> list[tuple[int, int] | None]:
+        """Return the place of each token of `encode` in the text, `[start, end)` in characters. Special tokens around
+        the text have no place; no token has one if transformers' tokenizer is not of the `tokenizers` library.
+        """
+        work = partial(self._places, text, add_special_tokens=add_special_tokens)
+        return await self.run(work, len(text), tenant)
+
+    def _places(self, text: str, *, add_special_tokens: bool) -> list[tuple[int, int] | None]:
+        if not self._tokenizer.is_fast:
+            return [None] * len(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        found = self._tokenizer(
+            text, add_special_tokens=add_special_tokens, return_offsets_mapping=True, return_special_tokens_mask=True
+        )
+        places = zip(found["offset_mapping"], found["special_tokens_mask"], strict=True)
+        return [None if is_special else place for place, is_special in places]
+
     async def encode_pair(
         self, pair: TextPair, tenant: str = "", *, add_special_tokens: bool = True
     ) -> tuple[list[int], int | None]:

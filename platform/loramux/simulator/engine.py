@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,7 @@ from loramux.fleet.view import EngineState, EngineView, view_of
 from loramux.simulator.hardware import Device, StepTime, StepWork
 from loramux.simulator.report import Meter, Resource, ServiceGap, Share
 from loramux.simulator.scenario import Scenario, ScenarioError
+from loramux.simulator.traffic import Arrivals
 
 MOMENT = 1e-6
 """Seconds within which two times count as equal."""
@@ -64,11 +66,18 @@ class SimulatedStore:
     The storage adds a latency to each load, and some loads fail; both are drawn from a fixed seed.
     """
 
-    def __init__(self, clock: VirtualClock, device: Device, sizes: dict[str, tuple[int, int]]) -> None:
-        """`sizes` has pages and bytes of every revision, by digest."""
+    def __init__(
+        self,
+        clock: VirtualClock,
+        device: Device,
+        sizes: dict[str, tuple[int, int]],
+        invocations: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ) -> None:
+        """`sizes` has pages and bytes of every revision, by digest; `invocations` those of the activated LoRAs."""
         self._clock = clock
         self._device = device
         self._sizes = sizes
+        self._invocations = invocations
         self._random = random.Random(0)  # noqa: S311  a simulation, repeatable
         self.num_loads: Counter[str] = Counter()
         """Number of loads that were started, by digest."""
@@ -85,7 +94,7 @@ class SimulatedStore:
         """Read the files into the host's memory."""
         pages, size = self._sizes[ref.digest]
         self._disk_free_at = max(self._clock.now, self._disk_free_at) + size / self._device.disk_bandwidth
-        return self._later(self._disk_free_at, Inspected(pages))
+        return self._later(self._disk_free_at, Inspected(pages, self._invocations.get(ref.digest)))
 
     def fill(self, ref: AdapterRef, pages: list[int]) -> StoreJob[int]:
         """Copy the weights over the link; the result is a slot."""
@@ -257,8 +266,9 @@ class FifoAdmission:
 class SimulatedEngine:
     """An engine of a scenario. `wake_at` is the time of the next call of `run`; time passes between the calls."""
 
-    def __init__(self, name: str, scenario: Scenario, ranks: Mapping[str, int], meter: Meter, now: float) -> None:
-        """`ranks`: ranks of the adapters, by digest. `meter` samples the tokens of all engines."""
+    def __init__(self, name: str, scenario: Scenario, arrivals: Arrivals, meter: Meter, now: float) -> None:
+        """`arrivals` has the adapters. `meter` samples the tokens of all engines."""
+        ranks = {ref.digest: rank for ref, rank in arrivals.adapters.items()}
         self.name = name
         self.scenario = scenario
         self.clock = VirtualClock(now)
@@ -276,7 +286,7 @@ class SimulatedEngine:
         self._bytes = {digest: scenario.model.adapter_bytes(rank) for digest, rank in ranks.items()}
         self.sizes = {digest: (-(-size // scenario.page_bytes), size) for digest, size in self._bytes.items()}
         device = scenario.device.slowed(scenario.slowness.get(name, 1.0))
-        self.store = SimulatedStore(self.clock, device, self.sizes)
+        self.store = SimulatedStore(self.clock, device, self.sizes, arrivals.invocations)
         self.pool = PagePool(scenario.num_pages)
         self.host = SimulatedHost(scenario.swap_bytes, scenario.page_bytes, device)
         self.residency = Residency(self.pool, self.store, self.clock)

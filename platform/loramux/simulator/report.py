@@ -24,7 +24,7 @@ from loramux.engine.scheduling.queue import RequestQueue
 from loramux.engine.scheduling.sequence import Step
 from loramux.simulator.hardware import Front
 from loramux.simulator.scenario import ScenarioError
-from loramux.simulator.traffic import TrafficSource
+from loramux.simulator.traffic import StageName, TrafficSource
 
 Resource = Literal["memory", "bandwidth", "arithmetic", "link", "front"]
 """A part of the platform that may be the first to be full: pages of the pool, the memory's bandwidth, operations, the
@@ -89,11 +89,43 @@ class TenantTally:
     itl: Times = field(default_factory=Times)
 
 
+class StageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of one stage of conversations."""
+
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens that were found in a prefix cache."""
+    ttft_ms: Quantiles
+
+
+@dataclass(slots=True)
+class StageTally:
+    """The requests of one stage of conversations."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft: Times = field(default_factory=Times)
+
+    @property
+    def report(self) -> StageReport:
+        """Figures of the stage."""
+        return StageReport(
+            requests=self.requests,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            ttft_ms=self.ttft.quantiles,
+        )
+
+
 @dataclass(slots=True)
 class _Run:
     """One request that has not ended."""
 
     tally: TenantTally
+    stage: StageTally | None
+    """Tally of the request's stage, if it is of a conversation and not of the warm-up."""
     arrived: float
     deadline_s: float | None
     output_left: int
@@ -149,15 +181,35 @@ class Meter:
         self._warmup_s = warmup_s
         self._early = TenantTally()
         self.tallies: defaultdict[str, TenantTally] = defaultdict(TenantTally)
+        self.stages: defaultdict[StageName, StageTally] = defaultdict(StageTally)
+        self.conversations = Times()
+        """Times from the beginning of a conversation to its last token."""
         self.num_answered = 0
         self.last_token_at = 0.0
         self._runs: dict[str, _Run] = {}
 
-    def arrive(self, request_id: str, at: float, source: TrafficSource, output_tokens: int) -> None:
-        """Note a request that will generate `output_tokens`; it came `at`, which may be before the loop saw it."""
+    def arrive(
+        self, request_id: str, at: float, source: TrafficSource, output_tokens: int, stage: StageName | None = None
+    ) -> None:
+        """Note a request that will generate `output_tokens`; it came `at`, which may be before the loop saw it.
+
+        `stage` is the request's place in a conversation.
+        """
         token = TokenEvent(request_id=request_id, token_id=0)
-        tally = self.tallies[source.tenant] if at >= self._warmup_s else self._early
-        self._runs[request_id] = _Run(tally, at, source.deadline_s, output_tokens, token)
+        is_early = at < self._warmup_s
+        tally = self._early if is_early else self.tallies[source.tenant]
+        counted = None if stage is None or is_early else self.stages[stage]
+        self._runs[request_id] = _Run(tally, counted, at, source.deadline_s, output_tokens, token)
+
+    def note_cached(self, event: TokenEvent) -> None:
+        """Note the cached tokens of a first event."""
+        if (stage := self._runs[event.request_id].stage) is not None:
+            stage.cached_tokens += event.cached_tokens
+
+    def end_conversation(self, began_at: float, now: float) -> None:
+        """Note the last token of a conversation."""
+        if began_at >= self._warmup_s:
+            self.conversations.add(now - began_at)
 
     def sample(self, step: Step, now: float) -> list[TokenEvent]:
         """Return the tokens of a step that ended `now`, one for each of `step.sampling`."""
@@ -182,6 +234,9 @@ class Meter:
             return
         run.tally.accepted += 1
         run.tally.prompt_tokens += prompt_tokens
+        if run.stage is not None:
+            run.stage.requests += 1
+            run.stage.prompt_tokens += prompt_tokens
         run.tally.with_deadline += run.deadline_s is not None
 
     def _next_token(self, run: _Run, now: float) -> TokenEvent:
@@ -198,6 +253,8 @@ class Meter:
     def _first_token(self, run: _Run, now: float) -> None:
         waited = now - run.arrived
         run.tally.ttft.add(waited)
+        if run.stage is not None:
+            run.stage.ttft.add(waited)
         run.tally.in_deadline += run.deadline_s is not None and waited <= run.deadline_s
 
 
@@ -330,6 +387,10 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the accepted requests with a deadline that had their first token in time; None if no request had a
     deadline.
     """
+    per_stage: dict[StageName, StageReport]
+    """Figures of the stages of conversations; empty: there were none."""
+    conversation_ms: Quantiles
+    """Time from the beginning of a conversation to its last token."""
     per_tenant: dict[str, TenantReport]
 
 

@@ -107,6 +107,23 @@ class ScenarioError(ValueError):
     """A scenario, a workload or an override cannot be used; the message names the file, the field and the limit."""
 
 
+class Conversation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Turns over one growing context: in each, the base answers, then each adapter evaluates the answer.
+
+    The requests of a conversation are sent one after the other. The next turn's context has all answers and new tokens.
+    """
+
+    turns: Annotated[int, Meta(ge=1, le=64)]
+    turn_tokens: Lengths
+    """New tokens of each turn after the first."""
+    evaluation_tokens: Lengths
+    """Tokens that an adapter generates in a turn."""
+    invocation_tokens: Annotated[int, Meta(ge=1, le=256)] = 4
+    """Tokens after the context that ask for an evaluation. An activated LoRA applies from these tokens on."""
+    activated: bool = True
+    """True: the adapters are activated LoRAs. False: they are plain LoRAs, which do not share the base's KV."""
+
+
 class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One kind of traffic, from one tenant or shared by many alike."""
 
@@ -116,12 +133,12 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tenants: Count = 1
     """Number of tenants; more than one are named `tenant-0`, `tenant-1`, ..."""
     rate: Positive
-    """Requests per second of all tenants together, during activity."""
+    """Requests per second of all tenants together, during activity; with `conversation`, conversations per second."""
     cv: Annotated[float, Meta(ge=0)] = 1.0
     """Coefficient of variation of the gaps (Gamma): 0 is exactly regular, 1 Poisson, more is burstier."""
     start_s: Seconds = 0.0
     requests: Count | None = None
-    """Maximum number of requests; None: all requests that arrive before the scenario ends."""
+    """Maximum number of requests, or conversations; None: all that arrive before the scenario ends."""
     on_s: Positive | None = None
     """Seconds of activity, followed by `off_s` seconds of silence, in turns; None: always active."""
     off_s: Seconds = 0.0
@@ -148,6 +165,17 @@ class Client(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     weight: Positive = 1.0
     deadline_s: Positive | None = None
     """Deadline in seconds of the first token of the client's requests; None: no deadline."""
+    conversation: Conversation | None = None
+    """The conversation that each arrival begins, with the base and all of the client's adapters; None: an arrival is a
+    single request. `prompt_tokens` is then the context of the first turn, `output_tokens` an answer of the base, and
+    `popularity` that of the tenants.
+    """
+
+    def __post_init__(self) -> None:
+        if self.conversation is not None and not self.adapters:
+            raise ValueError("a conversation needs adapters that evaluate; set adapters to 1 or more")
+        if self.conversation is not None and self.lifetime_s is not None:
+            raise ValueError("a conversation has the same adapters from beginning to end; leave out lifetime_s")
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
@@ -30,7 +31,7 @@ from loramux.simulator.report import (
     tenant_report,
 )
 from loramux.simulator.scenario import Loss, Scenario
-from loramux.simulator.traffic import Arrivals, draw_arrivals
+from loramux.simulator.traffic import Arrivals, Stage, draw_arrivals
 
 FULL = 0.9
 """Share of a resource in use above which it counts as the one that binds."""
@@ -40,6 +41,17 @@ FULL_POOL = 0.75
 
 class Stalled(RuntimeError):
     """Requests wait and no event will ever come: the simulation has found a fault of the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationRun:
+    """A conversation that has begun."""
+
+    row: int
+    """Place of its first request in the arrivals."""
+    began_at: float
+    stages: Iterator[Stage]
+    """Stages that were not sent yet."""
 
 
 class Simulation:
@@ -55,17 +67,20 @@ class Simulation:
         """The servers, if they were measured; an estimated server delays nothing."""
         self.meter = Meter(scenario.warmup_s, self._fronts)
         self.now = 0.0
-        self._ranks = {ref.digest: rank for ref, rank in drawn.adapters.items()}
         self.engines = [self._start(f"engine-{number}", 0.0) for number in range(scenario.engines)]
         self.routers = [ROUTERS[scenario.routing]() for _ in range(scenario.fronts)]
         self.timeline = SimulatedTimeline(interval=scenario.duration_s / 500)
         self.sent_to: list[int] = []
-        """The engine of every request, in order of arrival; for a request that was sent twice, the first."""
+        """The engine of every arrival, in order; for a request that was sent twice, the first."""
         self._coming = drawn.requests()
         self._next = next(self._coming, None)
         self._passing: list[tuple[float, int, Request]] = []
         """Requests that a measured server works on, by the time at which they reach their engine."""
         self._prompts: dict[str, int] = {}
+        self._conversations: dict[str, ConversationRun] = {}
+        """Conversations by their open request."""
+        self._num_opened = len(drawn)
+        """Number of the next request of a conversation: the arrivals have the numbers before."""
         self._front_of: dict[str, int] = {}
         self._unstarted: set[str] = set()
         self._exchange = ShareExchange()
@@ -142,9 +157,31 @@ class Simulation:
     def _let_in(self) -> None:
         assert self._next is not None, "a request is due"
         at, source, output_tokens, request = self._next
-        self.meter.arrive(request.id, at, source, output_tokens)
-        self._prompts[request.id] = len(request.prompt_token_ids)
         self._next = next(self._coming, None)
+        row = int(request.id)
+        if (stages := self.arrivals.stages(row)) is not None:
+            self._conversations[request.id] = ConversationRun(row, at, iter(stages))
+        self.meter.arrive(request.id, at, source, output_tokens, None if stages is None else "first turn")
+        self._send(request, at)
+
+    def _continue(self, ended: TokenEvent) -> None:
+        """Send the next request of the conversation whose request ended. A failed request ends its conversation."""
+        conversation = self._conversations.pop(ended.request_id, None)
+        if conversation is None or ended.fault is not None:
+            return
+        stage = next(conversation.stages, None)
+        if stage is None:
+            self.meter.end_conversation(conversation.began_at, self.now)
+            return
+        request = self.arrivals.follow_up(self._num_opened, conversation.row, stage)
+        self._num_opened += 1
+        self._conversations[request.id] = conversation
+        self.meter.arrive(request.id, self.now, stage.source, stage.output_tokens, stage.name)
+        self._send(request, self.now)
+
+    def _send(self, request: Request, at: float) -> None:
+        """Send a request that comes `at` through a server, if servers were measured, to an engine."""
+        self._prompts[request.id] = len(request.prompt_token_ids)
         if len(self.engines) > 1 and self.scenario.policy.prefix_cache:
             digests = prefix_digests(b"", request.tenant, request.prompt_token_ids, self.scenario.block_size)
             request = msgspec.structs.replace(request, prefix_digests=digests)
@@ -165,7 +202,7 @@ class Simulation:
             number = int(name.removeprefix("engine-"))
             self._front_of[request.id] = front
             self._unstarted.add(request.id)
-        if int(request.id) == len(self.sent_to):
+        if int(request.id) == len(self.sent_to) < len(self.arrivals):
             self.sent_to.append(number)
         self.engines[number].submit(request, self.now)
 
@@ -181,8 +218,11 @@ class Simulation:
         for event in events:
             if len(self.engines) > 1:
                 self._tell_router(event)
+            if event.cached_tokens:
+                self.meter.note_cached(event)
             if event.finish_reason is not None:
                 self.meter.end(event, self._prompts.pop(event.request_id))
+                self._continue(event)
 
     def _tell_router(self, event: TokenEvent) -> None:
         if event.request_id in self._unstarted:
@@ -212,7 +252,7 @@ class Simulation:
         self._exchange_at = max(idle_until, self._exchange_at) + self.scenario.exchange_s
 
     def _start(self, name: str, now: float) -> SimulatedEngine:
-        return SimulatedEngine(name, self.scenario, self._ranks, self.meter, now)
+        return SimulatedEngine(name, self.scenario, self.arrivals, self.meter, now)
 
     def lose(self, name: str) -> None:
         """Let an engine die; its requests continue on other engines after the tokens that clients have."""
@@ -270,6 +310,8 @@ class Simulation:
             accepted=everyone.accepted,
             refused=everyone.refused,
             in_deadline=everyone.in_deadline,
+            per_stage={name: tally.report for name, tally in self.meter.stages.items()},
+            conversation_ms=self.meter.conversations.quantiles,
             per_tenant={tenant: tenant_report(tally) for tenant, tally in sorted(tallies.items())},
         )
 
@@ -298,7 +340,7 @@ class Simulation:
             policy = self.scenario.policy
             return 2 * (policy.max_service_lead + policy.affinity_window + self.engine.most_units_of_a_step / least)
         arrivals, scenario = self.arrivals, self.scenario
-        promised = scenario.max_num_seqs * float((arrivals.prompt_tokens + 2 * arrivals.max_tokens).max())
+        promised = scenario.max_num_seqs * float(arrivals.most_units)
         step = self.engine.most_units_of_a_step
         sigma = 2 * scenario.exchange_s * self.engine.most_units_per_s + step
         others = len(self.engines) - 1

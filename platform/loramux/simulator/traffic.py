@@ -10,9 +10,9 @@ import csv
 import json
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,10 @@ from msgspec import Meta
 
 from loramux.engine.messages import AdapterRef, Request, SamplingParams, ServiceClass
 from loramux.simulator.hardware import Count
-from loramux.simulator.scenario import Client, Rng, ScenarioError, arrival_times, choose, with_pauses
+from loramux.simulator.scenario import Client, Conversation, Rng, ScenarioError, arrival_times, choose, with_pauses
+
+INVOCATION = -(1 << 31)
+"""Token of the invocations, which no prompt has at another place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +41,30 @@ class TrafficSource:
     """Tokens with which all prompts begin."""
     base: str = ""
     """Name of the base that answers the requests; empty: the only one."""
+    invocation: tuple[int, ...] = ()
+    """Tokens that activate the adapter; empty: it is no activated LoRA."""
+
+
+StageName = Literal["first turn", "evaluation", "later turn"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A request of a conversation after the first one."""
+
+    name: StageName
+    source: TrafficSource
+    prompt_tokens: int
+    """Tokens of the conversation's context, and of the invocation."""
+    output_tokens: int
+    max_tokens: int
+    invocation: tuple[int, ...] = ()
+    """Tokens at the end of the prompt that are in no other stage's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """Requests in order of arrival, as columns."""
+    """Requests in order of arrival, as columns. A request may begin a conversation."""
 
     sources: list[TrafficSource]
     source: np.ndarray
@@ -55,6 +77,8 @@ class Arrivals:
     """int64[n]"""
     max_tokens: np.ndarray
     """int64[n]"""
+    conversations: np.ndarray | None = None
+    """object[n], tuples of the stages after the first, or None for a single request; None: only single requests."""
 
     def __len__(self) -> int:
         return len(self.at)
@@ -63,6 +87,31 @@ class Arrivals:
     def adapters(self) -> dict[AdapterRef, int]:
         """Rank of every adapter."""
         return {source.adapter: source.rank for source in self.sources if source.adapter}
+
+    @property
+    def invocations(self) -> dict[str, tuple[int, ...]]:
+        """Invocations of the activated LoRAs, by digest."""
+        return {one.adapter.digest: one.invocation for one in self.sources if one.adapter and one.invocation}
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests, with those of conversations."""
+        return len(self) + sum(1 for _ in self._later())
+
+    @property
+    def most_units(self) -> int:
+        """Units of the largest request at its maximum length: a prompt token is one unit, a generated token two."""
+        first = int((self.prompt_tokens + 2 * self.max_tokens).max())
+        return max([first, *(stage.prompt_tokens + 2 * stage.max_tokens for stage in self._later())])
+
+    def _later(self) -> Iterator[Stage]:
+        for row in range(len(self) if self.conversations is not None else 0):
+            yield from self.stages(row) or ()
+
+    def stages(self, row: int) -> tuple[Stage, ...] | None:
+        """Return the stages after the first of the conversation that a row begins; None: it is a single request."""
+        stages: tuple[Stage, ...] | None = None if self.conversations is None else self.conversations[row]
+        return stages
 
     @property
     def preloaded(self) -> list[AdapterRef]:
@@ -78,6 +127,7 @@ class Arrivals:
             self.prompt_tokens[which],
             self.output_tokens[which],
             self.max_tokens[which],
+            None if self.conversations is None else self.conversations[which],
         )
 
     def of_base(self, base: str) -> Arrivals:
@@ -110,17 +160,30 @@ class Arrivals:
         rows = zip(*(column.tolist() for column in columns), strict=True)
         for number, (index, at, prompt, output, most) in enumerate(rows):
             source = self.sources[index]
-            request = Request(
-                id=str(number),
-                tenant=source.tenant,
-                prompt_token_ids=_prompt(number, prompt, index, source.system_tokens),
-                sampling=SamplingParams(max_tokens=most),
-                adapter=source.adapter,
-                service_class=source.service_class,
-                weight=source.weight,
-                deadline_ms=None if source.deadline_s is None else round(source.deadline_s * 1000),
-            )
-            yield at, source, output, request
+            tokens = _prompt(number, prompt, index, source.system_tokens)
+            yield at, source, output, _request(number, source, tokens, most)
+
+    def follow_up(self, number: int, row: int, stage: Stage) -> Request:
+        """Return a stage of the conversation that a row began, as the request with this number. Its prompt begins with
+        the prompts and answers of all earlier stages of the base.
+        """
+        index = int(self.source[row])
+        length = stage.prompt_tokens - len(stage.invocation)
+        context = _prompt(row, length, index, self.sources[index].system_tokens)
+        return _request(number, stage.source, [*context, *stage.invocation], stage.max_tokens)
+
+
+def _request(number: int, source: TrafficSource, prompt: list[int], max_tokens: int) -> Request:
+    return Request(
+        id=str(number),
+        tenant=source.tenant,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(max_tokens=max_tokens),
+        adapter=source.adapter,
+        service_class=source.service_class,
+        weight=source.weight,
+        deadline_ms=None if source.deadline_s is None else round(source.deadline_s * 1000),
+    )
 
 
 def _prompt(number: int, length: int, source: int, shared: int) -> list[int]:
@@ -143,17 +206,27 @@ def draw_arrivals(clients: Iterable[Client], duration_s: float, seed: int) -> Ar
     joined = Arrivals(
         sources,
         np.concatenate([part.source + offset for part, offset in zip(parts, offsets, strict=True)]),
-        *(
-            np.concatenate([getattr(part, column) for part in parts])
-            for column in ("at", "prompt_tokens", "output_tokens", "max_tokens")
-        ),
+        np.concatenate([part.at for part in parts]),
+        np.concatenate([part.prompt_tokens for part in parts]),
+        np.concatenate([part.output_tokens for part in parts]),
+        np.concatenate([part.max_tokens for part in parts]),
+        _joined_conversations(parts),
     )
     if not len(joined):
         raise ScenarioError("no request arrives: raise duration_s or a client's rate")
     return joined.only(np.argsort(joined.at, kind="stable"))
 
 
+def _joined_conversations(parts: Sequence[Arrivals]) -> np.ndarray | None:
+    if all(part.conversations is None for part in parts):
+        return None
+    columns = [np.full(len(part), None) if part.conversations is None else part.conversations for part in parts]
+    return np.concatenate(columns)
+
+
 def _draw(client: Client, duration_s: float, rng: np.random.Generator) -> Arrivals:
+    if client.conversation is not None:
+        return _draw_conversations(client, client.conversation, duration_s, rng)
     at = _times(client, duration_s, rng)
     sources = _sources(client, _generations(client, duration_s))
     try:
@@ -168,6 +241,68 @@ def _draw(client: Client, duration_s: float, rng: np.random.Generator) -> Arriva
     outputs = client.output_tokens.draw(rng, len(at))
     most = outputs if client.max_tokens is None else np.full(len(at), client.max_tokens)
     return Arrivals(sources, source, at, prompts, np.minimum(outputs, most), most)
+
+
+def _draw_conversations(client: Client, conversation: Conversation, duration_s: float, rng: Rng) -> Arrivals:
+    """Draw the first requests, which go to the base, and the later stages of each."""
+    alone = msgspec.structs.replace(client, adapters=0, conversation=None)
+    first = _draw(alone, duration_s, rng)
+    invocation = (INVOCATION,) * conversation.invocation_tokens
+    evaluators = [
+        [
+            replace(
+                caller,
+                adapter=AdapterRef(f"{client.tenant}/{number}", ""),
+                rank=client.ranks[number % len(client.ranks)],
+                invocation=invocation if conversation.activated else (),
+            )
+            for number in range(client.adapters)
+        ]
+        for caller in first.sources
+    ]
+    count, later = len(first), conversation.turns - 1
+    added = conversation.turn_tokens.draw(rng, count * later).reshape(count, later)
+    answers = client.output_tokens.draw(rng, count * later).reshape(count, later)
+    most = answers if client.max_tokens is None else np.full(answers.shape, client.max_tokens)
+    turns = np.stack([added, np.minimum(answers, most), most], axis=2)
+    judged = conversation.evaluation_tokens.draw(rng, count * conversation.turns * client.adapters)
+    judged = judged.reshape(count, conversation.turns, client.adapters)
+    conversations = np.empty(count, dtype=object)
+    for row, index in enumerate(first.source.tolist()):
+        context = int(first.prompt_tokens[row] + first.output_tokens[row])
+        asked = Evaluators(evaluators[index], invocation, judged[row].tolist())
+        conversations[row] = tuple(_stages(context, first.sources[index], turns[row].tolist(), asked))
+    sources = [*first.sources, *(one for group in evaluators for one in group)]
+    return replace(first, sources=sources, conversations=conversations)
+
+
+class Evaluators(NamedTuple):
+    """The adapters of a conversation."""
+
+    sources: Sequence[TrafficSource]
+    invocation: tuple[int, ...]
+    """Tokens at the end of an evaluation's prompt."""
+    output_tokens: Sequence[Sequence[int]]
+    """Tokens of each adapter's answer, by turn."""
+
+
+def _stages(
+    context: int, caller: TrafficSource, turns: Sequence[Sequence[int]], evaluators: Evaluators
+) -> Iterator[Stage]:
+    """Yield the stages after the base's first answer, with which `context` tokens end.
+
+    `turns` has the new tokens, the answer's tokens and their maximum, of each turn after the first.
+    """
+    invocation = evaluators.invocation
+    for turn, outputs in enumerate(evaluators.output_tokens):
+        if turn:
+            added, output, most = turns[turn - 1]
+            context += added
+            yield Stage("later turn", caller, context, output, most)
+            context += output
+        for source, tokens in zip(evaluators.sources, outputs, strict=True):
+            yield Stage("evaluation", source, context + len(invocation), tokens, tokens, invocation)
+        context += sum(outputs)
 
 
 def _times(client: Client, duration: float, rng: np.random.Generator) -> np.ndarray:
@@ -251,6 +386,11 @@ def read_workload(path: Path) -> Arrivals:
         traffic = msgspec.convert(tomllib.loads(path.read_text()), Traffic)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ScenarioError(f"workload {path}: {error}") from None
+    for number, client in enumerate(traffic.clients):
+        if client.conversation is not None:
+            raise ScenarioError(
+                f"workload {path}: clients.{number}.conversation is for scenarios alone; run `loramux simulate {path}`"
+            )
     return draw_arrivals(traffic.clients, traffic.duration_s, traffic.seed)
 
 

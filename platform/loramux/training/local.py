@@ -13,6 +13,7 @@ import time
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
 
+from loramux.serving.service import CompletionService
 from loramux.training.share import BUSY, QUIET
 
 STOP_SECONDS = 10.0
@@ -24,32 +25,49 @@ RESTART_SECONDS = 15.0
 logger = logging.getLogger(__name__)
 
 
+def watch_busy(completions: CompletionService, note: Callable[[bool], None]) -> None:
+    """Call `note` whenever `completions.others_running` has changed, with its result; also now, if it is true."""
+    was_busy = False
+
+    def compare(_: object = None) -> None:
+        nonlocal was_busy
+        if (is_busy := completions.others_running()) != was_busy:
+            was_busy = is_busy
+            note(is_busy)
+
+    completions.on_begun(compare)
+    completions.on_ended(compare)
+    compare()
+
+
 class LocalTrainer:
     """Runs `command`, which ends when it has had no job for a while.
 
     The command reads `settings` on its standard input, and then BUSY or QUIET whenever that changes.
     """
 
-    def __init__(self, command: Sequence[str], settings: bytes, is_busy: Callable[[], bool]) -> None:
-        """`is_busy` returns whether the server answers requests; `note` is called whenever that may have changed."""
+    def __init__(self, command: Sequence[str], settings: bytes) -> None:
         self._command = command
         self._settings = settings
         self.process: Process | None = None
         """The trainer that was started last."""
         self._started_at = float("-inf")
-        self._ask = is_busy
-        self._is_busy = False
+        self._busy_workers: set[int] = set()
 
-    def note(self, _: object = None) -> None:
-        """Pass on to the trainer whether the server answers requests, if that has changed."""
-        if (is_busy := self._ask()) != self._is_busy:
-            self._is_busy = is_busy
+    def note_busy(self, is_busy: bool, worker: int = 0) -> None:
+        """Note if a worker of the server answers requests, and tell the trainer if any does; 0 is this process."""
+        was_busy = bool(self._busy_workers)
+        if is_busy:
+            self._busy_workers.add(worker)
+        else:
+            self._busy_workers.discard(worker)
+        if bool(self._busy_workers) != was_busy:
             self._pass_on()
 
     def _pass_on(self) -> None:
         if self.process is not None and self.process.returncode is None:
             assert self.process.stdin is not None
-            self.process.stdin.write(BUSY if self._is_busy else QUIET)
+            self.process.stdin.write(BUSY if self._busy_workers else QUIET)
 
     async def ensure_runs(self) -> None:
         """Start the trainer unless it runs or was started a short time ago."""

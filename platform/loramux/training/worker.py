@@ -93,7 +93,8 @@ class TrainingWorker:
         """`local_bases` returns the names of the bases whose weights are on this machine."""
         self.server = server
         self._database = server.database
-        self._local = local
+        self.local = local
+        """The trainer that this server starts on its own machine; None: it starts none."""
         self._local_bases = local_bases
         self._tending = asyncio.Lock()
         self._looking: asyncio.Task[None] | None = None
@@ -114,8 +115,8 @@ class TrainingWorker:
             waiting = {job.base_model for job in await jobs.waiting()}
         self.jobs.look()
         # a trainer that has no base of a waiting job would end, and be started again, all the time
-        if self._local is not None and waiting and not waiting.isdisjoint(await self._local_bases()):
-            await self._local.ensure_runs()
+        if self.local is not None and waiting and not waiting.isdisjoint(await self._local_bases()):
+            await self.local.ensure_runs()
 
     def look(self) -> None:
         """Tend the jobs soon, because one has changed."""
@@ -145,8 +146,8 @@ class TrainingWorker:
     async def stop(self) -> None:
         """Stop the work of this server, and its trainer."""
         await self.jobs.stop()
-        if self._local is not None:
-            await self._local.stop()
+        if self.local is not None:
+            await self.local.stop()
 
     async def _follow(self, jobs: TrainingJobs, id: str) -> None:
         """Follow an order for a job that no trainer has."""

@@ -31,6 +31,12 @@ ADAPTERS = {
     "vectors": {},
     "narrow": {"target_modules": ["query", "value", "Wqkv", "q_lin"], "r": 3},
     "three": {"num_labels": 3},
+    "tokens": {
+        "num_labels": 4,
+        "of_tokens": True,
+        "r": 5,
+        "target_modules": ["query", "dense", "Wqkv", "q_lin", "lin1"],
+    },
     "one": {"num_labels": 1, "r": 20, "target_modules": ["query", "dense", "Wo", "Wi", "out_lin"]},
 }
 
@@ -57,8 +63,9 @@ def asked(zoo: EncoderZoo, texts: list[list[int]]) -> list[Request]:
     requests = []
     for i, text in enumerate(texts):
         adapter = names[i % len(names)]
-        is_classifier = adapter is not None and "num_labels" in ADAPTERS[adapter]
-        pooling = "classify" if is_classifier else ("mean", "cls", "last")[i // len(names) % 3]
+        fields = {} if adapter is None else ADAPTERS[adapter]
+        classify = "token_classify" if "of_tokens" in fields else "classify"
+        pooling = classify if "num_labels" in fields else ("mean", "cls", "last")[i // len(names) % 3]
         requests.append(zoo.request(f"r{i}", adapter, text, pooling))
     return requests
 
@@ -70,8 +77,8 @@ def expected(zoo: EncoderZoo, request: Request, **inputs: list[int]) -> NDArray[
     tensors["input_ids"] = torch.tensor([request.prompt_token_ids])
     tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
     model = zoo.plain if request.adapter is None else zoo.made[request.adapter.digest].model
-    if request.pooling == "classify":
-        return model(**tensors).logits[0].numpy()
+    if request.pooling in ("classify", "token_classify"):
+        return model(**tensors).logits[0].flatten().numpy()
     states = model(**tensors).last_hidden_state[0]
     return {"mean": states.mean(0), "cls": states[0], "last": states[-1]}[request.pooling].numpy()
 
@@ -201,6 +208,8 @@ def test_classifier_on_a_checkpoint_without_a_pooler_is_refused_at_upload(tmp_pa
     with pytest.raises(ConfigRejected, match=r"no weights of bert\.pooler") as refused:
         inspect_adapter(zoo.adapters / "three", describe_base(zoo.base), PlanLimits())
     assert refused.value.field == "task_type"
+    zoo.add("tokens", **ADAPTERS["tokens"])  # reads the states themselves
+    assert inspect_adapter(zoo.adapters / "tokens", describe_base(zoo.base), PlanLimits()).absent == ()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +218,7 @@ def test_classifier_on_a_checkpoint_without_a_pooler_is_refused_at_upload(tmp_pa
         ({"modules_to_save": ["pooler"]}, "pooler"),
         ({"modules_to_save": ["LayerNorm"]}, "LayerNorm"),
         ({"trainable_token_indices": [5, 7]}, "trainable_token_indices"),
-        ({"task_type": "TOKEN_CLS"}, "TOKEN_CLS"),
+        ({"task_type": "CAUSAL_LM"}, "CAUSAL_LM"),
     ],
 )
 def test_adapter_parts_that_encoders_do_not_serve_are_refused(bert: EncoderZoo, recipe: dict, named: str) -> None:

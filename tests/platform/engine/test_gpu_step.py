@@ -16,7 +16,7 @@ from scheduler_harness import decoding
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import ModelSettings
 from loramux.engine.execution import device_sampler
-from loramux.engine.execution.assembly import _gpu_pool_bytes, extrapolate
+from loramux.engine.execution.assembly import allocate_pool, extrapolate
 from loramux.engine.execution.attention import KvLayout, LayerShape
 from loramux.engine.execution.cuda_graphs import (
     Recording,
@@ -263,15 +263,19 @@ def bank_of(num_sites: int, max_rank: int, num_pages: int, max_slots: int) -> Ad
 def test_gpu_pool_leaves_room_for_everything_else(monkeypatch) -> None:
     """The card has 1000 MB, 700 of them free, and the share is 0.9: 600 MB minus activations, in pages that each bring
     their share of the tables."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
-    settings = Settings(model=ModelSettings(path="", served_model_name="m"))
-    layout = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16, itemsize=4)
-    model = SimpleNamespace(device=CPU, dtype=torch.float32)
     bank = bank_of(num_sites=7, max_rank=32, num_pages=1, max_slots=5)
     row_bytes = bank.slot_bytes
-    num_bytes = _gpu_pool_bytes(settings, model, layout, 50_000_000, row_bytes)
-    page_bytes = layout.page_elements * 4
-    pages = num_bytes // page_bytes
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700_000_000, 1_000_000_000))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    weights = torch.nn.Linear(1, 50_000_000, bias=False, device="meta", dtype=torch.float32)
+    allocated: list[int] = []
+    monkeypatch.setattr(torch, "empty", lambda elements, **_: allocated.append(elements))
+    settings = Settings(model=ModelSettings(path="", served_model_name="m"))
+    page_bytes = KvLayout((LayerShape(2, 16, 16),) * 3, block_size=16, itemsize=4).page_bytes
+    model = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float32, parameters=weights.parameters)
+    allocate_pool(settings, model, SimpleNamespace(packed_bytes=100_000_000), page_bytes, 50_000_000, row_bytes)
+    pages, rest = divmod(allocated[0] * 4, page_bytes)
+    assert rest == 0
     assert pages * (page_bytes + row_bytes) <= 550_000_000 < (pages + 1) * (page_bytes + row_bytes)
     table = bank.table
     tensors = (table.a_offsets, table.b_offsets, table.ranks, table.scales, bank.vectors.columns, bank.vectors.inputs)

@@ -18,7 +18,7 @@ from preempting import preempting
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.checkpoint import read_config
-from loramux.engine.execution.loader import plan_memory
+from loramux.engine.execution.memory_plan import plan_memory
 from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
 from loramux.engine.worker import request_fault

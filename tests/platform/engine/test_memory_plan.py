@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import re
+import tempfile
+import threading
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from adapter_zoo import load, make_engine
 from quantized_zoo import CHECKPOINTS, QuantizedZoo
+from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
 
+from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings, ModelSettings
+from loramux.engine.execution import loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
-from loramux.engine.execution.loader import MemoryPlan, plan_memory
-from loramux_adapters.base import describe_base
+from loramux.engine.execution.memory_plan import Card, MemoryPlan, loading_alone, plan_memory
+from loramux_adapters.base import auto_class, describe_base
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.sharding import Sharding
 
@@ -76,3 +87,152 @@ def test_plan_that_does_not_fit_is_refused_with_what_would(plan: MemoryPlan, way
 def test_plan_is_said_in_one_sentence() -> None:
     plan = MemoryPlan(1, 15 * GB, 98 * GB, 1_960_000, 311 * 10**6)
     assert str(plan) == "weights 15.0 GB, pool 98.0 GB = 50,000 pages, or 315 adapters of rank 64 on all linears"
+
+
+def checkpoint_of_holes(folder: Path, config: PretrainedConfig) -> Path:
+    """Save a checkpoint whose weights take no space on the disk: its file has a header and is otherwise empty."""
+    config.architectures = [auto_class(config)._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        tensors = auto_class(config).from_config(config).state_dict()
+    header, end = {}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path = folder / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + end)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+    )
+    return checkpoint_of_holes(tmp_path_factory.mktemp("llama-8b"), config)
+
+
+class Read(Exception):
+    """The weights would be read now."""
+
+
+@pytest.fixture
+def load_on_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """load_on_card(folder, total, free, ...): start loading on a GPU of so many bytes; returns the refusal, or None."""
+
+    def read(*_: object, **__: object) -> None:
+        raise Read
+
+    monkeypatch.setattr(loader, "choose_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(loader, "load_checkpoint", read)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="card"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def start(folder: Path, total: float, free: float, quantization: str = "none", **engine: object) -> str | None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (int(free), int(total)))
+        model = ModelSettings(path=str(folder), served_model_name="m", quantization=quantization)
+        try:
+            loader.load_model(Settings(model=model, engine=EngineSettings(num_threads=1, **engine)))
+        except UnsupportedModel as refusal:
+            return str(refusal)
+        except Read:
+            return None
+        raise AssertionError("the weights are read after the plan")
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "quantization", "engine", "said"),
+    [
+        (17.5, 17.3, "none", {}, r"set engine.gpu_memory_utilization to 0.94 or more"),
+        (85, 84, "none", {"pool_bytes": 80 * GB}, r"set engine.pool_bytes to 67\d{9} or less"),
+        (
+            85,
+            84,
+            "none",
+            {"max_num_batched_tokens": 10**6},
+            r"set engine.max_num_batched_tokens to \d+ or less",
+        ),
+        (85, 84, "none", {"max_num_seqs": 10**6}, r"max_num_batched_tokens and engine.max_num_seqs to \d+ or less"),
+        (85, 84, "none", {"engines_per_device": 6}, r"6 engines divide this GPU: let fewer use it"),
+        (85, 12, "none", {}, r"85\.0 GB, of them 12\.0 GB free, .* other processes hold 73\.0 GB of it: end them"),
+        (16.2, 16.1, "none", {}, r'set model.quantization = "int8" or "nf4"'),
+        (12, 11.8, "none", {}, r"weights 16\.1 GB, largest step 0\.1 GB, .* give a quantized checkpoint, or a larger"),
+        (12, 11.8, "int8", {}, r"also to be quantized there: give a quantized checkpoint, or a larger GPU"),
+    ],
+)
+def test_base_that_does_not_fit_a_card_is_refused_before_its_weights_are_read_with_what_fits(
+    load_on_card, llama_8b: Path, total: float, free: float, quantization: str, engine: dict[str, int], said: str
+) -> None:
+    total, free = total * GB, free * GB
+    refusal = load_on_card(llama_8b, total, free, quantization, **engine)
+    assert refusal is not None
+    assert re.search(said, refusal), refusal
+    if number := re.search(r"set (engine\..*) to ([0-9.]+) or (?:less|more)", refusal):
+        names = re.findall(r"engine\.(\w+)", number[1])
+        value = float(number[2]) if names == ["gpu_memory_utilization"] else int(number[2])
+        assert load_on_card(llama_8b, total, free, quantization, **engine | dict.fromkeys(names, value)) is None
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "engines", "pool"),
+    [(85, 84, None, "59.3"), (85, 84, 2, "22.1"), (85, 84, 4, "2.9"), (24, 23.6, None, "5.0")],
+)
+def test_plan_of_a_card_has_the_pool_that_weights_and_step_leave_of_the_share(
+    load_on_card, llama_8b: Path, caplog, total: float, free: float, engines: int | None, pool: str
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert load_on_card(llama_8b, total * GB, free * GB, engines_per_device=engines) is None
+    (line,) = (record.message for record in caplog.records if " pool " in record.message)
+    assert f"weights 16.1 GB, largest step 0.1 GB, pool {pool} GB" in line
+
+
+def test_weights_that_are_quantized_on_the_card_are_planned_whole(load_on_card, llama_8b: Path) -> None:
+    assert load_on_card(llama_8b, 17 * GB, 16.5 * GB, "int8") is None
+
+
+def test_experts_that_are_unpacked_are_planned_as_they_are_held(load_on_card, tmp_path: Path) -> None:
+    """A mixture of 20B parameters in MXFP4 has files of 14 GB, and takes 40 GB of a GPU."""
+    config = GptOssConfig(num_hidden_layers=24, num_local_experts=32, dtype="bfloat16")
+    config.quantization_config = {"quant_method": "mxfp4"}
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path)
+    refusal = load_on_card(tmp_path, 24 * GB, 23 * GB)
+    assert refusal is not None
+    assert re.search(r"weights (39|4[0-2])\.\d GB", refusal), refusal
+    assert load_on_card(tmp_path, 85 * GB, 84 * GB) is None
+
+
+def test_two_engines_on_a_card_get_equal_pools() -> None:
+    weights, total = 16 * GB, 85 * GB
+    first = Card("cuda:0", total, total - weights, 0.9, 2).left(weights)
+    second = Card("cuda:0", total, total - weights - first - weights, 0.9, 2).left(weights)
+    assert abs(first - second) <= 1
+    assert 2 * (weights + first) <= 0.9 * total
+
+
+@pytest.mark.parametrize("engines", [1, 2])
+def test_engines_that_divide_a_card_load_one_after_the_other(monkeypatch, tmp_path: Path, engines: int) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="card"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    card, settings = torch.device("cuda", 0), EngineSettings(engines_per_device=engines)
+    second_loads = threading.Event()
+
+    def load() -> None:
+        with loading_alone(card, settings):
+            second_loads.set()
+
+    second = threading.Thread(target=load)
+    with loading_alone(card, settings):
+        second.start()
+        assert second_loads.wait(5 if engines == 1 else 0.2) == (engines == 1)
+    assert second_loads.wait(5)
+    second.join()

@@ -15,17 +15,19 @@ import torch
 import transformers
 from adapter_zoo import FAMILIES, ON_RANKS, SMALL, Asked, Zoo, load, to_request
 from delayed_runner import late_engine
+from safetensors.torch import load_file, save_file
 from task_adapters import TaskAdapter
 
 from loramux.common.units import TokenCounts
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.cuda_graphs import host_syncs_of
 from loramux.engine.execution.runner import Pooler, decoder_of
-from loramux.engine.messages import Request, SamplingParams, TokenEvent
+from loramux.engine.messages import Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.engine.scheduling.sequence import Chunk, Sequence
 from loramux_adapters.bank import PagedRows, ResidentClassifier
 from loramux_adapters.convert.renaming import rename_adapter
-from loramux_adapters.plan import PlanLimits
+from loramux_adapters.errors import BaseMismatch
+from loramux_adapters.plan import PlanLimits, inspect_adapter
 from loramux_adapters.weights import Matrix, MatrixKind
 
 TOLERANCE = 1e-5
@@ -43,9 +45,9 @@ def pooled(zoo: Zoo, name: str, adapter: str | None, prompt: tuple[int, ...], po
     return msgspec.structs.replace(request, pooling=pooling)
 
 
-def run(engine: Engine, requests: list[Request]) -> dict[str, list[TokenEvent]]:
-    """Run the requests to their ends; two arrive before each step."""
-    waiting, events = list(requests), {request.id: [] for request in requests}
+def run(engine: Engine, requests: list[Request], *running: str) -> dict[str, list[TokenEvent]]:
+    """Run the requests and those that are `running` to their ends; two arrive before each step."""
+    waiting, events = list(requests), {name: [] for name in (*running, *(request.id for request in requests))}
     while waiting or not engine.is_idle:
         for request in waiting[:2]:
             engine.submit(request)
@@ -74,6 +76,19 @@ def expected(zoo: Zoo, adapter: str | None, prompt: tuple[int, ...], pooling: st
 
 def vector(event: TokenEvent) -> np.ndarray:
     return np.frombuffer(event.pooled, dtype=np.float32)
+
+
+def rows(events: list[TokenEvent]) -> np.ndarray:
+    """Return the numbers of every token of a prompt; rows that come again take the place of the earlier ones."""
+    *parts, last = events
+    assert {event.finish_reason for event in parts} <= {None}
+    assert last.finish_reason == "stop"
+    found: list[np.ndarray] = []
+    for event in events:
+        first, end = event.pooled_tokens
+        assert first <= len(found)
+        found[first:end] = vector(event).reshape(end - first, -1)
+    return np.stack(found)
 
 
 def prompts(count: int, lengths: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -173,6 +188,135 @@ def test_classifiers_with_different_heads_in_one_batch_are_pefts(
         assert [event.token_id for event in events[one.name]] == zoo.answer(one)
 
 
+@pytest.fixture(scope="module")
+def token_classifiers(zoo: Zoo) -> dict[str, TaskAdapter]:
+    """Classifiers of tokens, with heads of three sizes."""
+    made = {"tokens3": (3, {}), "tokens1": (1, {"target_modules": ["q_proj", "v_proj"]}), "tokens70": (70, {"r": 4})}
+    return {
+        name: TaskAdapter(zoo.base, zoo.adapters / name, seed, num_labels, of_tokens=True, **lora)
+        for seed, (name, (num_labels, lora)) in enumerate(made.items(), start=20)
+    }
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(Zoo.engine, id="in turn"),
+        pytest.param(lambda *a, **k: late_engine(*a, **k)[0], id="one ahead"),
+        pytest.param(partial(Zoo.engine, tensor_parallel_size=2), id="two ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_every_token_has_pefts_classes_in_batches_with_everything_else(
+    zoo: Zoo,
+    classifiers: dict[str, TaskAdapter],
+    token_classifiers: dict[str, TaskAdapter],
+    make: Callable[..., Engine],
+) -> None:
+    """Chunks of 16 tokens cut the long prompts; repeated prompts find nothing in the prefix cache."""
+    texts, names = prompts(9, (1, 40, 17)), list(token_classifiers)
+    asked = [pooled(zoo, f"t{i}", names[i % 3], text, "token_classify") for i, text in enumerate(texts * 2)]
+    asked += [pooled(zoo, f"c{i}", "three", text, "classify") for i, text in enumerate(texts)]
+    asked += [pooled(zoo, f"m{i}", "plain", text, "mean") for i, text in enumerate(texts)]
+    generating = [Asked(f"g{i}", (None, "plain")[i % 2], text, 6) for i, text in enumerate(prompts(4, (9, 30)))]
+    requests = asked + [to_request(zoo, one) for one in generating]
+    random.Random(3).shuffle(requests)
+    engine = make(zoo, max_num_batched_tokens=16)
+    events = run(engine, requests)
+    engine.close()
+    for i, text in enumerate(texts * 2):
+        wanted = token_classifiers[names[i % 3]].logits(text)
+        assert wanted.shape == (len(text), (3, 1, 70)[i % 3])
+        assert close(rows(events[f"t{i}"]), wanted), names[i % 3]
+        assert events[f"t{i}"][-1].count.tokens == TokenCounts(prompt=len(text))
+    for i, text in enumerate(texts):
+        assert close(vector(events[f"c{i}"][0]), classifiers["three"].logits(text))
+        assert close(vector(events[f"m{i}"][0]), expected(zoo, "plain", text, "mean"))
+    for one in generating:
+        assert [event.token_id for event in events[one.name]] == zoo.answer(one)
+
+
+OTHER_LINEARS = {
+    "phi3": ["qkv_proj", "down_proj"],
+    "qwen3_moe": ["q_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "v_proj"],
+    "qwen3_next": ["q_proj", "in_proj_qkvz"],
+    "deepseek_v3": ["q_a_proj", "kv_b_proj"],
+}
+"""Linears of attention, by family."""
+
+
+@pytest.mark.parametrize("family", OTHER_LINEARS)
+def test_every_token_has_pefts_classes_on_other_families(tmp_path: Path, family: str) -> None:
+    """Mixtures, joined linears, states of linear attention, a compressed KV."""
+    zoo = Zoo(family, tmp_path)
+    adapter = TaskAdapter(zoo.base, zoo.adapters / "t", 3, 4, of_tokens=True, target_modules=OTHER_LINEARS[family])
+    texts = prompts(3, (1, 40, 17))
+    asked = [pooled(zoo, f"t{i}", "t", text, "token_classify") for i, text in enumerate(texts)]
+    events = run(zoo.engine(), asked)
+    for request, text in zip(asked, texts, strict=True):
+        assert close(rows(events[request.id]), adapter.logits(text))
+
+
+def test_head_of_either_name_with_or_without_a_bias_is_served(zoo: Zoo, tmp_path: Path) -> None:
+    """transformers' families call it `score` or `classifier`; `token_classification_bias` leaves the bias out."""
+    adapter = TaskAdapter(zoo.base, tmp_path / "a", 3, 4, of_tokens=True)
+    tensors = load_file(tmp_path / "a/adapter_model.safetensors")
+    bias = tensors.pop("base_model.model.score.bias")
+    tensors["base_model.model.classifier.weight"] = tensors.pop("base_model.model.score.weight")
+    folder = zoo.adapters / "renamed"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes((tmp_path / "a/adapter_config.json").read_bytes())
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (text,) = prompts(1, (17,))
+    events = run(zoo.engine(), [pooled(zoo, "x", "renamed", text, "token_classify")])
+    assert close(rows(events["x"]), adapter.logits(text) - bias.numpy())
+    del tensors["base_model.model.classifier.weight"]
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(BaseMismatch, match=r"TOKEN_CLS, and the file has no .*score.weight"):
+        inspect_adapter(folder, load(zoo.base)[0].base, PlanLimits())
+
+
+def test_rows_of_a_long_prompt_come_chunk_by_chunk(zoo: Zoo, token_classifiers: dict[str, TaskAdapter]) -> None:
+    """No event holds more rows than a step has tokens, and the last one alone ends the request."""
+    (text,) = prompts(1, (256,))
+    request = pooled(zoo, "x", "tokens3", text, "token_classify")
+    events = run(zoo.engine(max_num_batched_tokens=64), [request])["x"]
+    assert [event.pooled_tokens for event in events] == [(0, 64), (64, 128), (128, 192), (192, 256)]
+    assert close(rows(events), token_classifiers["tokens3"].logits(text))
+
+
+def test_classes_of_a_preempted_prompt_are_of_every_token(zoo: Zoo, token_classifiers: dict[str, TaskAdapter]) -> None:
+    """Requests of a higher class take its pages in the middle of the prompt."""
+    (text,) = prompts(1, (250,))
+    slow = msgspec.structs.replace(
+        pooled(zoo, "x", "tokens3", text, "token_classify"), service_class=ServiceClass.BATCH
+    )
+    engine = zoo.engine(max_num_batched_tokens=16, pool_bytes=600_000 if zoo.family == "gemma2" else 400_000)
+    engine.submit(slow)
+    events: list[TokenEvent] = []
+    while len(events) < 5 and not engine.is_idle:
+        report = engine.step()
+        events += report.events if report else []
+    urgent = [Asked(f"g{i}", None, text, 30) for i, text in enumerate(prompts(4, (150,)))]
+    asked = [msgspec.structs.replace(to_request(zoo, one), service_class=ServiceClass.INTERACTIVE) for one in urgent]
+    events += run(engine, [*asked], slow.id)[slow.id]
+    assert engine.stats().preemptions > 0
+    assert sum(end - first for first, end in (event.pooled_tokens for event in events)) > len(text)
+    assert close(rows(events), token_classifiers["tokens3"].logits(text))
+
+
+def test_classes_of_tokens_without_a_head_are_refused_by_the_engine(zoo: Zoo) -> None:
+    (text,) = prompts(1, (90,))
+    engine = zoo.engine(max_num_batched_tokens=16)
+    engine.submit(pooled(zoo, "x", "plain", text, "token_classify"))
+    events = []
+    while not engine.is_idle:
+        report = engine.step()
+        events += report.events if report else []
+    assert [event.fault.code for event in events] == ["not_a_classifier"]
+    assert engine.stats().pages_kv == 0
+
+
 def test_adapter_for_vectors_is_renamed_and_pefts(zoo: Zoo) -> None:
     """PEFT trained it on the model without its head, whose modules have shorter names."""
     uploaded, served = zoo.adapters / "uploaded", zoo.adapters / "vectors"
@@ -239,15 +383,16 @@ def test_cancelled_prompt_counts_the_tokens_that_were_computed(zoo: Zoo) -> None
 def test_pooling_never_waits_for_the_device() -> None:
     """A GPU works on while the host plans: the vectors are read with the step's tokens."""
     matrix = Matrix("score", MatrixKind.CLASSIFIER, 5, 8, fills_pages=True)
+    matrix = Matrix("score", MatrixKind.CLASSIFIER, 5, 9, fills_pages=True)
     head = ResidentClassifier((PagedRows(torch.randn(128), 32, [2, 0], matrix),))
     chunks = []
-    for number, how in enumerate(("last", "mean", "classify")):
+    for number, how in enumerate(("last", "mean", "classify", "token_classify")):
         sampling = SamplingParams(max_tokens=1)
         request = Request(id=how, tenant="t", prompt_token_ids=[1, 2, 3], sampling=sampling, pooling=how)
         chunks.append((3 * number, Chunk(Sequence(request, 0.0), 0, 3)))
-    pooler, hidden = Pooler(lambda _: head), torch.randn(9, 8)
+    pooler, hidden = Pooler(lambda _: head), torch.randn(12, 8)
     assert host_syncs_of(lambda: pooler.pool(hidden, chunks)) == set()
-    assert [len(event.pooled) for event in pooler.pool(hidden, chunks).events()] == [32, 32, 20]
+    assert [len(event.pooled) for event in pooler.pool(hidden, chunks).events()] == [32, 32, 20, 60]
 
 
 def test_decoder_of_llama4_is_the_model_without_its_head() -> None:

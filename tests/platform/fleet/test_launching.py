@@ -12,9 +12,10 @@ import msgspec
 import pytest
 
 from loramux.common.settings.file import Settings, SettingsError, load_settings
-from loramux.common.settings.serving import BaseSettings, EngineRange, FleetSettings, RaySettings
+from loramux.common.settings.serving import BaseSettings, EngineRange, EngineSettings, FleetSettings, RaySettings
 from loramux.engine.client import EngineClient, EngineDied
 from loramux.fleet import launching
+from loramux.fleet.group import settings_of_engines
 from loramux.fleet.launching import RayDriver, launcher_of
 from loramux.fleet.remote import EnginePlace, Placement, RemoteChannel
 from loramux.fleet.wire import (
@@ -125,3 +126,39 @@ def test_server_outlives_its_ray_driver_and_starts_another_for_the_next_engine(
             with suppress(EngineDied):  # at the moment of the driver's end; an engine's next start asks again
                 place = driver.place_of("tiny-0", life, settings, b"front")
         assert place == EnginePlace(f"tcp://tiny-0:{life}", b"key")
+
+
+def shares_of(*bases: BaseSettings, **fleet: object) -> list[int | None]:
+    """Return `engines_per_device` of every engine of a server with these bases."""
+    settings = Settings(model=bases[0].model, bases=bases, fleet=FleetSettings(**fleet))
+    engines = [settings_of_engines(base, settings.of_base(base), bases) for base in bases]
+    return [own.engine.engines_per_device for one in engines for own in one.values()]
+
+
+def base_on(name: str, device: str = "auto", engines_per_device: int | None = None, **engines: object) -> BaseSettings:
+    engine = EngineSettings(device=device, engines_per_device=engines_per_device)
+    return BaseSettings(name=name, path="/model", engine=engine, engines=EngineRange(**engines))
+
+
+@pytest.mark.parametrize(
+    ("bases", "shares"),
+    [
+        ([base_on("a")], [None]),
+        ([base_on("a", min=2)], [2, 2]),
+        ([base_on("a", min=1, max=3)], [3, 3, 3]),
+        ([base_on("a"), base_on("b")], [2, 2]),
+        ([base_on("a", "cuda"), base_on("b", "cuda:0"), base_on("c", "cuda:1")], [2, 2, None]),
+        ([base_on("a", "cpu", min=2), base_on("b")], [None, None, None]),
+        ([base_on("a", min=3, devices=("cuda:0", "cuda:1"))], [2, None, 2]),
+        ([base_on("a", min=2, devices=("cuda:1", "cuda:1")), base_on("b", "cuda:1")], [3, 3, 3]),
+        ([base_on("a"), base_on("b", addresses=ADDRESSES)], [None, None, None]),
+        ([base_on("a", engines_per_device=5), base_on("b")], [5, 2]),
+    ],
+)
+def test_engines_on_one_gpu_divide_its_memory(bases: list[BaseSettings], shares: list[int | None]) -> None:
+    assert shares_of(*bases) == shares
+
+
+@pytest.mark.parametrize(("num_gpus", "share"), [(1.0, None), (0.5, 2), (0.3, 3), (2.0, None), (0.0, None)])
+def test_engines_that_ray_places_on_a_gpu_divide_its_memory(num_gpus: float, share: int | None) -> None:
+    assert shares_of(base_on("a", min=3), launcher="ray", ray=RaySettings(num_gpus=num_gpus)) == [share] * 3

@@ -34,6 +34,8 @@ KEYS = {
     "accepted",
     "refused",
     "in_deadline",
+    "per_stage",
+    "conversation_ms",
     "per_tenant",
 }
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from loramux.training import local
-from loramux.training.local import LocalTrainer
+from loramux.training.local import LocalTrainer, watch_busy
 
 pytestmark = pytest.mark.anyio
 
 
-def trainer_that_notes_its_start(log: Path, then: str, is_busy: Callable[[], bool] = lambda: False) -> LocalTrainer:
+def trainer_that_notes_its_start(log: Path, then: str) -> LocalTrainer:
     source = f"import sys, time; sys.stdin.readline(); open({str(log)!r}, 'a').write('x'); {then}"
-    return LocalTrainer((sys.executable, "-c", source), b"{}", is_busy)
+    return LocalTrainer((sys.executable, "-c", source), b"{}")
 
 
 async def test_trainer_that_fails_at_its_start_is_not_started_all_the_time(
@@ -62,13 +64,60 @@ async def test_trainer_is_in_the_servers_session_and_not_in_its_process_group(tm
 
 async def test_trainer_is_told_if_requests_run_at_its_start_and_at_every_change(tmp_path: Path) -> None:
     log = tmp_path / "starts"
-    states = iter((True, True, False, False, True, False))
-    then = f"open({str(log)!r}, 'a').write(sys.stdin.read(4))"
-    trainer = trainer_that_notes_its_start(log, then, lambda: next(states))
-    trainer.note()
+    trainer = trainer_that_notes_its_start(log, f"open({str(log)!r}, 'a').write(sys.stdin.read(4))")
+    trainer.note_busy(True)
     await trainer.ensure_runs()
-    for _ in range(5):
-        trainer.note()
+    for is_busy in (True, False, False, True, False):
+        trainer.note_busy(is_busy)
     assert trainer.process is not None
     await trainer.process.wait()
     assert log.read_text() == "x1010"
+
+
+async def test_trainer_is_told_that_requests_run_until_the_last_worker_has_none(tmp_path: Path) -> None:
+    log = tmp_path / "starts"
+    trainer = trainer_that_notes_its_start(log, f"open({str(log)!r}, 'a').write(sys.stdin.read())")
+    await trainer.ensure_runs()
+    for worker, is_busy in ((2, True), (0, True), (2, False), (1, True), (0, False), (1, False), (0, True), (0, False)):
+        trainer.note_busy(is_busy, worker)
+    assert trainer.process is not None
+    assert trainer.process.stdin is not None
+    trainer.process.stdin.close()
+    await trainer.process.wait()
+    assert log.read_text() == "x01010"
+
+
+@dataclass(eq=False)
+class Request:
+    is_background: bool = False
+
+
+class Requests:
+    """The requests of a server, as far as their observers see them."""
+
+    def __init__(self, *running: Request) -> None:
+        self._running = set(running)
+        self._observers: list[Callable[[Any], None]] = []
+        self.on_begun = self.on_ended = self._observers.append
+
+    def others_running(self) -> bool:
+        return any(not one.is_background for one in self._running)
+
+    def change(self, request: Request) -> None:
+        """Begin a request, or end it if it runs."""
+        self._running ^= {request}
+        for observer in self._observers:
+            observer(request)
+
+
+def test_busy_is_noted_at_every_change_and_at_the_start_and_not_for_lines_of_batches() -> None:
+    first, second, line = Request(), Request(), Request(is_background=True)
+    requests, notes = Requests(first), list[bool]()
+    watch_busy(cast(Any, requests), notes.append)
+    assert notes == [True]
+    for one in (second, first, line, second, line, first):
+        requests.change(one)
+    assert notes == [True, False, True]
+    idle = list[bool]()
+    watch_busy(cast(Any, Requests(line)), idle.append)
+    assert idle == []

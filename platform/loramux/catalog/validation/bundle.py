@@ -218,13 +218,14 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob, *, is_encoder: bool
     settings = _of_settings(folder)
     fields = {
         "SEQ_CLS": ("labels", "problem_type"),
+        "TOKEN_CLS": ("labels",),
         "FEATURE_EXTRACTION": ("pooling", "matryoshka_dimensions"),
         "CAUSAL_LM": ("pooling", "matryoshka_dimensions"),
     }[job.task]
     for field in ("labels", "problem_type", "pooling", "matryoshka_dimensions"):
         if getattr(settings, field) and field not in fields:
             raise BundleRejected(SETTINGS_FILE, f"{field} means nothing for an adapter of task type {job.task}.")
-    if job.task != "SEQ_CLS":
+    if job.task not in ("SEQ_CLS", "TOKEN_CLS"):
         if settings.pooling == "cls" and not is_encoder:
             raise BundleRejected(SETTINGS_FILE, FIRST_TOKEN, "field_unsupported")
         pooling = settings.pooling or sentence_pooling(folder, is_encoder=is_encoder)
@@ -233,11 +234,12 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob, *, is_encoder: bool
         return _checked(msgspec.structs.replace(bundle, task=task, pooling=pooling, matryoshka_dimensions=dimensions))
     config = of_model(folder)
     labels, problem = settings.labels or labels_of(config), settings.problem_type or config.problem_type
+    problem = problem if job.task == "SEQ_CLS" else None  # transformers trains classes of tokens in one way
     if labels and len(labels) != job.num_labels:
         file = SETTINGS_FILE if settings.labels else MODEL_FILE
         raise BundleRejected(file, f"It names {len(labels)} labels, and the adapter's head has {job.num_labels}.")
     return _checked(
-        msgspec.structs.replace(bundle, task="SEQ_CLS", num_labels=job.num_labels, labels=labels, problem_type=problem)
+        msgspec.structs.replace(bundle, task=job.task, num_labels=job.num_labels, labels=labels, problem_type=problem)
     )
 
 

@@ -8,16 +8,17 @@ from typing import NamedTuple
 import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from loramux_adapters.components import PREFIX, AdapterPlan
+from loramux_adapters.config import Task
 from loramux_adapters.families import Encoder
 from loramux_adapters.plan import WEIGHTS_NAME
 from loramux_adapters.weights_file import read_header
 
 
 class EncoderOutputs(NamedTuple):
-    """PEFT's numbers of some prompts, float32 `[prompts, numbers]`."""
+    """PEFT's numbers of some prompts, float32 `[prompts or their tokens, numbers]`."""
 
     adapted: torch.Tensor
     plain: torch.Tensor
@@ -26,9 +27,9 @@ class EncoderOutputs(NamedTuple):
 
 @torch.inference_mode()
 def peft_outputs(
-    model_dir: str, folder: str, encoder: Encoder, plan: AdapterPlan, prompts: list[list[int]]
+    model_dir: str, folder: str, encoder: Encoder, task: Task, plan: AdapterPlan, prompts: list[list[int]]
 ) -> EncoderOutputs:
-    """Return the numbers of each label, or the states of the first token if the adapter is no classifier.
+    """Return the numbers of each label (of each token: TOKEN_CLS), or the states of the first token of other adapters.
 
     An adapter for vectors may have been trained on the model without its head, or around it: its names say which.
     """
@@ -36,9 +37,8 @@ def peft_outputs(
     has_head = plan.classifier is not None
     if has_head or any(key.startswith(f"{PREFIX}{encoder.body}.") for key in keys):
         labels = {} if plan.classifier is None else {"num_labels": plan.classifier.num_labels}
-        base = AutoModelForSequenceClassification.from_pretrained(
-            model_dir, dtype=torch.float32, ignore_mismatched_sizes=True, **labels
-        )
+        kind = AutoModelForTokenClassification if task == "TOKEN_CLS" else AutoModelForSequenceClassification
+        base = kind.from_pretrained(model_dir, dtype=torch.float32, ignore_mismatched_sizes=True, **labels)
     else:
         base = AutoModel.from_pretrained(model_dir, dtype=torch.float32)
     config = peft.PeftConfig.from_pretrained(folder)
@@ -49,14 +49,14 @@ def peft_outputs(
     def numbers(prompt: list[int]) -> torch.Tensor:
         ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt), dtype=torch.long)
         if has_head:
-            logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits[0]
-            return logits.float()
+            logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
+            return logits.float().view(-1, logits.shape[-1])
         body = getattr(model.get_base_model(), encoder.body, model.get_base_model())
-        states: torch.Tensor = body(input_ids=ids, attention_mask=mask).last_hidden_state[0, 0]
+        states: torch.Tensor = body(input_ids=ids, attention_mask=mask).last_hidden_state[0, :1]
         return states.float()
 
-    adapted = torch.stack([numbers(prompt) for prompt in prompts])
+    adapted = torch.cat([numbers(prompt) for prompt in prompts])
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             layer.enable_adapters(False)
-    return EncoderOutputs(adapted, torch.stack([numbers(prompt) for prompt in prompts]))
+    return EncoderOutputs(adapted, torch.cat([numbers(prompt) for prompt in prompts]))

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import peft
@@ -29,7 +30,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import init_empty_weights
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from loramux.catalog.validation.checkpoint_files import BaseFiles
 from loramux.catalog.validation.jobs import EngineAnswer, ParityJob, ParitySetup
@@ -51,6 +52,7 @@ from loramux_adapters.base import (
 )
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import AdapterConfig, LoraConfig, Task
+from loramux_adapters.families import family_of
 from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, read_config, task_of
 from loramux_adapters.weights import read_tensor
 from loramux_adapters.weights_file import read_header
@@ -73,6 +75,8 @@ SPARE_BYTES = 64 << 20
 METHOD = f"{len(PROMPT_LENGTHS)} x {OUTPUT_TOKENS} greedy tokens of the engine against PEFT's forward, in float32"
 _HEADS = ("classifier", "score")
 """PEFT's names in modules_to_save for the head of a classifier."""
+_POOLINGS: Mapping[str, Pooling] = {"SEQ_CLS": "classify", "TOKEN_CLS": "token_classify"}
+"""Poolings of classifiers, by task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +198,8 @@ class WholeModel:
         config = peft.PeftConfig.from_pretrained(job.uploaded)
         if getattr(config, "init_lora_weights", True) is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
-        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
+        with every_linear_allowed(self.reference):
+            model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
         logits = torch.cat([logits_of(model, *one) for one in asked])
         if not torch.isfinite(logits).all():
             return Verdict(METHOD, {}, ParityFault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
@@ -203,17 +208,19 @@ class WholeModel:
         return Verdict(METHOD, figures | {"mean_divergence_from_base": divergence(logits, base)}, token_fault(figures))
 
     def _compare_vectors(self, job: ParityJob, plan: AdapterPlan, prompts: list[list[int]]) -> Verdict:
-        """Compare the vectors of the last tokens, or a classifier's numbers for these tokens."""
+        """Compare the vectors of the last tokens, or a classifier's numbers: for these tokens, or for every token."""
         method = f"{len(prompts)} vectors of the engine against PEFT's forward, in float32"
-        vector: Pooling = "last" if self.base.encoder is None else "cls"
-        events = self._answers(job.served, prompts, vector if plan.classifier is None else "classify")
+        task = task_of_job(job, self.base)
+        pooling = _POOLINGS.get(task, "last" if self.base.encoder is None else "cls")
+        events = self._answers(job.served, prompts, pooling)
         if isinstance(events, ParityFault):
             return Verdict(method, {}, events)
-        ours = torch.stack([torch.frombuffer(bytearray(one.pooled or b""), dtype=torch.float32) for [one] in events])
+        numbers = b"".join(event.pooled or b"" for one in events for event in one)
         if (encoder := self.base.encoder) is not None:
-            theirs, base = peft_outputs(self.settings.model.path, job.uploaded, encoder, plan, prompts)
+            theirs, base = peft_outputs(self.settings.model.path, job.uploaded, encoder, task, plan, prompts)
         else:
-            theirs, base = self._peft_vectors(job, plan, prompts)
+            theirs, base = self._peft_vectors(job, plan, prompts, slice(None if task == "TOKEN_CLS" else -1, None))
+        ours = torch.frombuffer(bytearray(numbers), dtype=torch.float32).view(base.shape)
         if not torch.isfinite(theirs).all():
             return Verdict(method, {}, ParityFault(OUTPUTS_NOT_FINITE, "PEFT's own forward gives NaN or infinity"))
         apart = compare_outputs(ours, theirs, base)
@@ -224,19 +231,20 @@ class WholeModel:
         return Verdict(method, figures, ParityFault(PARITY_FAILED, sentence))
 
     def _peft_vectors(
-        self, job: ParityJob, plan: AdapterPlan, prompts: list[list[int]]
+        self, job: ParityJob, plan: AdapterPlan, prompts: list[list[int]], read: slice
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the numbers of each prompt with PEFT's adapter, and with the base's own layers."""
+        """Return the numbers of the tokens `read` of each prompt with PEFT's adapter, and with the own layers alone."""
         if plan.num_tokens is not None:
             self.reference.resize_token_embeddings(plan.num_tokens, mean_resizing=False)  # the file has all rows
-        head = _head_of(plan, Path(job.served))
-        base = _through(head, [last_state(self.reference, prompt) for prompt in prompts])
+        through = _head_of(plan, Path(job.served))
+        base = through(torch.cat([states_of(self.reference, prompt)[read] for prompt in prompts]))
         config = peft.PeftConfig.from_pretrained(job.uploaded)
         config.task_type = "CAUSAL_LM"  # the layers are the same; the head is applied here
         trained = [name for name in getattr(config, "modules_to_save", None) or () if name not in _HEADS]
         config.modules_to_save = trained or None
-        model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
-        return _through(head, [last_state(model.get_base_model(), prompt) for prompt in prompts]), base
+        with every_linear_allowed(self.reference):
+            model = peft.PeftModel.from_pretrained(self.reference, job.uploaded, config=config).eval()
+        return through(torch.cat([states_of(model.get_base_model(), prompt)[read] for prompt in prompts])), base
 
     def _answers(
         self, folder: str, prompts: Sequence[list[int]], pooling: Pooling | None = None
@@ -274,6 +282,18 @@ def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
             for expert in weights:
                 expert.copy_(quantize(expert, files.quantization).dequantize())
     return model
+
+
+@contextmanager
+def every_linear_allowed(model: PreTrainedModel) -> Iterator[None]:
+    """Let PEFT put pairs on `out_proj`, which it refuses by the base's `model_type`, in this block."""
+    known = model.config.model_type
+    if family_of(model.config).peft_refuses_out_proj:
+        model.config.model_type += " in torch"
+    try:
+        yield
+    finally:
+        model.config.model_type = known
 
 
 def task_of_job(job: ParityJob, base: BaseDescription) -> Task:
@@ -333,29 +353,29 @@ def _run(
     return answers
 
 
-def _head_of(plan: AdapterPlan, folder: Path) -> torch.Tensor | None:
-    """Return a classifier's head `[labels, hidden]`."""
-    if plan.classifier is None:
-        return None
+def _head_of(plan: AdapterPlan, folder: Path) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a classifier's head; for other adapters, a function that returns the states as they are."""
+    head = plan.classifier
+    if head is None:
+        return lambda states: states
     path = folder / WEIGHTS_NAME
     with path.open("rb") as file:
-        return read_tensor(file, read_header(path).tensors[plan.classifier.linears[0].key]).float()
-
-
-def _through(head: torch.Tensor | None, states: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(states) if head is None else torch.cat(states) @ head.T
+        weight, *bias = (read_tensor(file, read_header(path).tensors[key]).float() for key in head.shapes)
+    return lambda states: nn.functional.linear(states, weight, *bias)
 
 
 @torch.inference_mode()
-def last_state(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
-    """Return float32`[1, hidden]`: the hidden state of the last token, after the last norm."""
+def states_of(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """Return float32`[tokens, hidden]`: the hidden states after the last norm."""
     states: torch.Tensor = decoder_of(model)(input_ids=torch.tensor([prompt]), use_cache=False).last_hidden_state
-    return states[0, -1:].float()
+    return states[0].float()
 
 
 @torch.inference_mode()
 def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:
     """Return float32`[tokens, vocab]`: the model's logits at the position of each token of `answer`."""
+    if family_of(model.config).states is not None:
+        return _generated_logits(model, prompt, answer)
     ids = torch.tensor([prompt + answer.tokens[:-1]])
     offset = None
     if isinstance(model, peft.PeftModel):
@@ -364,6 +384,28 @@ def logits_of(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer
     # the whole input.
     keywords = {} if offset is None else {"alora_offsets": [offset + len(answer.tokens) - 1]}
     return model(input_ids=ids, use_cache=False, **keywords).logits[0, len(prompt) - 1 :].float()
+
+
+def _generated_logits(model: peft.PeftModel | PreTrainedModel, prompt: list[int], answer: GreedyOutput) -> torch.Tensor:
+    """Return `logits_of` as `generate` computes them, one token after the other: some layers with states compute a
+    prompt's token otherwise than a generated one (`mamba2` in `loramux_kernels`).
+    """
+
+    def force(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -math.inf)
+        forced[:, answer.tokens[ids.shape[1] - len(prompt)]] = 0
+        return forced
+
+    made: Any = model.generate(
+        input_ids=torch.tensor([prompt]),
+        max_new_tokens=len(answer.tokens),
+        logits_processor=LogitsProcessorList([force]),
+        do_sample=False,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.cat(made.logits).float()
 
 
 def divergence(logits: torch.Tensor, base: torch.Tensor) -> float:
@@ -471,7 +513,8 @@ class StreamedModel:
         if first is False:
             config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
         config.inference_mode = True
-        self._model = peft.get_peft_model(self._model, config).eval()
+        with every_linear_allowed(self._model):
+            self._model = peft.get_peft_model(self._model, config).eval()
         state = peft.utils.load_peft_weights(str(folder), device="cpu")
         # Copies of the base's embedding and head equal those of this base: see `check_base_copies`.
         own = {name: tensor for name, tensor in state.items() if ".base_layer." not in name}

@@ -93,7 +93,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     gpu_memory_utilization on a GPU, or 2 GiB on a CPU.
     """
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] = 0.9
-    """Share of the GPU's memory for the weights and the pool."""
+    """Share of the GPU's memory for weights, steps and pools of all engines of this server there. They divide it
+    equally; pool_bytes gives an engine's pool another size."""
+    engines_per_device: Positive | None = None
+    """Number of engines that divide a GPU's memory. Unset: the engines of this server that use the device. Set it if
+    several `loramux engine serve` use one GPU."""
     prefix_cache: bool = True
     """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"
@@ -187,6 +191,13 @@ class BaseSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Settings of this base's engines. Settings that this table leaves out are as in `[engine]`."""
 
     @property
+    def devices(self) -> tuple[str, ...]:
+        """Device of each engine that a server starts for this base; a GPU has one name."""
+        names = self.engines.devices or (self.engine.device,)
+        names = tuple("cuda:0" if name in ("auto", "cuda") else name for name in names)
+        return () if self.engines.addresses else tuple(names[i % len(names)] for i in range(self.engines.most))
+
+    @property
     def model(self) -> ModelSettings:
         """Return the base in the form of `[model]`."""
         return ModelSettings(
@@ -215,6 +226,11 @@ class RaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Other resources of Ray that an engine needs, by name."""
     unused_s: Annotated[float, Meta(ge=1)] = 120.0
     """Seconds without any server, after which an engine ends."""
+
+    @property
+    def engines_per_gpu(self) -> int:
+        """Number of engines that Ray may place on one GPU."""
+        return max(1, int(1 / self.num_gpus)) if self.num_gpus else 1
 
     @property
     def needs(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ The modules, each importing only those below it or in its row:
     gpu_runner   cuda_graphs   step_buffers   steps on a GPU
     runner                                    packing, the forward, pooling; steps on a CPU
     sampler   device_sampler   constraints    choosing tokens, on the host and on the device
+    memory_plan                               what fits the device, before the weights are read
     checkpoint                                a transformers model, refused where it would be served wrong
     quantized_checkpoint                      linears that are saved as codes
     sharded_checkpoint                        the part of a checkpoint that one rank reads

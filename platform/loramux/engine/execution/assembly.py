@@ -31,6 +31,7 @@ from loramux.engine.execution.checkpoint import (
     weights_digest,
 )
 from loramux.engine.execution.fused_layers import fuse_layers
+from loramux.engine.execution.memory_plan import Card, machine_memory, pool_bytes_of
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
@@ -49,13 +50,7 @@ from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CPU_POOL = 2 << 30
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
-
-
-def pool_bytes_of(settings: Settings) -> int:
-    """Return the bytes of a rank's pool on a CPU."""
-    return settings.engine.pool_bytes or DEFAULT_CPU_POOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +145,7 @@ def assemble_share(
     forward = Forward(model, [], bank)
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings) if measures else 0)
-    pool = allocate_pool(settings, model, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
+    pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
@@ -251,9 +246,10 @@ def extrapolate(first: tuple[int, int], second: tuple[int, int], recordings: int
 
 
 def allocate_pool(
-    settings: Settings, model: PreTrainedModel, page_bytes: int, beside: int, table_bytes: float
+    settings: Settings, model: PreTrainedModel, weights: BaseWeights, page_bytes: int, beside: int, table_bytes: float
 ) -> torch.Tensor:
-    """Return the pool. On a GPU it leaves `beside` bytes free, and each page needs `table_bytes` of adapter tables.
+    """Return the pool. On a GPU it leaves `beside` bytes of the engine's share for activations and graphs, and each
+    page needs `table_bytes` of adapter tables.
 
     On a CPU only the pool's first pages are touched, because the machine may take milliseconds to find each 2 MiB and
     the first requests should not wait for that. The system never commits the memory of pages that are not used.
@@ -262,7 +258,9 @@ def allocate_pool(
     if model.device.type == "cuda":
         torch.cuda.empty_cache()  # so that the driver reports all memory that is free
         if settings.engine.pool_bytes is None:
-            num_bytes = _gpu_pool_bytes(settings, model, page_bytes, beside, table_bytes)
+            held = sum(p.numel() * p.element_size() for p in model.parameters()) + weights.packed_bytes
+            left = Card.of(model.device, settings.engine).left(held) - beside
+            num_bytes = int(left * page_bytes / (page_bytes + table_bytes))
     elements = _pool_elements(num_bytes, model, page_bytes, settings.engine.tensor_parallel_size)
     if model.device.type == "cpu":
         pool = zeros_in_large_pages(elements, model.dtype)
@@ -323,16 +321,6 @@ def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
     return RANK_TILE * max(max(site.in_features, site.out_features) for site in sites)
 
 
-def _gpu_pool_bytes(
-    settings: Settings, model: PreTrainedModel, page_bytes: int, beside: int, table_bytes: float
-) -> int:
-    """Return the rest of gpu_memory_utilization after weights, activations and graphs (`beside`), and each page's share
-    of the tables."""
-    free, total = torch.cuda.mem_get_info(model.device)
-    left = int(free - (1 - settings.engine.gpu_memory_utilization) * total) - beside
-    return int(left * page_bytes / (page_bytes + table_bytes))
-
-
 def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, num_ranks: int) -> int:
     num_pages = num_bytes // page_bytes
     if model.device.type == "cpu" and num_bytes * num_ranks > (memory := machine_memory()):
@@ -347,11 +335,6 @@ def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, num_
             f" or, on a GPU, engine.gpu_memory_utilization."
         )
     return num_pages * page_bytes // model.dtype.itemsize
-
-
-def machine_memory() -> int:
-    """Return the bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _ensure_tiles_fit(sites: Mapping[str, Site], layout: KvLayout) -> None:

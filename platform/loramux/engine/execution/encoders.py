@@ -30,6 +30,7 @@ from loramux.engine.execution.runner import (
     CompletedStep,
     Ints,
     PackedStep,
+    PooledChunk,
     PooledVectors,
     StepGraphs,
     pack,
@@ -158,16 +159,24 @@ class EncoderForward:
             transformed: torch.Tensor = self._transform(states[:, None])
         return transformed.reshape(len(states), -1)
 
-    def classes(self, state: torch.Tensor, slot: int) -> torch.Tensor | None:
-        """Return the number of each label for a state `[hidden]` of `before_head`; None if the model has no head."""
+    def classes(self, states: torch.Tensor, slot: int) -> torch.Tensor | None:
+        """Return the number of each label for states `[n, hidden]` of `before_head`; None if the model has no head."""
         if slot != BASE_SLOT:
             head = self.bank.classifier_of(slot)
-            return None if head is None else head.logits(state[None], self._activation)[0]
+            return None if head is None else head.logits(states, self._activation)
         if self._own_head is None:
             return None
         for index, linear in enumerate(self._own_head):
-            state = linear(self._activation(state) if index else state)
-        return state
+            states = linear(self._activation(states) if index else states)
+        return states
+
+    def classes_of_tokens(self, states: torch.Tensor, packed: PackedStep, first: int, slot: int) -> torch.Tensor | None:
+        """Return the numbers of each token of a text, `states` `[n, hidden]` from the step's row `first` on."""
+        if slot == BASE_SLOT:  # a head of the checkpoint is one for texts
+            return None
+        if self._family.has_transform("TOKEN_CLS"):
+            states = self.before_head(states, packed, np.arange(first, first + len(states)))
+        return self.classes(states, slot)
 
     def _states(self, input_ids: Ints, positions: Ints, token_types: Ints, step: EncoderStep) -> torch.Tensor:
         device = self.bank.pool.device
@@ -224,36 +233,41 @@ class EncoderRunner:
         """Compute the vectors and classes of the step's prompts, all of which are whole."""
         packed = pack(step, self._block_size)
         states = self._forward.hidden_states(packed, _token_types(step.chunks))
-        found: dict[str, torch.Tensor | None] = {}
+        found: list[PooledChunk] = []
         classified = []
         for first, chunk in step.pooled:
-            rows = states[first : first + chunk.length]
+            rows, name = states[first : first + chunk.length], chunk.sequence.id
             match chunk.sequence.request.pooling:
                 case "classify":
-                    classified.append((first, chunk, rows.mean(dim=0) if self._reads_mean else rows[0]))
+                    state = rows.mean(dim=0, keepdim=True) if self._reads_mean else rows[:1]
+                    classified.append((first, chunk, state))
+                case "token_classify":
+                    numbers = self._forward.classes_of_tokens(rows, packed, first, chunk.slot)
+                    found.append(PooledChunk(name, _on_host(numbers), (chunk.start, chunk.end)))
                 case pooling:
-                    found[chunk.sequence.id] = pooled(rows, pooling or "mean")
-        found |= self._classes(packed, classified)
-        vectors = [(request_id, None if v is None else to_host(v.float())) for request_id, v in found.items()]
+                    found.append(PooledChunk(name, _on_host(pooled(rows, pooling or "mean"))))
+        found += self._classes(packed, classified)
         if states.device.type == "cuda":
             torch.cuda.current_stream(states.device).synchronize()
-        return CompletedStep([], pooled=PooledVectors(vectors))
+        return CompletedStep([], pooled=PooledVectors(found))
 
     def forget(self, request_id: str) -> None:
         """Do nothing: no state of a request outlives its step."""
 
-    def _classes(
-        self, packed: PackedStep, classified: list[tuple[int, Chunk, torch.Tensor]]
-    ) -> dict[str, torch.Tensor | None]:
+    def _classes(self, packed: PackedStep, classified: list[tuple[int, Chunk, torch.Tensor]]) -> list[PooledChunk]:
         """Return the numbers of each prompt's classes; None: the request's adapter has no head."""
         if not classified:
-            return {}
-        states = torch.stack([state for _, _, state in classified])
+            return []
+        states = torch.cat([state for _, _, state in classified])
         states = self._forward.before_head(states, packed, np.array([first for first, _, _ in classified]))
-        found: dict[str, torch.Tensor | None] = {}
-        for row, (_, chunk, _) in zip(states, classified, strict=True):
-            found[chunk.sequence.id] = self._forward.classes(row, chunk.slot)
-        return found
+        return [
+            PooledChunk(chunk.sequence.id, _on_host(self._forward.classes(row[None], chunk.slot)))
+            for row, (_, chunk, _) in zip(states, classified, strict=True)
+        ]
+
+
+def _on_host(numbers: torch.Tensor | None) -> torch.Tensor | None:
+    return None if numbers is None else to_host(numbers.float().flatten())
 
 
 def pooled(rows: torch.Tensor, pooling: str) -> torch.Tensor:
@@ -307,7 +321,7 @@ def assemble_encoder(
     weights = install(model, base, bank, Packing(settings.model.quantization, None if choice is None else choice.form))
     forward = EncoderForward(model, family, bank, has_head=has_head)
     pool = allocate_pool(
-        settings, model, page_bytes, _activation_bytes(forward, settings, max_model_len), bank.slot_bytes
+        settings, model, weights, page_bytes, _activation_bytes(forward, settings, max_model_len), bank.slot_bytes
     )
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, num_pages)

@@ -1,13 +1,12 @@
 """Loading: a checkpoint becomes a model with a runner and, if there are several ranks, the team of the others.
 
-Before the weights are read, `plan_memory` computes from the files' headers and the config how much of the machine's
+Before the weights are read, `memory_plan` computes from the files' headers and the config how much of the device's
 memory the base will take. The plan is logged, or the base is refused with the settings that would fit.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,8 @@ from loramux.engine.execution.assembly import (
     choose_device,
     divide,
     load_share,
-    machine_memory,
-    pool_bytes_of,
 )
-from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
     is_mxfp4,
@@ -40,11 +37,18 @@ from loramux.engine.execution.checkpoint import (
 from loramux.engine.execution.constraints import Constraints, load_vocabulary
 from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, refuse_settings
-from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
+from loramux.engine.execution.memory_plan import (
+    Card,
+    loading_alone,
+    machine_memory,
+    plan_memory,
+    plan_on_card,
+    pool_bytes_of,
+)
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
-from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
+from loramux.engine.execution.sharded_checkpoint import holds_safetensors
 from loramux.engine.execution.vision import Tower, images_refused, open_tower, reads_images_too
 from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
@@ -53,13 +57,8 @@ from loramux_adapters.checkpoint_config import is_classifier
 from loramux_adapters.families import ENCODERS
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
-from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
-
-GB = 1e9
-TYPICAL_RANK = 64
-"""Rank of the adapters that a memory plan counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +96,13 @@ def load_model(settings: Settings) -> LoadedModel:
         device = choose_device(settings.engine.device)
         base = describe_base(directory)
         is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
-        if device.type == "cpu" and is_planned:
-            _plan(settings, base, Sharding(config, 1))
-        with LoadingProgress(settings.model.served_model_name) as progress:
+        with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
+            if device.type == "cuda" or is_planned:
+                _plan(settings, base, Sharding(config, 1), device)
             model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
             return assemble(model, base, settings, sampling_defaults(directory), progress)
     base, sharding = divide(settings)
-    _plan(settings, base, sharding)
+    _plan(settings, base, sharding, torch.device("cpu"))
     team = RankTeam(settings)
     try:
         with LoadingProgress(settings.model.served_model_name) as progress:  # only this rank reports
@@ -126,7 +125,7 @@ def _load_encoder(settings: Settings, *, has_head: bool) -> LoadedModel:
     torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
     directory, device = Path(settings.model.path), choose_device(settings.engine.device)
     base = describe_base(directory)
-    with LoadingProgress(settings.model.served_model_name) as progress:
+    with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
         model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
         made = assemble_encoder(model, base, settings, has_head=has_head)
     logger.info(
@@ -141,10 +140,15 @@ def _load_encoder(settings: Settings, *, has_head: bool) -> LoadedModel:
     return LoadedModel(made.runner, None, base, made.weights, facts, made.weight_bytes)
 
 
-def _plan(settings: Settings, base: BaseDescription, sharding: Sharding) -> None:
-    """Log how much of this machine's memory the base will take. Raises UnsupportedModel if that is too much."""
+def _plan(settings: Settings, base: BaseDescription, sharding: Sharding, device: torch.device) -> None:
+    """Log how much of the device's memory the base will take. Raises UnsupportedModel if that is too much."""
     directory, engine = Path(settings.model.path), settings.engine
-    itemsize = itemsize_of(sharding.config, settings.model.dtype, torch.device("cpu"))
+    itemsize = itemsize_of(sharding.config, settings.model.dtype, device)
+    if device.type == "cuda":
+        card = Card.of(device, engine)
+        plan = plan_on_card(directory, base, sharding, itemsize, settings, card)
+        logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
+        return
     has_fp8_kv = engine.kv_cache_dtype == "fp8"
     refused = images_refused(directory, sharding.config, on_cpu=True, num_ranks=sharding.size)
     plan = plan_memory(
@@ -306,100 +310,3 @@ def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
         if (eos := getattr(config, "eos_token_id", None)) is not None:
             return tuple(eos) if isinstance(eos, list | tuple) else (eos,)
     return ()
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Memory of every rank of an engine."""
-
-    num_ranks: int
-    weight_bytes: int
-    pool_bytes: int
-    page_bytes: int
-    """Bytes of a page; 0 if it is not known without the weights."""
-    adapter_bytes: int
-    """Bytes of an adapter of TYPICAL_RANK on all linears."""
-    is_quantized: bool = False
-    image_bytes: int = 0
-    """Bytes for images, as the vision tower has computed them."""
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all ranks."""
-        return self.num_ranks * (self.weight_bytes + self.pool_bytes) + self.image_bytes
-
-    def __str__(self) -> str:
-        pages = f" = {self.pool_bytes // self.page_bytes:,} pages" if self.page_bytes else ""
-        adapters = self.pool_bytes // self.adapter_bytes if self.adapter_bytes else 0
-        where = f" on each of {self.num_ranks} ranks" if self.num_ranks > 1 else ""
-        images = f", images {self.image_bytes / GB:.1f} GB" if self.image_bytes else ""
-        return (
-            f"weights {self.weight_bytes / GB:.1f} GB, pool {self.pool_bytes / GB:.1f} GB{pages}, or {adapters:,} "
-            f"adapters of rank {TYPICAL_RANK} on all linears{where}{images}"
-        )
-
-    def check(self, memory: int) -> None:
-        """Raise UnsupportedModel if the machine's `memory` bytes are too few; the message names settings that would
-        fit."""
-        if self.total_bytes <= memory:
-            return
-        left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
-        if left >= max(self.page_bytes, 1) and self.image_bytes:
-            way_out = f"set engine.pool_bytes and engine.image_bytes to {left} or less together"
-        elif left >= max(self.page_bytes, 1):
-            way_out = f"set engine.pool_bytes to {left} or less"
-        elif self.is_quantized:
-            way_out = "the weights alone are too large: give a checkpoint of fewer bits, or a larger machine"
-        elif self.num_ranks > 1:
-            way_out = "the weights alone are too large, and all ranks share this machine: give a larger one"
-        else:
-            way_out = 'the weights alone are too large: set model.quantization = "int8" or "nf4"'
-        raise UnsupportedModel(
-            f"{self} do not fit this machine's {memory / GB:.1f} GB of memory; {way_out}. (What other processes and "
-            f"the step itself take comes on top.)"
-        )
-
-
-def plan_memory(
-    directory: Path,
-    base: BaseDescription,
-    sharding: Sharding,
-    itemsize: int,
-    pool_bytes: int,
-    block_size: int | None,
-    *,
-    image_bytes: int = 0,
-    has_fp8_kv: bool = False,
-) -> MemoryPlan:
-    """Plan the memory of weights and keys with `itemsize` bytes an element, and of codes as they are held.
-
-    `block_size` is the setting; None: chosen from the base.
-
-    Raises UnsupportedModel if the files are not safetensors.
-    """
-    widths = {name: sharding.width(name, s.out_features, s.in_features) for name, s in base.modules.items()}
-    form = format_of(vars(sharding.config))
-    quantized = () if form is None else quantized_linears(directory, form)
-    with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
-        weight_bytes = itemsize * sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
-    known = {name: base.modules[name] for name in quantized if name in base.modules}  # loading refuses other linears
-    for name, num_bytes in held_bytes(directory, known).items():
-        weight_bytes += num_bytes * math.prod(widths[name]) // base.modules[name].num_weights
-    return MemoryPlan(
-        sharding.size,
-        weight_bytes,
-        pool_bytes,
-        _page_bytes(sharding, block_size, RANK_TILE * max(map(max, widths.values())), itemsize, has_fp8_kv),
-        TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
-        is_quantized=form is not None,
-        image_bytes=image_bytes,
-    )
-
-
-def _page_bytes(sharding: Sharding, block_size: int | None, widest: int, itemsize: int, has_fp8_kv: bool) -> int:
-    """Return the bytes of a page, found by a forward on the meta device; 0 for models whose forward needs values."""
-    try:
-        layout = KvLayout(probe_layers(empty_model(sharding)), 1, itemsize, has_fp8_kv)
-        return layout.with_block_size(block_size, widest).page_bytes
-    except UnsupportedModel:  # some mixtures: which experts compute depends on values
-        return 0

@@ -8,8 +8,10 @@ the interface through which the pipeline runs steps. `CpuRunner` is here, `GpuRu
 **Pooling.** The hidden states of a prompt become one vector, chunk by chunk, in the steps of generating sequences.
 `last` is the state of the last token, which causal embedding models read. `classify` puts it through the trained head
 of the request's adapter. `mean` is the mean of all states, whose sum is continued from chunk to chunk. A preempted
-sequence computes some of its tokens again. The number of summed tokens is kept, so each token is added once. The states
-are those after the last norm, which the output head reads too: transformers' `last_hidden_state`.
+sequence computes some of its tokens again. The number of summed tokens is kept, so each token is added once.
+`token_classify` puts every state through the head; its rows are sent chunk by chunk, so that no event holds more than a
+step's tokens. The states are those after the last norm, which the output head reads too: transformers'
+`last_hidden_state`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class LaunchedStep(Protocol):
     scores: PromptScores
     """Log probabilities of prompts that the step has computed; read them after `events`."""
     pooled: PooledVectors
-    """Vectors of the prompts of `step.pooled` that are complete now; read them after `events`."""
+    """Results of the prompts of `step.pooled`, as far as they are complete now; read them after `events`."""
 
     def sample(self) -> None:
         """Start the choice of the step's tokens, if the launch postponed it until the previous step's tokens are
@@ -375,16 +377,26 @@ class Forward:
             self._hidden = output.last_hidden_state[0]
 
 
+class PooledChunk(NamedTuple):
+    """Numbers that a chunk of a prompt completes."""
+
+    request_id: str
+    numbers: torch.Tensor | None
+    """float32; None: the request's adapter has no head."""
+    tokens: tuple[int, int] | None = None
+    """Positions `[first, end)` of the tokens that have a row each; None: the numbers are the whole prompt's."""
+    is_last: bool = True
+
+
 @dataclass(frozen=True, slots=True)
 class PooledVectors:
-    """Vectors of a step's complete prompts. They are on the host once the step's tokens are."""
+    """Numbers of a step's prompts. They are on the host once the step's tokens are."""
 
-    found: list[tuple[str, torch.Tensor | None]]
-    """Requests and their float32 vectors; None: the request's adapter has no head."""
+    found: list[PooledChunk]
 
     def events(self) -> list[TokenEvent]:
-        """Return the only event of each request."""
-        return [_pooled_event(request_id, vector) for request_id, vector in self.found]
+        """Return an event for each chunk."""
+        return [_pooled_event(chunk) for chunk in self.found]
 
 
 NONE_POOLED = PooledVectors([])
@@ -399,23 +411,28 @@ class Pooler:
         """Sum and number of leading tokens in it, by request."""
 
     def pool(self, hidden: torch.Tensor, chunks: Iterable[tuple[int, Chunk]]) -> PooledVectors:
-        """Return the vectors of the prompts that are complete now, without waiting for a GPU.
+        """Return the numbers that are complete now, without waiting for a GPU.
 
-        *Semantics*: `last`: `hidden[e - 1]`; `classify`: `hidden[e - 1] @ head.T`; `mean`: `sum(hidden[b:e]) / n` over
-        all chunks [b, e) of the n tokens, in float64. `hidden` is `[T, hidden]`, any float dtype; `chunks` come with
-        their first rows. The result is float32.
+        *Semantics*: `last`: `hidden[e - 1]`; `classify`: `hidden[e - 1] @ head.T`; `token_classify`:
+        `hidden[b:e] @ head.T + bias` of each chunk [b, e); `mean`: `sum(hidden[b:e]) / n` over all chunks [b, e) of the
+        n tokens, in float64. `hidden` is `[T, hidden]`, any float dtype; `chunks` come with their first rows. The
+        result is float32.
         """
         found = []
         for first, chunk in chunks:
-            sequence, rows = chunk.sequence, hidden[first : first + chunk.length]
-            vector = self._mean(chunk, rows) if sequence.request.pooling == "mean" else rows[-1]
-            if not chunk.samples:
-                continue
-            if sequence.request.pooling == "classify":
-                head = self._head_of(chunk.slot)
-                found.append((sequence.id, None if head is None else to_host(head.logits(vector[None])[0].float())))
+            pooling, rows = chunk.sequence.request.pooling, hidden[first : first + chunk.length]
+            if pooling == "mean":
+                numbers: torch.Tensor | None = self._mean(chunk, rows).float()
+            elif pooling == "last":
+                numbers = rows[-1].float()
             else:
-                found.append((sequence.id, to_host(vector.float())))
+                head = self._head_of(chunk.slot)
+                read = rows if pooling == "token_classify" else rows[-1:]
+                numbers = None if head is None else head.logits(read).flatten()
+            if chunk.samples or pooling == "token_classify":
+                tokens = (chunk.start, chunk.end) if pooling == "token_classify" else None
+                on_host = None if numbers is None else to_host(numbers)
+                found.append(PooledChunk(chunk.sequence.id, on_host, tokens, chunk.samples))
         return PooledVectors(found)
 
     def forget(self, request_id: str) -> None:
@@ -432,13 +449,18 @@ class Pooler:
         return total / known
 
 
-def _pooled_event(request_id: str, vector: torch.Tensor | None) -> TokenEvent:
-    if vector is None:
-        return TokenEvent(request_id=request_id, finish_reason="error", fault=NO_HEAD)
-    if not bool(vector.isfinite().all()):
+def _pooled_event(chunk: PooledChunk) -> TokenEvent:
+    if chunk.numbers is None:
+        return TokenEvent(request_id=chunk.request_id, finish_reason="error", fault=NO_HEAD)
+    if not bool(chunk.numbers.isfinite().all()):
         fault = EngineFault("adapter_not_finite", "The model's result for this input is not a finite number.")
-        return TokenEvent(request_id=request_id, finish_reason="error", fault=fault)
-    return TokenEvent(request_id=request_id, finish_reason="stop", pooled=vector.numpy().tobytes())
+        return TokenEvent(request_id=chunk.request_id, finish_reason="error", fault=fault)
+    return TokenEvent(
+        request_id=chunk.request_id,
+        finish_reason="stop" if chunk.is_last else None,
+        pooled=chunk.numbers.numpy().tobytes(),
+        pooled_tokens=chunk.tokens,
+    )
 
 
 @dataclass(slots=True)

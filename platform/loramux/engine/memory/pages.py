@@ -206,8 +206,10 @@ class SequenceKv:
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """True if log probabilities, or the mean of hidden states, need every prompt token to go through the model."""
-        if self.request.pooling == "mean":
+        """True if log probabilities, or the mean or the classes of hidden states, need every prompt token to go through
+        the model.
+        """
+        if self.request.pooling in ("mean", "token_classify"):
             return True
         return self.request.sampling.prompt_logprobs is not None and not self.request.output_token_ids
 

@@ -195,7 +195,7 @@ class Scheduler:
         """Write a step's result into its sequences; return the events for their clients.
 
         `sampled` holds one event for each of `step.sampling`, with the token and, if the token ends the answer, `stop`.
-        For each accepted draft, another event follows. A request whose prompt is pooled in this step also has an event.
+        For each accepted draft, another event follows. A request whose prompt is pooled may have an event, too.
         """
         size, cache = self.state.budget.block_size, self.memory.cache
         caches = cache.is_enabled
@@ -235,12 +235,13 @@ class Scheduler:
             self.state.finish(sequence)
 
     def end_pooled(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """End requests whose prompts were pooled in a step that was committed before.
+        """End requests whose prompts were pooled to their ends in a step that was committed before.
 
         Return the events for their clients, without those of requests that have ended since."""
         alive = [self._append(event) for event in events if event.request_id in self.state.sequences]
         for event in alive:
-            self._end(event)
+            if event.finish_reason is not None:
+                self._end(event)
         return alive
 
     # the parts of a plan

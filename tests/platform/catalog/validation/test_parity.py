@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from adapter_zoo import RECIPES, Zoo
@@ -23,8 +24,9 @@ from loramux.catalog.validation.validator import Validator
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import AdapterLimits, EngineSettings, ModelSettings, ValidationSettings
 from loramux.engine.memory import host_memory
-from loramux_adapters.bank import PagedRows
+from loramux_adapters.bank import PagedRows, ResidentClassifier
 from loramux_adapters.base import describe_base
+from loramux_adapters.components import PREFIX
 from loramux_adapters.convert.renaming import rename_adapter
 from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits
 from loramux_adapters.weights import AdapterWeights
@@ -215,11 +217,12 @@ def test_parity_runs_with_the_serving_engines_block_size_or_is_refused_by_name(t
     assert "engine.block_size = 16 makes pages too small" in refusal.message
 
 
+@pytest.mark.parametrize("of_tokens", [False, True])
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_parity_of_a_classifier_compares_its_numbers(
-    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, num_labels: int
+    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, num_labels: int, of_tokens: bool
 ) -> None:
-    report = report_on(comparison, TaskAdapter(zoo.base, tmp_path / "c", 1, num_labels).folder)
+    report = report_on(comparison, TaskAdapter(zoo.base, tmp_path / "c", 1, num_labels, of_tokens=of_tokens).folder)
     assert report.refusal is None, report.refusal
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
     assert report.checks[1].figures["vectors"] == 2
@@ -235,6 +238,43 @@ def test_parity_of_a_classifier_served_wrong_fails(
     report = report_on(comparison, folder)
     assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
     assert report.refusal.code == "parity_failed"
+
+
+def test_parity_of_a_classifier_of_tokens_served_without_its_bias_fails(
+    comparison: ParityComparison, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = TaskAdapter(zoo.base, tmp_path / "c", 1, 3, of_tokens=True).folder
+    right = ResidentClassifier.logits
+    monkeypatch.setattr(ResidentClassifier, "logits", lambda head, x: right(head, x) - right(head, 0 * x))
+    assert outcomes(report_on(comparison, folder)) == {"parity_of_layers": "passed", "parity_of_tokens": "failed"}
+
+
+@pytest.mark.parametrize(
+    ("family", "whole"),
+    [("falcon_h1", True), ("falcon_h1", False), ("bamba", True), ("bamba", False), ("nemotron_h", True)],
+)
+def test_parity_of_out_proj_of_mamba_layers_is_compared_though_peft_refuses_to_train_it(
+    tmp_path: Path, family: str, whole: bool
+) -> None:
+    """The folder is what other trainers write, with module names as PEFT gives them."""
+    zoo = Zoo(family, tmp_path)
+    setup, folder = setup_of(zoo, (1 << 30) * whole), tmp_path / "adapter"
+    folder.mkdir()
+    tensors = {}
+    for name, shape in setup.base.modules.items():
+        if name.endswith((".in_proj", ".out_proj")):
+            tensors[f"{PREFIX}{name}.lora_A.weight"] = torch.randn(3, shape.in_features) * 0.1
+            tensors[f"{PREFIX}{name}.lora_B.weight"] = torch.randn(shape.out_features, 3) * 0.1
+    save_file(tensors, folder / WEIGHTS_NAME)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM")
+    config.save_pretrained(folder)
+    report = report_on(ParityComparison.over(setup), folder)
+    assert report.refusal is None, report.refusal
+    named_otherwise = family == "nemotron_h"  # its checkpoints have other names than transformers' modules
+    assert outcomes(report)["parity_of_layers"] == ("not_run" if named_otherwise else "passed")
+    if whole:
+        assert outcomes(report)["parity_of_tokens"] == "passed"
+        assert report.checks[1].figures["mean_divergence_from_base"] > 0
 
 
 def test_parity_of_an_adapter_for_vectors_compares_them(comparison: ParityComparison, zoo: Zoo, tmp_path: Path) -> None:

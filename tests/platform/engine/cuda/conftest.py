@@ -10,6 +10,7 @@ from adapter_zoo import Zoo
 from interpreted import INTERPRETED, quicken_interpreter
 
 from loramux.engine.engine import Engine
+from loramux.engine.execution import assembly
 from loramux_kernels import device, packed_linear
 from loramux_kernels.staged_memory import StagedMemory
 
@@ -27,6 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _linears_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a GPU's linears. A CPU's are not operators of torch, so their launches would not be counted."""
+    monkeypatch.setattr(assembly, "choose_format", lambda *_, **__: None)
     monkeypatch.setattr(packed_linear, "choose_format", lambda weight: packed_linear.Plain)
 
 
