@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import msgspec
+
 from loramux.batches.lines import AnswerWriter, BatchEndpoint, BatchEndpoints, ParsedBody
+from loramux.common.errors import LoramuxError
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.messages import Answer, GenerationRequest
 from loramux.serving.service import CompletionService
@@ -17,6 +20,7 @@ from loramux_api.controllers.pooling import EmbeddingWriter
 from loramux_api.controllers.responses import ResponseWriter
 from loramux_api.problems import error_answer
 from loramux_api.schemas import chat, messages, pooling, responses
+from loramux_api.schemas.conversation import rename_fields
 from loramux_api.schemas.message_batches import MESSAGES
 
 B = TypeVar(
@@ -29,6 +33,12 @@ B = TypeVar(
 )
 LINE_BYTES = 1 << 10
 """Bytes of a line in addition to its body."""
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "/v1/embeddings": pooling.INPUT,
+    "/v1/responses": responses.FIELDS,
+    MESSAGES: messages.FIELDS,
+}
+"""Names of an endpoint for a chat's fields."""
 
 
 def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
@@ -67,8 +77,20 @@ def batch_endpoints(completions: CompletionService) -> BatchEndpoints:
     )
     return BatchEndpoints(
         by_path={
-            **{path: BatchEndpoint(parse, error_answer) for path, parse in parsers.items()},
-            MESSAGES: BatchEndpoint(message_parser, message_error, answers_every_line=True),
+            **{path: BatchEndpoint(parse, _in_names_of(path, error_answer)) for path, parse in parsers.items()},
+            MESSAGES: BatchEndpoint(message_parser, _in_names_of(MESSAGES, message_error), answers_every_line=True),
         },
         max_line_bytes=inference_body_bytes(completions.context, completions.image_bytes) + LINE_BYTES,
     )
+
+
+def _in_names_of(
+    path: str, error_body: Callable[[LoramuxError], msgspec.Struct]
+) -> Callable[[LoramuxError], msgspec.Struct]:
+    """Return a writer of errors that uses the field names of the endpoint `path`."""
+
+    def write(error: LoramuxError) -> msgspec.Struct:
+        rename_fields(error, NAMES.get(path, {}))
+        return error_body(error)
+
+    return write

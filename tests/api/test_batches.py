@@ -175,6 +175,18 @@ def test_line_whose_body_is_refused_ends_in_the_error_file_and_the_others_run(
 
 
 @pytest.mark.parametrize(
+    ("endpoint", "body"), [("/v1/embeddings", {"input": [99_999]}), ("/v1/responses", {"input": "x" * 9000})]
+)
+def test_refused_line_names_the_field_of_its_endpoint(
+    client: openai.OpenAI, endpoint: str, body: dict[str, Any]
+) -> None:
+    line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": {"model": "tiny"} | body}
+    ended = until(client, submit(client, jsonl(line), endpoint).id, *ENDS)
+    [refused] = lines_of(client, ended.error_file_id).values()
+    assert refused["response"]["body"]["error"]["param"] == "input", refused
+
+
+@pytest.mark.parametrize(
     ("lines", "code", "number", "param"),
     [
         ([b'{"custom_id": "x"', b"{"], "invalid_json_line", 1, None),

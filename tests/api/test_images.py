@@ -269,6 +269,7 @@ def test_a_file_of_another_tenant_or_purpose_is_refused(open_site: Site) -> None
         ("user", {"type": "image_url", "image_url": {}}, "holds no image"),
         ("user", {"type": "image_url", "image_url": {"url": URL, "detail": "huge"}}, "auto, low, high, original"),
         ("user", {"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "no data URL of base64"),
+        ("user", {"type": "image_url", "image_url": {"url": "A" * 9000}}, "write data:image/png;base64, before"),
         ("user", {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "begins with https"),
         ("user", {"type": "input_audio"}, "it is not served"),
     ],
@@ -280,6 +281,14 @@ def test_a_part_that_is_no_image_is_refused_by_its_field(
     with open_site.openai() as client, pytest.raises(openai.BadRequestError, match=reason) as refusal:
         client.chat.completions.create(model="tiny", messages=[turn, {"role": "user", "content": "b"}])
     assert "messages[0].content[1]" in str(refusal.value.param)
+
+
+@pytest.mark.parametrize("head", ["DATA:IMAGE/PNG;BASE64", "data:image/png;charset=utf-8;Base64 ", "data:;base64"])
+def test_a_data_url_is_read_in_any_case(open_site: Site, head: str) -> None:
+    with open_site.openai() as client:
+        part: Any = {"type": "image_url", "image_url": {"url": f"{head},{DATA}"}}
+        client.chat.completions.create(model="tiny", messages=[user(part)])
+    assert sees(open_site)
 
 
 def test_a_body_may_hold_the_most_images_as_base64_and_not_more(open_site: Site) -> None:

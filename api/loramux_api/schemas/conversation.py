@@ -233,11 +233,15 @@ def image_source(type: str, where: str, url: str | None, file_id: str | None, de
         raise InvalidRequest(f"'{where}' holds no image: send its 'url' or 'file_id'.", where)
     if url[: len(_DATA)].lower() == _DATA:
         head, _, data = url.partition(",")
-        if not head.endswith(_BASE64):
+        if not head.rstrip().lower().endswith(_BASE64):
             raise InvalidRequest(f"'{where}' is no data URL of base64: data:image/png;base64,...", where)
         return ImageSource("data", data, where, type, is_small)
     if len(url) > MAX_ADDRESS:
-        raise InvalidRequest(f"'{where}' has an address of more than {MAX_ADDRESS} characters.", where)
+        raise InvalidRequest(
+            f"'{where}' has an address of more than {MAX_ADDRESS} characters. If it is the image itself, write "
+            "data:image/png;base64, before its base64.",
+            where,
+        )
     return ImageSource("url", url, where, type, is_small)
 
 
@@ -390,9 +394,14 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except LoramuxError as error:
-        error.message = re.sub(r"'([\w.]+)(\[[^']*)?'", lambda found: _renamed(found, names), error.message)
-        error.field = names.get(error.field or "", error.field)
+        rename_fields(error, names)
         raise
+
+
+def rename_fields(error: LoramuxError, names: Mapping[str, str]) -> None:
+    """Use the endpoint's field names in an error, as `renamed_fields` does."""
+    error.message = re.sub(r"'([\w.]+)(\[[^']*)?'", lambda found: _renamed(found, names), error.message)
+    error.field = names.get(error.field or "", error.field)
 
 
 def _renamed(found: re.Match[str], names: Mapping[str, str]) -> str:

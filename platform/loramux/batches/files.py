@@ -141,7 +141,7 @@ class Files:
         if size > self._settings.max_file_bytes:
             raise FileTooLarge(self._settings.max_file_bytes)
         if not size:
-            raise InvalidFile("The file is empty; send at least one line.", "file")
+            raise InvalidFile("The file is empty; send a file with at least one byte.", "file")
         now = self._database.now()
         file = StoredFile(
             id=new_file_id(),

@@ -33,6 +33,8 @@ MAX_TAGS = 16
 MAX_TAG_KEY = 64
 MAX_TAG_VALUE = 512
 """Longest tag value, in characters: the bound of OpenAI's `metadata`."""
+MAX_CUT_CHARACTERS = 1 << 20
+"""Characters of a text that a truncation cuts, in any context: all of them are tokenized."""
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
 MAX_LOGPROBS = 4_000_000
@@ -155,12 +157,27 @@ def check_text_length(prompt: Prompt, longest_token: int, context: int) -> None:
 
     `longest_token` is in characters. Raises InvalidRequest.
     """
-    if isinstance(prompt, list):
-        return
-    length = len(prompt) if isinstance(prompt, str | TextPair) else sum(len(m.content) + m.size for m in prompt)
-    if length > longest_token * context:
+    if (length := _length(prompt)) > longest_token * context:
         why = f"your prompt has {length} characters and no token has more than {longest_token}. Please shorten it."
         raise _too_long(prompt, context, why, -(-length // longest_token))
+
+
+def check_cut_length(prompt: Prompt, longest_token: int, context: int) -> int:
+    """Return the maximum number of characters of a text that a truncation cuts. Raises InvalidRequest for a longer
+    text.
+    """
+    most = max(MAX_CUT_CHARACTERS, longest_token * context)
+    if (length := _length(prompt)) > most:
+        why = f"your prompt has {length} characters, and at most {most} are cut. Please shorten it."
+        raise _too_long(prompt, context, why, -(-length // longest_token))
+    return most
+
+
+def _length(prompt: Prompt) -> int:
+    """Return the number of characters of a prompt of text; 0 for token ids."""
+    if isinstance(prompt, list):
+        return 0
+    return len(prompt) if isinstance(prompt, str | TextPair) else sum(len(m.content) + m.size for m in prompt)
 
 
 def resolve_max_tokens(

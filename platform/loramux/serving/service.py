@@ -47,6 +47,7 @@ from loramux.money.usage.settlement import Settlement
 from loramux.serving.checks import (
     as_answered_by,
     check_allowed_tokens,
+    check_cut_length,
     check_depth,
     check_logprobs,
     check_numbers,
@@ -374,7 +375,11 @@ class CompletionService:
 
     async def _tokenize(self, reading: Reading, prompt: Prompt) -> TokenizedPrompt:
         asked, base, format = reading.asked, reading.base, reading.format
-        longest = base.context if asked.truncation is None else format.tokenizer.longest_token * base.context
+        if asked.truncation is None:
+            check_text_length(prompt, format.tokenizer.longest_token, base.context)
+            longest = base.context
+        else:
+            longest = check_cut_length(prompt, format.tokenizer.longest_token, base.context)
         token_ids, tail, images, second = await self._encode(reading, prompt, longest)
         if asked.truncation is not None:
             room = base.context - (0 if asked.pooling else asked.max_tokens or 1)
@@ -396,7 +401,6 @@ class CompletionService:
     async def _encode(self, reading: Reading, prompt: Prompt, longest: int) -> EncodedPrompt:
         """Return a prompt's tokens and images. A prompt of more than `longest` tokens may be cut short."""
         asked, base, format, tenant = reading.asked, reading.base, reading.format, reading.principal.tenant
-        check_text_length(prompt, format.tokenizer.longest_token, base.context)
         if isinstance(prompt, tuple):
             return await self._encode_chat(reading, prompt, longest)
         special = asked.add_special_tokens
@@ -510,6 +514,7 @@ class CompletionService:
         """
         base, format = await self._format_of(principal, asked.model)
         asked = format.apply_defaults(asked, base.facts.sampling_defaults)
+        check_text_length(asked.prompts[0], format.tokenizer.longest_token, base.context)
         longest = format.tokenizer.longest_token * base.context
         with ExitStack() as resources:
             reading = Reading(principal, asked, base, format, resources)

@@ -12,9 +12,10 @@ from scripted_engine import EOS, FACTS
 
 from loramux.common.units import TokenCounts
 from loramux.engine.messages import EngineFault, SamplingParams
-from loramux.serving.errors import Draining, EngineDown, InvalidRequest, ServingError
+from loramux.serving.checks import MAX_CUT_CHARACTERS
+from loramux.serving.errors import Draining, EngineDown, InvalidRequest, PromptTooLong, ServingError
 from loramux.serving.generation import Generation
-from loramux.serving.messages import Message
+from loramux.serving.messages import Message, Truncation
 from loramux.serving.service import ENDS
 
 
@@ -229,6 +230,19 @@ def test_request_beyond_context_is_refused_with_the_numbers(
             await made.begin(**changes)
         assert refusal.value.field == param
         assert await made.entries() == []
+
+    in_harness(test, tmp_path)
+
+
+@pytest.mark.parametrize("keeps_end", [True, False])
+def test_truncation_cuts_a_text_longer_than_every_tokenization_of_the_context(tmp_path: Path, keeps_end: bool) -> None:
+    async def test(made: Harness) -> None:
+        text = "a" * 3000 + "b" * 3000
+        await read(await made.begin(prompts=(text,), truncation=Truncation(10, keeps_end)))
+        token_ids = made.engine.requests[0].prompt_token_ids
+        assert token_ids[-9:] == [ord("b" if keeps_end else "a")] * 9
+        with pytest.raises(PromptTooLong, match=f"at most {MAX_CUT_CHARACTERS} are cut"):
+            await made.begin(prompts=("a" * (MAX_CUT_CHARACTERS + 1),), truncation=Truncation(10, keeps_end))
 
     in_harness(test, tmp_path)
 
