@@ -152,7 +152,7 @@ def test_two_tenants_side_by_side_see_their_own(browser: Browser, site: Site) ->
     with visiting(browser, site.url) as acme, visiting(browser, site.url) as globex:
         acme.sign_in(site.keys["acme"])
         globex.sign_in(site.keys["globex"])
-        expect(acme.go("/adapters", "Adapters").get_by_role("link", name="support")).to_be_visible()
+        expect(acme.go("/adapters", "Adapters").get_by_role("link", name="support", exact=True)).to_be_visible()
         expect(globex.go("/adapters", "Adapters").get_by_text("No adapter yet")).to_be_visible()
         page = globex.page
         page.goto(f"{site.url}/console/adapters/support")

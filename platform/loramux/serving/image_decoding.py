@@ -20,7 +20,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that are decoded, under Pillow's names."""
-ImageFault = Literal["no_base64", "too_large", "unknown_format", "too_many_pixels", "animated", "broken", "too_narrow"]
+ImageFault = Literal[
+    "no_base64", "too_large", "unknown_format", "too_many_pixels", "too_many_scans", "animated", "broken", "too_narrow"
+]
+SCAN = b"\xff\xda"
+"""The marker before a scan of a JPEG; coded pixels never hold it."""
+MAX_SCANS = 100
+"""Scans of a JPEG. Each scan takes a pass over all pixels; encoders write about ten, for any size."""
 
 
 class DecodingJob(msgspec.Struct, frozen=True):
@@ -86,6 +92,8 @@ def _opened(job: DecodingJob) -> Image.Image:
         raise _Refused("broken") from None
     if image.width * image.height > job.max_pixels:
         raise _Refused("too_many_pixels", image.size)
+    if image.format in ("JPEG", "MPO") and data.count(SCAN) > MAX_SCANS:
+        raise _Refused("too_many_scans", image.size)
     # A camera's JPEG may hold a second picture (format MPO); viewers show the first one.
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise _Refused("animated", image.size)

@@ -63,6 +63,7 @@ REASONS: Mapping[ImageFault, str] = {
     "too_large": "it has more than {bounds.max_bytes} bytes, the most",
     "unknown_format": "it is none of {formats}",
     "too_many_pixels": "it has {width} x {height} pixels, and the most is {bounds.max_pixels}",
+    "too_many_scans": "it is a JPEG of too many scans; save it again",
     "animated": "it is animated; send one picture",
     "too_narrow": "it has {width} x {height} pixels, and one side is more than 200 times the other",
     "broken": "its file is damaged or cut off",

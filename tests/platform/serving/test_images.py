@@ -112,10 +112,18 @@ def animation(form: str, frames: int) -> bytes:
     return saved(Image.new("L", (2, 2)), form, save_all=True, append_images=rest)
 
 
+def scans(count: int) -> bytes:
+    """Return a progressive JPEG whose last scan is repeated."""
+    data = saved(picture(64, 64), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:last] + data[last:-2] * count + data[-2:]
+
+
 HOSTILE: dict[str, tuple[Callable[[], bytes | str], str]] = {
     "50,000 x 50,000 pixels": (lambda: png(50_000, 50_000), "50000 x 50000 pixels, and the most is 4000000"),
     "too many bytes": (lambda: saved(picture(700, 700)), "more than 1048576 bytes"),
     "gif of 10,000 frames": (lambda: animation("GIF", 10_000), "animated"),
+    "jpeg of 2,000 scans": (lambda: scans(2000), "too many scans"),
     "animated png": (lambda: animation("PNG", 3), "animated"),
     "animated webp": (lambda: animation("WEBP", 3), "animated"),
     "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg"/>', "none of PNG, JPEG, WEBP, GIF"),
