@@ -67,8 +67,10 @@ SLICE_BYTES = 32 << 10
 AnyRequest = Request[Any, Any, Any]
 T = TypeVar("T", bound="Body")
 
-_string = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
-_whole_strings = re.compile(rb'(?:[^"]*+' + _string.pattern + rb')*+[^"]*+', re.DOTALL)
+# Without possessive quantifiers, which Python before 3.11.5 matches wrongly (Debian 12 has 3.11.2). Each byte has one
+# place in a match, so that a string without an end is given back byte by byte, once.
+_string = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_whole_strings = re.compile(rb'(?:[^"]*' + _string.pattern + rb')*[^"]*', re.DOTALL)
 """Matches up to the beginning of a string that has no end."""
 _SHOWN = 1024
 """Number of characters of msgspec's message that are read at its beginning and at its end."""

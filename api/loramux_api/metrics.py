@@ -294,7 +294,8 @@ def _engine_metrics(stats: Mapping[tuple[str, str], EngineStats]) -> Iterator[Me
 def _flat(stats: EngineStats) -> dict[str, float]:
     """Return the numbers of an engine by the keys of ENGINE_FAMILIES."""
     fields = msgspec.structs.asdict(stats)
-    ended = {f"ended_{kind}_tokens": count for kind, count in msgspec.structs.asdict(stats.ended).items()}
+    counted = ("prompt", "cached", "output")  # engines do not count tokens of images apart
+    ended = {f"ended_{kind}_tokens": getattr(stats.ended, kind) for kind in counted}
     return {name: value for name, value in fields.items() if name not in ("ended", "meters")} | ended
 
 

@@ -137,7 +137,7 @@ def first_tokens(site: Site) -> list[Sample]:
 
 def test_every_statistic_of_the_engine_has_a_family() -> None:
     fields = set(EngineStats.__struct_fields__) - {"meters", "ended", "routing"}
-    counted = {f"ended_{name}_tokens" for name in msgspec.structs.asdict(EngineStats().ended)}
+    counted = {f"ended_{name}_tokens" for name in msgspec.structs.asdict(EngineStats().ended) if name != "image"}
     assert fields | counted == ENGINE_FAMILIES.keys()
 
 

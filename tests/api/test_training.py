@@ -511,7 +511,7 @@ def test_second_job_of_a_budget_for_one_is_refused_before_it_runs(
         refused = await asyncio.to_thread(until, client, second, *ENDS)
         assert refused.status == "failed"
         assert refused.error.code == "insufficient_quota"
-        assert "may cost 20.000000001 USD" in refused.error.message, "the price of a training, not of a request"
+        assert "may cost 20.000000002 USD" in refused.error.message, "the price of a training, not of a request"
         await trainer.end(first, "cancelled")
 
     scripted(site, train)

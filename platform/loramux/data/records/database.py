@@ -350,9 +350,13 @@ async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -
             if pool_wait is not None and is_postgresql(session):
                 await pool_wait.connect(session)
             yield session
-            await session.commit()
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(session.close()))  # it rolls back
+            raise
+        try:
+            await session.commit()
+        except BaseException:  # the connection may still be in its transaction
+            await asyncio.shield(asyncio.ensure_future(session.invalidate()))
             raise
         session.sync_session.close()  # without a transaction it only forgets its rows
     except IntegrityError as error:
