@@ -4,6 +4,7 @@ steps."""
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def serve(
 def test_prompt_logprobs_equal_pefts_with_other_requests(zoo: Zoo, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "three rows a step":
         builder = sequences.StepBuilder
-        monkeypatch.setattr(scheduler, "StepBuilder", lambda tokens, rows: builder(tokens, rows, scored_left=3))
+        monkeypatch.setattr(scheduler, "StepBuilder", partial(builder, scored_left=3))
     ranks = 2 if way.startswith("two ranks") else 1
     ahead = way == "one step ahead"
     engine = late_engine(zoo)[0] if ahead else zoo.engine(max_num_batched_tokens=24, tensor_parallel_size=ranks)
