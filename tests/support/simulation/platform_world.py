@@ -23,6 +23,7 @@ from sqlalchemy import text
 from loramux.accounts.tenants.tenants import Tenants
 from loramux.catalog.registry.resolver import engine_key
 from loramux.catalog.uploads.sessions import CHECK_SECONDS, AnnouncedFile, UploadRequest
+from loramux.common.bundle import Bundle
 from loramux.common.errors import LoramuxError
 from loramux.common.identity import Principal
 from loramux.common.settings.file import Settings
@@ -58,8 +59,8 @@ class PlatformWorld(World):
         async def open_tenants(settings: Settings, database: Database) -> Tenants:
             return self.tenants
 
-        async def describe(folder: object) -> tuple[Any, Any]:
-            return SimpleNamespace(fingerprint="base"), TOKENIZER
+        async def describe(folder: object) -> tuple[Any, Any, Bundle]:
+            return SimpleNamespace(fingerprint="base"), TOKENIZER, Bundle()
 
         base = {"name": "tiny", "path": "/model", "engines": {"min": self.plan.num_engines}}
         model = {"path": "/model", "served_model_name": "tiny"}
