@@ -189,17 +189,24 @@ def test_killed_worker_is_replaced_and_streams_of_the_other_go_on(site: Site) ->
     undisturbed = site.stream(key)
     engines, doomed = site.pids("the engine tiny-0"), site.pids("worker 1 serves")[-1]
     outcomes: Counter[str] = Counter()
+    killed = threading.Event()
 
     def ask(_: int) -> None:
-        try:
-            outcomes["whole" if site.stream(key) == undisturbed else "wrong"] += 1
-        except httpx.HTTPError:
-            outcomes["lost"] += 1
+        """Stream again and again, so that streams run when the worker is killed."""
+        while True:
+            is_last = killed.is_set()
+            try:
+                outcomes["whole" if site.stream(key) == undisturbed else "wrong"] += 1
+            except httpx.HTTPError:
+                outcomes["lost"] += 1
+            if is_last:
+                return
 
-    with ThreadPoolExecutor(8) as threads:
-        asked = [threads.submit(ask, number) for number in range(8)]
+    with ThreadPoolExecutor(16) as threads:
+        asked = [threads.submit(ask, number) for number in range(16)]
         until(lambda: all(site.by_worker("loramux_completions_running").values()), 30)
         os.kill(doomed, signal.SIGKILL)
+        killed.set()
         for one in asked:
             one.result()
     assert outcomes["wrong"] == 0
