@@ -26,7 +26,7 @@ ImageFault = Literal[
 SCAN = b"\xff\xda"
 """The marker before a scan of a JPEG; coded pixels never hold it."""
 MAX_SCANS = 100
-"""Scans of a JPEG. Each scan takes a pass over all pixels; encoders write about ten, for any size."""
+"""Scans of a JPEG. Each scan takes a pass over all pixels; encoders write about ten whatever the size."""
 
 
 class DecodingJob(msgspec.Struct, frozen=True):
