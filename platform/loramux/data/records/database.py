@@ -350,6 +350,8 @@ async def _transaction(engine: AsyncEngine, pool_wait: PoolWait | None = None) -
             if pool_wait is not None and is_postgresql(session):
                 await pool_wait.connect(session)
             yield session
+            if session.new or session.dirty or session.deleted:
+                await session.flush()  # a row that is refused costs no connection, as a broken commit does
         except BaseException:
             await asyncio.shield(asyncio.ensure_future(session.close()))  # it rolls back
             raise

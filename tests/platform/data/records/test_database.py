@@ -80,6 +80,17 @@ async def test_broken_constraint_raises_row_refused(database: Database) -> None:
     assert await names(database) == []
 
 
+async def test_refused_row_costs_no_connection(database: Database) -> None:
+    closed = []
+    sa.event.listen(database._writer.sync_engine, "invalidate", lambda *_: closed.append("a connection"))
+    with pytest.raises(RowRefused):
+        async with database.begin() as session:  # the commit sends the row
+            session.add(ProjectRow(id=ProjectId("p"), tenant_id=TenantId("nobody"), name="p", created_at=1))
+    assert closed == []
+    await add(database, tenant("a"))
+    assert await names(database) == ["a"]
+
+
 async def test_foreign_keys_are_enforced(database: Database) -> None:
     with pytest.raises(RowRefused):
         async with database.begin() as session:
