@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from console_site import Visit, page_of, upload, visiting
+from listening import until_true
 from peft_uploads import CONFIG, WEIGHTS, make_adapter
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 from site_fixture import Site
@@ -385,8 +386,8 @@ def test_search_of_a_page_that_is_left_does_not_block_the_next(
     page.get_by_role("button", name="Make a plan").click()
     page.get_by_role("button", name="Cancel", exact=True).click()
     expect(page.get_by_text("The search is cancelled")).to_be_visible()
-    with site.http("all-scopes") as http:
-        assert http.get("/admin/plan").json()["running_since"] is None
+    with site.http("all-scopes") as http:  # which learns of the page's hanging up a little later
+        until_true(lambda: http.get("/admin/plan").json()["running_since"] is None)
 
 
 def test_console_knows_every_limit_of_the_server() -> None:

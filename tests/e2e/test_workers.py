@@ -44,19 +44,19 @@ class Site:
         with ThreadPoolExecutor(20) as threads:
             return list(threads.map(work, range(requests)))
 
-    def stream(self, key: str) -> list[int]:
-        tokens: list[int] = []
+    @contextmanager
+    def asked(self, key: str) -> Iterator[httpx.Response]:
+        """The response to a request for a long stream, on a new connection."""
         with (
             self.server.http(key) as client,
             client.stream("POST", "/v1/completions", json=LONG, timeout=300) as response,
         ):
+            yield response
+
+    def stream(self, key: str) -> list[int]:
+        with self.asked(key) as response:
             assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if line and line != "data: [DONE]":
-                    event = json.loads(line.removeprefix("data: "))
-                    assert "error" not in event, event
-                    tokens += event["choices"][0]["token_ids"]
-        return tokens
+            return tokens_of(response)
 
     def by_worker(self, metric: str) -> Counter[str]:
         """The samples of a metric, added up by worker."""
@@ -82,6 +82,16 @@ class Site:
     def engine(self) -> dict[str, object]:
         headers = {"Authorization": f"Bearer {self.operator}"}
         return httpx.get(f"{self.server.url}/admin/engines", headers=headers, timeout=60).json()["data"][0]
+
+
+def tokens_of(response: httpx.Response) -> list[int]:
+    tokens: list[int] = []
+    for line in response.iter_lines():
+        if line and line != "data: [DONE]":
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            tokens += event["choices"][0]["token_ids"]
+    return tokens
 
 
 def until(happened: Callable[[], bool], seconds: float = 120.0) -> None:
@@ -223,11 +233,31 @@ def test_stopped_server_lets_streams_of_all_workers_end_and_leaves_no_process(si
     key = site.key_of("eta")
     undisturbed, processes = site.stream(key), spawned_by(site.server.process.pid)
     assert len(processes) == WORKERS + 1
-    with ThreadPoolExecutor(6) as threads:
-        streams = [threads.submit(site.stream, key) for _ in range(6)]
+    ended: list[tuple[float, bool]] = []  # when, and whether whole
+
+    def ask(_: int) -> None:
+        """Stream again and again until the server takes no more; what it took, it ends."""
+        while True:
+            with ExitStack() as stack:
+                try:
+                    response = stack.enter_context(site.asked(key))
+                except httpx.TransportError:
+                    return
+                if response.status_code == 503:
+                    assert "server_draining" in response.read().decode()
+                    return
+                tokens = tokens_of(response)
+            ended.append((time.monotonic(), tokens == undisturbed))
+
+    with ThreadPoolExecutor(12) as threads:
+        asked = [threads.submit(ask, number) for number in range(12)]
         until(lambda: all(site.by_worker("loramux_completions_running").values()), 30)
         os.killpg(site.server.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
-        assert [stream.result() for stream in streams] == [undisturbed] * 6
+        stopped = time.monotonic()
+        for one in asked:
+            one.result()
+    assert all(is_whole for _, is_whole in ended)
+    assert any(when > stopped for when, _ in ended), "streams ran when the server was stopped"
     assert site.server.process.wait(60) == 0
     assert not any(Path(f"/proc/{pid}").exists() for pid in processes)
     assert "Traceback" not in site.log
