@@ -438,7 +438,7 @@ class EngineGroup:
             run.timeout = asyncio.get_running_loop().call_later(seconds, self._end_wait, run)
 
     def _end_deadline(self, run: Run) -> None:
-        if run.choices.has_started:  # another choice has got a token meanwhile
+        if run.choices.has_started:  # another choice has got a token since
             self._limit_wait(run)
         else:
             message = f"no engine has served within the request's deadline of {run.request.deadline_ms} ms"
