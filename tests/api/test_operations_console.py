@@ -74,6 +74,12 @@ def test_engine_shows_the_format_of_its_linears_and_the_floor_of_a_step(
     assert shown["engine"]["linears"] == {**measured, "reading_ms": 50.0}
 
 
+def test_engine_shows_the_limits_of_its_steps(site: Site) -> None:
+    with site.http("all-scopes") as http:
+        (engine,) = http.get("/admin/engines").json()["data"]
+    assert engine["step_limits"] == msgspec.structs.asdict(site.engine.facts.limits)
+
+
 def test_operators_pages_are_for_operators(site: Site) -> None:
     with site.http("acme") as http:
         for path in ("/admin/activity", "/admin/ledger", "/admin/plan"):

@@ -174,8 +174,8 @@ class Engine:
         if state_pages or not parts.facts.generates:  # a recurrent state covers all tokens so far: it cannot be shared
             policy = replace(policy, prefix_cache=False)
         self.scheduler = Scheduler(
-            SchedulerLimits.from_settings(
-                settings.engine,
+            SchedulerLimits.of(
+                parts.facts.limits,
                 parts.facts.max_model_len,
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,

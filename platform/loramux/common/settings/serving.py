@@ -71,10 +71,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Number of ranks: processes of this machine that each hold a share of every weight and compute a share of every
     step. Use several ranks for a base that is too large for one device.
     """
-    max_num_seqs: Positive = 64
-    """The largest number of sequences in one step."""
-    max_num_batched_tokens: Positive = 1024
-    """The largest number of tokens in one step. Decoding comes first, and prefill gets the remaining tokens."""
+    max_num_seqs: Positive | None = None
+    """The largest number of sequences in one step. Unset: 64; 256 on a GPU that gives the engine at least 40 GB."""
+    max_num_batched_tokens: Positive | None = None
+    """The largest number of tokens in one step. Decoding comes first, and prefill gets the remaining tokens. Unset:
+    1024; 2048 on a GPU that gives the engine at least 40 GB."""
     max_mixed_prefill_tokens: Positive | None = None
     """The largest number of prompt tokens in a step in which sequences decode: the next tokens of these sequences wait
     for the step. Unset: 256 on a CPU; 512 on a GPU. A GPU leaves up to a quarter for the next step if the rows of this

@@ -26,6 +26,7 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import allocate_pool, choose_format, sites_of, widest_tile
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import weights_digest
+from loramux.engine.execution.memory_plan import limits_on
 from loramux.engine.execution.runner import (
     CompletedStep,
     Ints,
@@ -35,7 +36,7 @@ from loramux.engine.execution.runner import (
     StepGraphs,
     pack,
 )
-from loramux.engine.messages import ModelFacts
+from loramux.engine.messages import ModelFacts, StepLimits
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import BaseDescription
@@ -311,6 +312,7 @@ def assemble_encoder(
     assert family is not None, "the caller has asked"
     model.eval().requires_grad_(False)
     max_model_len = _max_model_len(settings, model.config, family)
+    limits = limits_on(model.device, settings.engine)
     sites = sites_of(base, None)
     page_elements = TILES_PER_PAGE * widest_tile(sites.values())
     page_bytes = page_elements * model.dtype.itemsize
@@ -321,7 +323,7 @@ def assemble_encoder(
     weights = install(model, base, bank, Packing(settings.model.quantization, None if choice is None else choice.form))
     forward = EncoderForward(model, family, bank, has_head=has_head)
     pool = allocate_pool(
-        settings, model, weights, page_bytes, _activation_bytes(forward, settings, max_model_len), bank.slot_bytes
+        settings, model, weights, page_bytes, _activation_bytes(forward, limits, max_model_len), bank.slot_bytes
     )
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, num_pages)
@@ -335,6 +337,7 @@ def assemble_encoder(
         kv_cache_dtype="auto",
         weights=digest,
         hidden_size=base.hidden_size,
+        limits=limits,
         generates=False,
     )
     others = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -343,7 +346,7 @@ def assemble_encoder(
 
 
 @torch.inference_mode()
-def _activation_bytes(forward: EncoderForward, settings: Settings, max_model_len: int) -> int:
+def _activation_bytes(forward: EncoderForward, limits: StepLimits, max_model_len: int) -> int:
     """Probe the model; return, on a GPU, the memory that the largest step takes outside the pool."""
     device = forward.bank.pool.device
     if device.type != "cuda":
@@ -351,7 +354,7 @@ def _activation_bytes(forward: EncoderForward, settings: Settings, max_model_len
         return 0
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    forward.probe(max(settings.engine.max_num_batched_tokens, max_model_len), max_model_len)
+    forward.probe(max(limits.max_num_batched_tokens, max_model_len), max_model_len)
     return torch.cuda.max_memory_allocated(device) - before
 
 

@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 
 from loramux.common.sampling import PARAMETERS
-from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
@@ -45,7 +44,7 @@ from loramux.engine.execution.runner import (
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
-from loramux.engine.messages import Request, SamplingParams, TokenEvent
+from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
 from loramux_adapters.bank import StepExtras
 from loramux_kernels.cuda.work_lists import (
@@ -124,23 +123,23 @@ class GpuRunner:
         forward: Forward,
         sampler: DeviceSampler,
         constraints: Constraints | None,
-        settings: EngineSettings,
+        limits: StepLimits,
         max_model_len: int,
         block_size: int,
         state_pages: int = 0,
         most_buckets: int | None = None,
     ) -> GpuRunner:
-        """Make a runner for steps as large as `settings` allow.
+        """Make a runner for steps of `limits`.
 
         Every kernel is compiled, and every step recorded, before it returns. With `most_buckets` only so many buckets
         of rows are recorded, the largest: enough to measure what recordings take, not to serve.
         """
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
-        rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, forward.bank.max_rank, device, state_pages)
+        sequences = limits.max_num_seqs
+        buffers = StepBuffers(limits.most_rows, sequences, max_blocks, forward.bank.max_rank, device, state_pages)
         # Before the work lists: the copy of a step reaches from its first array to its last.
-        sampler.send_parameters_with(buffers.memory, settings.max_num_seqs)
+        sampler.send_parameters_with(buffers.memory, sequences)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)

@@ -39,6 +39,7 @@ from loramux.engine.execution.device_sampler import DeviceSampler
 from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, refuse_settings
 from loramux.engine.execution.memory_plan import (
     Card,
+    limits_on,
     loading_alone,
     machine_memory,
     plan_memory,
@@ -146,7 +147,7 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding, device:
     itemsize = itemsize_of(sharding.config, settings.model.dtype, device)
     if device.type == "cuda":
         card = Card.of(device, engine)
-        plan = plan_on_card(directory, base, sharding, itemsize, settings, card)
+        plan = plan_on_card(directory, base, sharding, itemsize, settings, card, limits_on(device, engine))
         logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         return
     has_fp8_kv = engine.kv_cache_dtype == "fp8"
@@ -195,7 +196,7 @@ def _served(
     eos = _eos_token_ids(model)
     vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
-    runner = _runner(share, settings, eos, max_model_len, constraints, team)
+    runner = _runner(share, eos, max_model_len, constraints, team)
     tower = _tower(model, settings)
     facts = ModelFacts(
         max_model_len=max_model_len,
@@ -208,6 +209,7 @@ def _served(
         weights=share.digest,
         state_pages=states.num_pages,
         hidden_size=base.hidden_size,
+        limits=share.limits,
         sampling_defaults=defaults or SamplingDefaults(),
         linears=_linear_facts(share),
         images=tower is not None,
@@ -223,6 +225,12 @@ def _served(
         f" on each of {team.size} ranks" if team is not None else "",
         share.num_pages,
         facts.block_size,
+    )
+    logger.info(
+        "a step has up to %d sequences and %d tokens, %d of them of prompts if sequences decode",
+        facts.limits.max_num_seqs,
+        facts.limits.max_num_batched_tokens,
+        min(facts.limits.max_mixed_prefill_tokens, facts.limits.max_num_batched_tokens),
     )
     if (linears := facts.linears) is not None and linears.bandwidth and linears.floor_s:
         logger.info(
@@ -266,7 +274,6 @@ def _linear_facts(share: AssembledModel | AssembledEncoder) -> LinearFacts | Non
 
 def _runner(
     share: AssembledModel,
-    settings: Settings,
     eos: tuple[int, ...],
     max_model_len: int,
     constraints: Constraints | None,
@@ -281,7 +288,7 @@ def _runner(
 
     sampler = DeviceSampler(eos, pool.device)
     return GpuRunner.build(
-        forward, sampler, constraints, settings.engine, max_model_len, share.block_size, share.states.num_pages
+        forward, sampler, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages
     )
 
 
