@@ -193,7 +193,7 @@ class Predictor:
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_mixed_prefill_tokens=limits.max_mixed_prefill_tokens,
-            policy=Policy.from_settings(self.settings, math.inf),
+            policy=Policy.from_settings(self.settings, math.inf, limits.max_draft_tokens),
             clients=(),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from peft_uploads import CONFIG, WEIGHTS, make_adapter
 from site_fixture import Site

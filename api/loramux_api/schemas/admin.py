@@ -84,6 +84,8 @@ class StepLimitsObject(msgspec.Struct, kw_only=True):
     """The largest number of tokens in one step."""
     max_mixed_prefill_tokens: int
     """The largest number of prompt tokens in a step in which sequences decode."""
+    max_draft_tokens: int
+    """The longest draft of a sequence in one step; 0: nothing is drafted."""
 
 
 class EngineObject(msgspec.Struct, kw_only=True):

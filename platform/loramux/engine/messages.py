@@ -563,6 +563,13 @@ class StepLimits(msgspec.Struct, frozen=True):
     """Maximum number of tokens."""
     max_mixed_prefill_tokens: int
     """Maximum number of prompt tokens in a step in which sequences decode."""
+    max_draft_tokens: int = 0
+    """Maximum number of a sequence's drafts; 0: nothing is drafted."""
+
+    @property
+    def most_sampled(self) -> int:
+        """Maximum number of rows that tokens are chosen from."""
+        return min(self.most_rows, self.max_num_seqs * (1 + self.max_draft_tokens))
 
     @property
     def most_rows(self) -> int:

@@ -103,8 +103,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"
     """ngram: draft the tokens that followed an earlier occurrence of the latest tokens, and verify several of them in
-    one step, if the measured times show that this is faster. Answers do not change. Drafts work on a CPU. On a GPU, and
-    for models with linear attention or Mamba 2, this setting has no effect, and the log says so at start.
+    one step, if the measured times show that this is faster. Answers do not change. For models with linear attention or
+    Mamba 2 this setting has no effect, and the log says so at start.
     """
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     """The longest draft of a sequence in one step, in tokens."""

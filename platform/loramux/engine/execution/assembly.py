@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -50,6 +51,11 @@ from loramux_kernels.packed_linear import Packing
 from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
+
+NO_DRAFTS_OVER_STATES = (
+    'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
+    'over a draft that was refused. Set it to "off".'
+)
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -127,6 +133,9 @@ def assemble_share(
     limits = limits_on(model.device, settings.engine)
     layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites.values()))
     states = StateLayout.of(model, layout.page_bytes)
+    if states.layers and limits.max_draft_tokens:
+        logger.warning(NO_DRAFTS_OVER_STATES, settings.engine.speculation)
+        limits = msgspec.structs.replace(limits, max_draft_tokens=0)
     page_elements = layout.page_elements
     # The linears are joined first, because the pool takes the free memory. Until the old form is freed, also in torch's
     # allocator, both forms would reduce the pool.

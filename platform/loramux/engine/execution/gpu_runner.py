@@ -32,7 +32,7 @@ from loramux.engine.execution.cuda_graphs import (
     ReservedAttention,
     choose_recorder,
 )
-from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
+from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows, SampledTokens, TokensInFlight, accepted
 from loramux.engine.execution.runner import (
     NONE_POOLED,
     Forward,
@@ -45,7 +45,7 @@ from loramux.engine.execution.runner import (
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
 from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
-from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
+from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import StepExtras
 from loramux_kernels.cuda.work_lists import (
     AttentionShape,
@@ -66,8 +66,10 @@ class LaunchedForward:
 
     runner: GpuRunner
     logits: torch.Tensor
-    """`[len(sequences), vocab]`, valid until the next forward."""
-    sequences: list[Sequence]
+    """`[rows, vocab]`, valid until the next forward."""
+    chunks: list[Chunk]
+    """Chunks that yield tokens; a chunk has a row of logits, and one more for each of its drafts."""
+    rows: SampledRows
     parameters: dict[str, torch.Tensor]
     """The rows' parameters on the device, valid until the next step is sent."""
     scores: PromptScores = NO_SCORES
@@ -83,7 +85,7 @@ class LaunchedForward:
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens."""
         assert self.tokens is not None, "they are chosen before they are read"
-        return self.tokens.events()
+        return accepted(self.tokens.events(), self.chunks) if self.rows.drafts else self.tokens.events()
 
 
 class GpuRunner:
@@ -139,7 +141,7 @@ class GpuRunner:
         sequences = limits.max_num_seqs
         buffers = StepBuffers(limits.most_rows, sequences, max_blocks, forward.bank.max_rank, device, state_pages)
         # Before the work lists: the copy of a step reaches from its first array to its last.
-        sampler.send_parameters_with(buffers.memory, sequences)
+        sampler.send_parameters_with(buffers.memory, limits.most_sampled)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
@@ -156,9 +158,9 @@ class GpuRunner:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
         packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
         tokens = None if self._previous is None else self._previous.tokens
+        rows = SampledRows.of(step.sampling)
         inputs, pending = self._buffers.fill(packed), self._pending(step, packed)
-        sequences = [chunk.sequence for chunk in step.sampling]
-        parameters = self._sampler.stage(sequences)
+        parameters = self._sampler.stage(rows)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
@@ -175,8 +177,8 @@ class GpuRunner:
             logits = self._forward(inputs, packed.segments, extras, decode)
         logits, scores = split_scored(logits, packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
-        launched = LaunchedForward(self, logits, sequences, parameters, scores, pooled)
-        if not any(sequence.request.constraint for sequence in sequences):
+        launched = LaunchedForward(self, logits, step.sampling, rows, parameters, scores, pooled)
+        if not any(sequence.request.constraint for sequence in rows.sequences):
             launched.sample()
         return launched
 
@@ -184,10 +186,11 @@ class GpuRunner:
     def sample(self, launched: LaunchedForward) -> TokensInFlight:
         """Enqueue the choice of a step's tokens; if a constraint needs the previous step's tokens, they are known
         now."""
-        masks = None if self._constraints is None else self._constraints.masks(launched.sequences)
-        in_flight = self._sampler.launch(
-            launched.logits, launched.sequences, self._previous, masks, launched.parameters
-        )
+        masks = None
+        if self._constraints is not None:
+            drafts = {chunk.sequence: list(chunk.drafts) for chunk in launched.chunks if chunk.drafts}
+            masks = self._constraints.masks([chunk.sequence for chunk in launched.chunks], drafts)
+        in_flight = self._sampler.launch(launched.logits, launched.rows, self._previous, masks, launched.parameters)
         self._previous = in_flight.sampled
         return in_flight
 
@@ -201,7 +204,7 @@ class GpuRunner:
 
     def _pending(self, step: Step, packed: PackedStep) -> NDArray[np.int64]:
         """Return int64[2, n]: rows whose token is PENDING, and their rows among the previous step's sampled rows."""
-        lasts = packed.cu_seqlens[1:] - 1
+        lasts = packed.cu_seqlens[1:] - 1 - np.array([len(chunk.drafts) for chunk in step.chunks])
         chunks = np.flatnonzero(packed.input_ids[lasts] == PENDING)
         row_of = {} if self._previous is None else self._previous.row_of
         sources = [row_of[step.chunks[number].sequence] for number in chunks.tolist()]
@@ -233,8 +236,8 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)
-    sampler.launch(logits, sequences, None, TokenMasks(np.zeros(1, dtype=np.int64), words, {})).events()
-    sampler.launch(logits[-1:], sequences[-1:], None).events()
+    sampler.launch(logits, SampledRows(sequences), None, TokenMasks(np.zeros(1, dtype=np.int64), words, {})).events()
+    sampler.launch(logits[-1:], SampledRows(sequences[-1:]), None).events()
     for sequence in sequences:
         sampler.forget(sequence.id)
 

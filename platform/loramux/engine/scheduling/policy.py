@@ -60,6 +60,7 @@ def step_limits(engine: EngineSettings, gpu_bytes: int | None) -> StepLimits:
         engine.max_num_seqs or rows,
         engine.max_num_batched_tokens or tokens,
         engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=gpu_bytes is None),
+        engine.max_draft_tokens if engine.speculation == "ngram" else 0,
     )
 
 
@@ -173,8 +174,9 @@ class Policy:
         return int(num_pages * self.tenant_max_pages)
 
     @classmethod
-    def from_settings(cls, settings: Settings, weight_pages: float) -> Policy:
-        """Return the operator's settings. `weight_pages` is the size of the model's weights in pages."""
+    def from_settings(cls, settings: Settings, weight_pages: float, max_draft_tokens: int = 0) -> Policy:
+        """Return the operator's settings. `weight_pages` is the size of the model's weights in pages, and
+        `max_draft_tokens` the longest draft that the model allows."""
         asked = settings.scheduler
         return cls(
             class_shares={c: getattr(asked.class_shares, c) for c in ServiceClass},
@@ -188,7 +190,7 @@ class Policy:
             tenant_max_pages=asked.tenant_max_pages,
             deadlines_ms={c: limit for c in ServiceClass if (limit := getattr(asked.deadlines_ms, c)) is not None},
             prefix_cache=settings.engine.prefix_cache,
-            max_draft_tokens=settings.engine.max_draft_tokens if settings.engine.speculation == "ngram" else 0,
+            max_draft_tokens=max_draft_tokens,
         )
 
 
