@@ -15,14 +15,14 @@ import pytest
 import torch
 from adapter_zoo import load, make_engine
 from quantized_zoo import CHECKPOINTS, QuantizedZoo
-from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
+from transformers import BertConfig, GptOssConfig, LlamaConfig, PretrainedConfig
 
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.execution import loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
-from loramux.engine.execution.memory_plan import Card, MemoryPlan, loading_alone, plan_memory
+from loramux.engine.execution.memory_plan import Card, MemoryPlan, limits_on, loading_alone, plan_memory
 from loramux_adapters.base import auto_class, describe_base
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.sharding import Sharding
@@ -236,3 +236,44 @@ def test_engines_that_divide_a_card_load_one_after_the_other(monkeypatch, tmp_pa
         assert second_loads.wait(5 if engines == 1 else 0.2) == (engines == 1)
     assert second_loads.wait(5)
     second.join()
+
+
+@pytest.fixture(scope="module")
+def large_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, dtype="float32"
+    )
+    return checkpoint_of_holes(tmp_path_factory.mktemp("bert-large"), config)
+
+
+def test_encoder_on_a_card_is_planned_before_its_weights_are_read(load_on_card, large_encoder: Path, caplog) -> None:
+    """A page holds tiles of adapters; a step has at least the longest text."""
+    with caplog.at_level(logging.INFO):
+        assert load_on_card(large_encoder, 24 * GB, 23.5 * GB) is None
+    (line,) = (record.message for record in caplog.records if " pool " in record.message)
+    assert "weights 1.3 GB, largest step 0.0 GB, pool 20.2 GB" in line
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "engine", "said"),
+    [
+        (1.3, 1.2, {}, r"weights 1\.3 GB, .* the weights alone are too large"),
+        (24, 1.2, {}, r"other processes hold 22\.8 GB of it: end them"),
+        (24, 23.5, {"pool_bytes": 30 * GB}, r"set engine.pool_bytes to 22\d{9} or less"),
+        (24, 23.5, {"max_num_batched_tokens": 10**6}, r"set engine.max_num_batched_tokens to \d+ or less"),
+    ],
+)
+def test_encoder_that_does_not_fit_a_card_is_refused_with_what_fits(
+    load_on_card, large_encoder: Path, total: float, free: float, engine: dict[str, int], said: str
+) -> None:
+    refusal = load_on_card(large_encoder, total * GB, free * GB, **engine)
+    assert refusal is not None
+    assert re.search(said, refusal), refusal
+
+
+def test_limits_of_a_step_follow_the_part_of_a_card_that_an_engine_gets(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GB, 80 * GB))
+    card = torch.device("cuda", 0)
+    rows = {count: limits_on(card, EngineSettings(engines_per_device=count)).max_num_seqs for count in (None, 2, 3)}
+    assert rows == {None: 256, 2: 256, 3: 64}
+    assert limits_on(torch.device("cpu"), EngineSettings()).max_num_seqs == 64

@@ -12,10 +12,11 @@ checkpoint's own module before the head, if the family has one, and through the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import allocate_pool, choose_format, sites_of, widest_tile
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import weights_digest
-from loramux.engine.execution.memory_plan import limits_on
+from loramux.engine.execution.memory_plan import TYPICAL_RANK, Card, MemoryPlan, StepMemory, fit_on_card, limits_on
 from loramux.engine.execution.runner import (
     CompletedStep,
     Ints,
@@ -39,7 +40,7 @@ from loramux.engine.execution.runner import (
 from loramux.engine.messages import ModelFacts, StepLimits
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank
-from loramux_adapters.base import BaseDescription
+from loramux_adapters.base import MODEL_LOCK, BaseDescription, auto_class
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.families import Encoder
 from loramux_adapters.modules import install
@@ -343,6 +344,30 @@ def assemble_encoder(
     others = sum(p.numel() * p.element_size() for p in model.parameters())
     runner = EncoderRunner(forward, model.config, max_model_len)
     return AssembledEncoder(runner, weights, facts, others + weights.packed_bytes, choice)
+
+
+def plan_encoder(
+    config: PretrainedConfig, base: BaseDescription, itemsize: int, settings: Settings, card: Card, limits: StepLimits
+) -> MemoryPlan:
+    """Plan the memory of an encoder on `card`, with `itemsize` bytes an element.
+
+    Raises UnsupportedModel with settings that would fit, if not even one page is left.
+    """
+    assert base.encoder is not None, "the caller has asked"
+    with MODEL_LOCK, torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    shapes = base.modules.values()
+    plan = MemoryPlan(
+        num_ranks=1,
+        weight_bytes=itemsize * sum(parameter.numel() for parameter in model.parameters()),
+        pool_bytes=0,
+        page_bytes=itemsize * TILES_PER_PAGE * widest_tile(shapes),
+        adapter_bytes=itemsize * TYPICAL_RANK * sum(shape.in_features + shape.out_features for shape in shapes),
+    )
+    longest = max(limits.max_num_batched_tokens, _max_model_len(settings, config, base.encoder))
+    largest = msgspec.structs.replace(limits, max_num_batched_tokens=longest)
+    step = replace(StepMemory.of(base, itemsize), per_sequence=0)  # no logits over the vocabulary
+    return fit_on_card(plan, step, settings, card, largest)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from loramux.common.bundle import SamplingDefaults
 from loramux.common.settings.file import Settings
@@ -36,7 +36,7 @@ from loramux.engine.execution.checkpoint import (
 )
 from loramux.engine.execution.constraints import Constraints, load_vocabulary
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, refuse_settings
+from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, plan_encoder, refuse_settings
 from loramux.engine.execution.memory_plan import (
     Card,
     limits_on,
@@ -91,7 +91,7 @@ def load_model(settings: Settings) -> LoadedModel:
     directory = Path(settings.model.path)
     config = read_config(directory)
     if config.model_type in ENCODERS:
-        return _load_encoder(settings, has_head=is_classifier(config.to_dict()))
+        return _load_encoder(settings, config)
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         device = choose_device(settings.engine.device)
@@ -121,14 +121,19 @@ def load_model(settings: Settings) -> LoadedModel:
         raise
 
 
-def _load_encoder(settings: Settings, *, has_head: bool) -> LoadedModel:
+def _load_encoder(settings: Settings, config: PretrainedConfig) -> LoadedModel:
     refuse_settings(settings)
     torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
     directory, device = Path(settings.model.path), choose_device(settings.engine.device)
     base = describe_base(directory)
     with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
+        if device.type == "cuda":
+            card, limits = Card.of(device, settings.engine), limits_on(device, settings.engine)
+            itemsize = itemsize_of(config, settings.model.dtype, device)
+            plan = plan_encoder(config, base, itemsize, settings, card, limits)
+            logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
-        made = assemble_encoder(model, base, settings, has_head=has_head)
+        made = assemble_encoder(model, base, settings, has_head=is_classifier(config.to_dict()))
     logger.info(
         "serving the encoder %s in %s on %s: vectors and classes of texts of up to %d tokens, %d pages for adapters",
         settings.model.served_model_name,

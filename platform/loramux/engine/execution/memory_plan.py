@@ -234,10 +234,17 @@ def plan_on_card(
 
     Raises UnsupportedModel with settings that would fit, if not even one page is left.
     """
+    has_fp8_kv = settings.engine.kv_cache_dtype == "fp8"
+    plan = plan_memory(directory, base, sharding, itemsize, 0, settings.engine.block_size, has_fp8_kv=has_fp8_kv)
+    return fit_on_card(plan, StepMemory.of(base, itemsize), settings, card, limits)
+
+
+def fit_on_card(plan: MemoryPlan, step: StepMemory, settings: Settings, card: Card, limits: StepLimits) -> MemoryPlan:
+    """Return `plan` with steps of `limits`, and with the pool that they leave on `card`.
+
+    Raises UnsupportedModel with settings that would fit, if not even one page is left.
+    """
     engine = settings.engine
-    has_fp8_kv = engine.kv_cache_dtype == "fp8"
-    plan = plan_memory(directory, base, sharding, itemsize, 0, engine.block_size, has_fp8_kv=has_fp8_kv)
-    step = StepMemory.of(base, itemsize)
     plan = replace(plan, step_bytes=step.largest(limits))
     beside = plan.weight_bytes + plan.step_bytes
     if settings.model.quantization != "none":  # the weights are whole on the card until they are quantized
