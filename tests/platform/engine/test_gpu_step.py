@@ -388,6 +388,15 @@ def test_device_sampler_repeats_with_a_seed_and_not_without() -> None:
     assert draws() != draws()
 
 
+def test_device_sampler_stages_no_rows_first_and_after_others_have_ended() -> None:
+    """A step of chunks of prompts alone."""
+    sampler = DeviceSampler((EOS,), CPU)
+    assert len(sampler.stage(SampledRows([]))["seed"]) == 0
+    sampler.stage(SampledRows([sequence("a"), sequence("b")]))
+    sampler.forget("a")
+    assert len(sampler.stage(SampledRows([]))["seed"]) == 0
+
+
 def test_device_sampler_of_no_rows_returns_no_events() -> None:
     """A chunk of a prompt."""
     assert events(torch.zeros(0, 12)) == []

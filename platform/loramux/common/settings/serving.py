@@ -99,6 +99,10 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     engines_per_device: Positive | None = None
     """Number of engines that divide a GPU's memory. Unset: the engines of this server that use the device. Set it if
     several `loramux engine serve` use one GPU."""
+    batch_invariant: bool = False
+    """On a GPU, compute each row in one order of sums, whichever rows are in the same step: greedy and seeded answers
+    then do not depend on other requests. Steps are slower (docs/gpu.md). Only for dense models that are not quantized.
+    """
     prefix_cache: bool = True
     """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"

@@ -45,7 +45,7 @@ from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.modules import install, linears_shapes
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
-from loramux_kernels.device import return_freed_memory, zeros_in_large_pages
+from loramux_kernels.device import return_freed_memory, runs_triton, zeros_in_large_pages
 from loramux_kernels.format_choice import FormatChoice, FormatUnavailable, choose_for_base
 from loramux_kernels.packed_linear import Packing
 from loramux_kernels.tables import RANK_TILE
@@ -154,7 +154,8 @@ def assemble_share(
     install_state_layers(model)
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
-    forward = Forward(model, [], bank)
+    is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
+    forward = Forward(model, [], bank, is_invariant=is_invariant)
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
     pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
@@ -247,7 +248,8 @@ def _graph_bytes(
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-    taken = extrapolate(measured[0], measured[1], count_recordings(limits.max_num_seqs, limits.most_rows))
+    recordings = count_recordings(limits.max_num_seqs, limits.most_rows, is_invariant=forward.is_invariant)
+    taken = extrapolate(measured[0], measured[1], recordings)
     logger.info("recorded steps will take %.2f GB; measured in %.1f s", taken / 1e9, time.monotonic() - began)
     return taken
 

@@ -211,7 +211,7 @@ class DeviceSampler:
     def forget(self, request_id: str) -> None:
         """Drop the seed, the history and the bias of a request that has ended."""
         self._seeds.pop(request_id, None)
-        self._parameters.names.clear()
+        self._parameters.names = None
         self._histories.forget(request_id)
         self._biases.forget(request_id)
 
@@ -298,8 +298,8 @@ class RowParameters:
         self._seeds = memory.reserve((max_rows,), torch.int64)
         self._floats = memory.reserve((len(_FLOATS), width), torch.float32)
         self._ints = memory.reserve((len(_INTS) + 1, width), torch.int32)
-        self.names: list[str] = []
-        """Requests of the latest step's rows, unless one of them has ended since."""
+        self.names: list[str] | None = None
+        """Requests of the latest step's rows; None if one of them has ended since."""
         self._constant: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]
 
     def stage(self, sampled: SampledRows, seed_of: Callable[[Sequence], int]) -> dict[str, torch.Tensor]:

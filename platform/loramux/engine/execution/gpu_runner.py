@@ -139,7 +139,8 @@ class GpuRunner:
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
         sequences = limits.max_num_seqs
-        buffers = StepBuffers(limits.most_rows, sequences, max_blocks, forward.bank.max_rank, device, state_pages)
+        sizes = (limits.most_rows, sequences, max_blocks, forward.bank.max_rank)
+        buffers = StepBuffers(*sizes, device, state_pages, is_invariant=forward.is_invariant)
         # Before the work lists: the copy of a step reaches from its first array to its last.
         sampler.send_parameters_with(buffers.memory, limits.most_sampled)
         inputs = buffers.padded(1)
@@ -172,7 +173,12 @@ class GpuRunner:
             decode = self._decoder_graphs.stage(packed, ranks, extras)
             self._buffers.send(pending, tokens)
             if decode is None and packed.segments is not None:
-                tile_map = TileMap.for_step(packed.segments, np.array(ranks, dtype=np.int64), self.bank.pool.device)
+                tile_map = TileMap.for_step(
+                    packed.segments,
+                    np.array(ranks, dtype=np.int64),
+                    self.bank.pool.device,
+                    is_invariant=self._buffers.is_invariant,
+                )
                 attach_tile_map(packed.segments, tile_map)
             logits = self._forward(inputs, packed.segments, extras, decode)
         logits, scores = split_scored(logits, packed.scored)
@@ -230,7 +236,8 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     if buffers.state_pages:
         attach_states(inputs.batch, empty_states(device))
     segments = Segments((0, rows), (forward.bank.blank_slot(),))
-    attach_tile_map(segments, TileMap.of_every_shape(rows, forward.bank.max_rank, device))
+    tile_map = TileMap.of_every_shape(rows, forward.bank.max_rank, device, is_invariant=forward.is_invariant)
+    attach_tile_map(segments, tile_map)
     extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())
     logits = forward(inputs, segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)

@@ -46,6 +46,7 @@ from loramux.engine.execution.memory_plan import (
     plan_on_card,
     pool_bytes_of,
 )
+from loramux.engine.execution.quantized_checkpoint import format_of
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
@@ -55,7 +56,7 @@ from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
-from loramux_adapters.families import ENCODERS
+from loramux_adapters.families import ENCODERS, family_of
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
 
@@ -96,6 +97,8 @@ def load_model(settings: Settings) -> LoadedModel:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         device = choose_device(settings.engine.device)
         base = describe_base(directory)
+        if settings.engine.batch_invariant and device.type == "cuda":
+            refuse_batch_invariant(settings, base, config)
         is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
         with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
             if device.type == "cuda" or is_planned:
@@ -121,11 +124,28 @@ def load_model(settings: Settings) -> LoadedModel:
         raise
 
 
+def refuse_batch_invariant(settings: Settings, base: BaseDescription, config: PretrainedConfig) -> None:
+    """Raise UnsupportedModel if a row's result could depend on the other rows of its step on a GPU."""
+    if settings.model.quantization != "none" or is_mxfp4(config) or format_of(config.to_dict()) is not None:
+        reason = "quantized weights are multiplied in tiles that depend on the step"
+    elif base.encoder is not None:
+        reason = "an encoder's attention is torch's own"
+    elif base.parameters:
+        reason = "experts are multiplied in tiles that depend on the step"
+    elif family_of(config).states is not None:
+        reason = "states are computed row by row or in chunks of a prompt"
+    else:
+        return
+    raise UnsupportedModel(f"engine.batch_invariant = true, and {reason}. Remove the setting, or serve a dense base.")
+
+
 def _load_encoder(settings: Settings, config: PretrainedConfig) -> LoadedModel:
     refuse_settings(settings)
     torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
     directory, device = Path(settings.model.path), choose_device(settings.engine.device)
     base = describe_base(directory)
+    if settings.engine.batch_invariant and device.type == "cuda":
+        refuse_batch_invariant(settings, base, config)
     with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
         if device.type == "cuda":
             card, limits = Card.of(device, settings.engine), limits_on(device, settings.engine)

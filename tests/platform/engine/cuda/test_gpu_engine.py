@@ -20,7 +20,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loramux.common.settings.serving import EngineSettings
 from loramux.engine.engine import AsyncPipeline, build_engine
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
@@ -31,7 +30,7 @@ from loramux.engine.execution.cuda_graphs import (
     record_calls,
 )
 from loramux.engine.execution.gpu_runner import GpuRunner
-from loramux.engine.messages import Constraint, Request, SamplingParams
+from loramux.engine.messages import Constraint, Request, SamplingParams, StepLimits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -148,6 +147,29 @@ def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_pa
     assert answers(None, "[0-9]{5}", "x{3}y", drafts=found) == found, "masks of rows that follow drafts"
 
 
+def test_gpu_engine_batch_invariant_answers_are_bit_equal_beside_any_requests(zoo_of) -> None:
+    """An adapter's request alone, and between other adapters' rows, whose prompts change how its own is cut."""
+    zoo = zoo_of("llama")
+    asked = Asked("r", "plain", tuple(range(3, 24)), 4)
+    others = [Asked("a", "plain", (5, 6, 7, 8, 9), 6), Asked("b", "rslora", tuple(range(30, 62)), 3)]
+    sizes = {"max_num_batched_tokens": 24, "batch_invariant": True, "prefix_cache": False}
+
+    def logprobs(*before: Asked) -> list[tuple[int, float]]:
+        engine = small_engine(zoo, **sizes)
+        for other in before:
+            engine.submit(to_request(zoo, other))
+        engine.submit(to_request(zoo, asked, logprobs=1))
+        told = []
+        while not engine.is_idle:
+            events = report.events if (report := engine.step()) else []
+            told += [(event.token_id, event.logprob) for event in events if event.request_id == "r"]
+        return told
+
+    alone = logprobs()
+    assert [token for token, _ in alone] == zoo.answer(asked)
+    assert logprobs(*others) == alone
+
+
 def test_gpu_engine_drafts_are_verified_in_recorded_steps_and_change_no_answer(zoo_of) -> None:
     """Greedy answers are PEFT's; a seed draws the same tokens under penalties, whichever drafts are accepted."""
     zoo = zoo_of("llama")
@@ -191,7 +213,7 @@ def test_gpu_engine_prompts_alone_replay_no_launch_for_short_segments(zoo_of) ->
 
 def test_gpu_engine_records_the_largest_buckets_alone_if_asked(zoo_of) -> None:
     runner = small_engine(zoo_of("llama"))._runner
-    args = (runner._forward, runner._sampler, None, EngineSettings(max_num_seqs=3, max_num_batched_tokens=48), 64, 16)
+    args = (runner._forward, runner._sampler, None, StepLimits(3, 48, 48), 64, 16)
     one, two = (GpuRunner.build(*args, most_buckets=count) for count in (1, 2))
     assert {rows for rows, _ in one._decode_graphs._graphs} == {3}
     assert {rows for rows, _ in two._decode_graphs._graphs} == {3, 2}

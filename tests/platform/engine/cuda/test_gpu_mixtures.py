@@ -54,7 +54,7 @@ def test_gpu_mixture_quantized_at_load_is_recorded_and_answers_as_peft_does(
     zoo = RoundedZoo(family, tmp_path, quantization, [], num_hidden_layers=1, vocab_size=97)
     zoo.make_format("experts", RECIPES["experts"], seed=1)
     asked = [Asked("a", "experts", (5, 6, 7), 4), Asked("b", None, tuple(range(3, 25)), 3)]
-    sizes = {"max_num_seqs": 2, "block_size": 32, "max_model_len": 64, "max_num_batched_tokens": 16}
+    sizes = {"max_num_seqs": 2, "block_size": 64, "max_model_len": 64, "max_num_batched_tokens": 16}
     engine = make_engine(zoo.served, quantization=quantization, device=DEVICE, **sizes)
     model = engine._runner._forward.model
     assert any(isinstance(module, GroupedExperts) for module in model.modules())
