@@ -52,4 +52,7 @@ class FixedProducts(TorchDispatchMode):
         is_sum = func in _BATCHED and args[-2].shape[-1] > 1
         if is_sum or func.__name__.split(".")[0] in _OTHERS:
             raise self._refuse(func.__name__)
-        return func(*args, **(kwargs or {}))
+        # Without gradients, torch passes linear, matmul and einsum here before it reduces them to the operators above.
+        with self:
+            reduced = func.decompose(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if reduced is NotImplemented else reduced

@@ -18,6 +18,8 @@ from loramux_kernels.cuda.work_lists import TileMap, attach_tile_map
 from loramux_kernels.fixed_product import FixedProducts, fixed_product_reference
 from loramux_kernels.tables import AttentionBatch, Segments
 
+pytestmark = pytest.mark.usefixtures("alike_rows")
+
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()  # the interpreter cannot bf16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 

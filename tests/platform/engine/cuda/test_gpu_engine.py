@@ -13,6 +13,7 @@ from adapter_zoo import RECIPES, Asked, Zoo, load, serve, to_request
 from eager_drafts import draft_always
 from formats import FormatZoo
 from fp8_cache import Fp8Cache
+from interpreted import alike_rows
 from llguidance import LLMatcher
 from recorded_steps import recorded
 from tiny_base import make_base
@@ -147,8 +148,9 @@ def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_pa
     assert answers(None, "[0-9]{5}", "x{3}y", drafts=found) == found, "masks of rows that follow drafts"
 
 
-def test_gpu_engine_batch_invariant_answers_are_bit_equal_beside_any_requests(zoo_of) -> None:
+def test_gpu_engine_batch_invariant_answers_are_bit_equal_beside_any_requests(zoo_of, monkeypatch) -> None:
     """An adapter's request alone, and between other adapters' rows, whose prompts change how its own is cut."""
+    alike_rows(monkeypatch)
     zoo = zoo_of("llama")
     asked = Asked("r", "plain", tuple(range(3, 24)), 4)
     others = [Asked("a", "plain", (5, 6, 7, 8, 9), 6), Asked("b", "rslora", tuple(range(30, 62)), 3)]
