@@ -56,8 +56,8 @@ def test_fixed_products_are_those_of_linears_and_matrices(device) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("others", [(), (1,), (40, 3)], ids=["alone", "beside one row", "beside a prompt"])
-def test_adapters_of_a_row_are_bit_equal_beside_any_other_rows(device, dtype, others: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("others", [(), (1,), (40, 3)], ids=["alone", "with one row", "with a prompt"])
+def test_adapters_of_a_row_are_bit_equal_with_any_other_rows(device, dtype, others: tuple[int, ...]) -> None:
     """The rows of one adapter, of which there are seven or one, after those of other adapters."""
     case = make_case(dtype, [[20, 5], [64, 16], [8, 0]], [7, 40, 3], 600, (48, 24), alignment=8).to(device)
 
@@ -81,8 +81,8 @@ def test_adapters_of_a_row_are_bit_equal_beside_any_other_rows(device, dtype, ot
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 70])
-def test_attention_of_a_row_is_bit_equal_in_any_chunk_beside_any_sequences(device, dtype, window: int | None) -> None:
-    """A prompt whole, in chunks and as single rows, beside contexts that would be cut."""
+def test_attention_of_a_row_is_bit_equal_in_any_chunk_with_any_sequences(device, dtype, window: int | None) -> None:
+    """A prompt whole, in chunks and as single rows, with contexts that would be cut."""
     case = attention_case([(40, 340), (1, 1500), (1, 3)], dtype, Shape(8, 2, 64, 32)).to(device)
     batch, tables = replace(case.batch, is_invariant=True), case.batch.block_table
 

@@ -38,7 +38,7 @@ MANY_ROWS, MANY_TOKENS = 256, 2048
 """Sequences and tokens of the largest step on a GPU of at least LARGE_GPU_BYTES. A decode step there reads the weights
 once for all its rows, so more rows cost mostly their KV. A step of 2,048 tokens is the largest that is recorded."""
 LARGE_GPU_BYTES = 40_000_000_000
-"""Bytes of a GPU's memory, for one engine, that hold the KV of more than FEW_ROWS sequences next to a usual base."""
+"""Bytes of GPU memory of one engine from which the KV of more than FEW_ROWS sequences fits next to a usual base."""
 
 GPU_ROW_TILE = 128
 """Rows that a product's kernels take at once on a GPU: recorded steps of so many rows have buckets of these sizes."""

@@ -148,7 +148,7 @@ def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_pa
     assert answers(None, "[0-9]{5}", "x{3}y", drafts=found) == found, "masks of rows that follow drafts"
 
 
-def test_gpu_engine_batch_invariant_answers_are_bit_equal_beside_any_requests(zoo_of, monkeypatch) -> None:
+def test_gpu_engine_batch_invariant_answers_are_bit_equal_with_any_requests(zoo_of, monkeypatch) -> None:
     """An adapter's request alone, and between other adapters' rows, whose prompts change how its own is cut."""
     alike_rows(monkeypatch)
     zoo = zoo_of("llama")
