@@ -155,6 +155,7 @@ class FleetEngine:
 
     def status(self) -> EngineStatus:
         """Describe the engine for operators."""
+        facts = self._facts
         return EngineStatus(
             engine=self.name,
             base_model=self._base,
@@ -163,8 +164,8 @@ class FleetEngine:
             starts=self._num_starts,
             problem=self.problem,
             step_graphs_missing=self.stats.step_graphs_missing,
-            linears=self._facts and self._facts.linears,
-            limits=self._facts and self._facts.limits,
+            linears=None if facts is None else facts.linears,
+            limits=None if facts is None else facts.limits,
             weights_s=self.stats.routing.weights_s,
         )
 

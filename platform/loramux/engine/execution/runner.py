@@ -508,14 +508,17 @@ class OtherRanks(Protocol):
 @torch.inference_mode()
 def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None = None) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
-    tables = (
-        *(packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping),
-        *(packed.state_tables, packed.prompt_lens),
-    )
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
         position_ids=torch.from_numpy(packed.position_ids),
-        batch=AttentionBatch(*map(torch.from_numpy, tables)),
+        batch=AttentionBatch(
+            cu_seqlens=torch.from_numpy(packed.cu_seqlens),
+            context_lens=torch.from_numpy(packed.context_lens),
+            block_table=torch.from_numpy(packed.block_table),
+            slot_mapping=torch.from_numpy(packed.slot_mapping),
+            state_tables=torch.from_numpy(packed.state_tables),
+            prompt_lens=torch.from_numpy(packed.prompt_lens),
+        ),
         sampled_rows=torch.from_numpy(packed.sampled_rows),
         images=images,
     )
