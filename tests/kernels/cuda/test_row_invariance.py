@@ -11,6 +11,7 @@ from attention_cases import Shape
 from attention_cases import make_case as attention_case
 from lora_cases import make_case
 
+from loramux_kernels.cuda import lora
 from loramux_kernels.cuda.fixed_product import fixed_product
 from loramux_kernels.cuda.lora import lora_expand, lora_shrink
 from loramux_kernels.cuda.paged_attention import paged_attention
@@ -57,8 +58,12 @@ def test_fixed_products_are_those_of_linears_and_matrices(device) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("others", [(), (1,), (40, 3)], ids=["alone", "with one row", "with a prompt"])
-def test_adapters_of_a_row_are_bit_equal_with_any_other_rows(device, dtype, others: tuple[int, ...]) -> None:
-    """The rows of one adapter, of which there are seven or one, after those of other adapters."""
+def test_adapters_of_a_row_are_bit_equal_with_any_other_rows(
+    device, dtype, others: tuple[int, ...], monkeypatch
+) -> None:
+    """The rows of one adapter, of which there are seven or one, after those of other adapters. There are more programs
+    than items, which are otherwise split among them."""
+    monkeypatch.setattr(lora, "resident_programs", lambda *_: 24)
     case = make_case(dtype, [[20, 5], [64, 16], [8, 0]], [7, 40, 3], 600, (48, 24), alignment=8).to(device)
 
     def added(lengths: tuple[int, ...], rows: torch.Tensor) -> torch.Tensor:
