@@ -36,6 +36,7 @@ from loramux.engine.messages import (
     Report,
     Request,
     SamplingParams,
+    StepLimits,
     StepReport,
     Submit,
     TokenEvent,
@@ -55,6 +56,7 @@ FACTS = ModelFacts(
     kv_cache_dtype="auto",
     weights="none",
     hidden_size=64,
+    limits=StepLimits(64, 1024, 256),
 )
 
 

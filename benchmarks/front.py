@@ -78,6 +78,7 @@ from loramux.engine.messages import (
     Report,
     Request,
     Shutdown,
+    StepLimits,
     StepReport,
     Stopped,
     Submit,
@@ -141,6 +142,7 @@ def facts_of(model: Path) -> ModelFacts:
         kv_cache_dtype="auto",
         weights="none",
         hidden_size=config["hidden_size"],
+        limits=StepLimits(64, 1024, 256),
     )
 
 

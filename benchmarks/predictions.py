@@ -38,8 +38,10 @@ from specs import ADAPTERS, MAX_MODEL_LEN, MODELS, WORK, Setup, rank_of
 from workloads import Item, items_of
 
 from loramux.common.settings.file import Settings, load_settings
-from loramux.engine.messages import AdapterRef, ServiceClass
-from loramux.engine.scheduling.policy import Policy, default_mixed_prefill_tokens
+from loramux.engine.execution.assembly import choose_device
+from loramux.engine.execution.memory_plan import limits_on
+from loramux.engine.messages import AdapterRef, ServiceClass, StepLimits
+from loramux.engine.scheduling.policy import Policy
 from loramux.simulator.hardware import StepTime, StepWork
 from loramux.simulator.profiles import Profile, read_profile
 from loramux.simulator.scenario import LogNormal, Scenario, arrival_times, choose
@@ -109,6 +111,11 @@ class Predictor:
     profile: Profile
     settings: Settings
 
+    @property
+    def _limits(self) -> StepLimits:
+        engine = self.settings.engine
+        return limits_on(choose_device(engine.device), engine)
+
     def draw(self, number: int) -> Workload:
         """Draw a workload; its rate follows from its share of the engine's capacity."""
         rng = np.random.default_rng([2026, number])
@@ -132,7 +139,7 @@ class Predictor:
         """Return the seconds of the engine that a mean request takes in a full batch."""
         mean = math.exp(SIGMA**2 / 2)
         prompt, output = round(prompt * mean), round(output * mean)
-        rows = self.settings.engine.max_num_seqs
+        rows = self._limits.max_num_seqs
         steps = StepTime(self.profile.device, self.profile.model)
         ranks = [rank_of(number) for number in range(adapters)]
         size = self.profile.model.adapter_bytes(1) * sum(ranks)
@@ -175,19 +182,18 @@ class Predictor:
         )
 
     def _scenario(self, duration_s: float) -> Scenario:
-        engine = self.settings.engine
         block_size = self.profile.engine["block_size"]
         assert isinstance(block_size, int)
-        mixed = default_mixed_prefill_tokens(on_cpu=self.profile.device.is_shared_by_ranks)
+        limits = self._limits
         return Scenario(
             duration_s=max(duration_s, 1e-3),
             device=self.profile.device,
             model=self.profile.model,
             block_size=block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            max_mixed_prefill_tokens=engine.max_mixed_prefill_tokens or mixed,
-            policy=Policy.from_settings(self.settings, math.inf),
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_mixed_prefill_tokens=limits.max_mixed_prefill_tokens,
+            policy=Policy.from_settings(self.settings, math.inf, limits.max_draft_tokens),
             clients=(),
         )
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from loramux_kernels.cuda.coded_linear import prepare_coded_linear
+from loramux_kernels.cuda.coded_linear import prepare_coded_linear, prepare_grouped_coded_linear
+from loramux_kernels.cuda.fixed_product import prepare_fixed_product
 from loramux_kernels.cuda.launch import Launch
 from loramux_kernels.cuda.layer_operators import prepare_gated, prepare_rms_norm, prepare_rope
 from loramux_kernels.cuda.linear_attention import prepare_gated_norm, prepare_linear_attention
@@ -65,7 +66,7 @@ def all_variants() -> list[Variant]:
     """Return every variant that has to compile."""
     return [
         *(*_lora(), *_rescale(), *_attention(), *_write_kv(), *_between_linears(), *_rope(), *_coded()),
-        *(*_mixture(), *_sampling(), *_token_mask(), *_linear_attention(), *_mamba2()),
+        *(*_fixed_products(), *_mixture(), *_sampling(), *_token_mask(), *_linear_attention(), *_mamba2()),
     ]
 
 
@@ -204,6 +205,21 @@ def _coded() -> Iterator[Variant]:
                 x = torch.empty(rows, 4096, dtype=dtype)
                 launch = prepare_coded_linear(x, weight, values, bias, torch.empty_like(x))
                 yield Variant(f"coded-{coding}-{rows}-{_short(dtype)}", launch)
+        experts = 128  # of 32 outputs each
+        starts, one = torch.zeros(experts + 1, dtype=torch.int64), bias[:4096].view(experts, 32)
+        for rows in (512, 32_768):
+            x, y = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(rows, 32, dtype=torch.bfloat16)
+            for own in (None, one.bfloat16()) if coding == "nf4" else (None,):
+                launch = prepare_grouped_coded_linear(x, weight, values, own, starts, y)
+                yield Variant(f"grouped-coded-{coding}-{rows}{'' if own is None else '-bias'}", launch)
+
+
+def _fixed_products() -> Iterator[Variant]:
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = torch.empty(64, 4096, dtype=dtype), torch.empty(4096, 4096, dtype=dtype).T
+        for bias in (None, torch.empty(4096, dtype=dtype)):
+            launch = prepare_fixed_product(x, weight, bias, torch.empty_like(x))
+            yield Variant(f"fixed-product-{_short(dtype)}{'' if bias is None else '-bias'}", launch)
 
 
 def _mixture() -> Iterator[Variant]:

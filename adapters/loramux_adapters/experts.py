@@ -1,8 +1,7 @@
 """A mixture's experts, with the step's adapters added to each expert's rows.
 
-On a CPU, and if their weights are quantized, experts are computed one after the other (`Experts`), because the host
-knows which experts have rows. On a GPU this knowledge would make the host wait, so one launch computes all experts
-(`GroupedExperts`).
+On a CPU experts are computed one after the other (`Experts`), because the host knows which experts have rows. On a GPU
+this knowledge would make the host wait, so one launch computes all experts (`GroupedExperts`), quantized or not.
 """
 
 from __future__ import annotations
@@ -22,8 +21,9 @@ from loramux_adapters.base import ParameterShape, expert_name, expert_parameters
 from loramux_adapters.ranks import Ranks
 from loramux_kernels.device import runs_triton
 from loramux_kernels.lora import lora_expand, lora_shrink
-from loramux_kernels.mixture import combine, grouped_linear, route
+from loramux_kernels.mixture import combine, grouped_coded_linear, grouped_linear, route
 from loramux_kernels.packed_linear import DEFAULT_PACKING, PackedLinear, Packing
+from loramux_kernels.quantized_weight import Quantization, joined, quantize, table_of
 from loramux_kernels.tables import LoraGroup, LoraTable, Routes, Segments
 
 
@@ -107,23 +107,32 @@ class GroupedExpertLinear:
     """One linear of every expert, as one tensor: its base in one launch, and the sites of its adapters."""
 
     def __init__(
-        self, weight: torch.Tensor, biases: torch.Tensor | None, sites: Sequence[Site], bank: AdapterBank
+        self,
+        weight: torch.Tensor,
+        biases: torch.Tensor | None,
+        sites: Sequence[Site],
+        bank: AdapterBank,
+        quantization: Quantization = "none",
     ) -> None:
-        """`weight` `[experts, out_features, in_features]` and `biases` `[experts, out_features]` are kept."""
-        self._weight, self._biases = weight, biases
+        """`weight` `[experts, out_features, in_features]` is kept, or quantized; `biases` `[experts, out_features]` are
+        kept."""
+        if quantization == "none":
+            self._base: Callable[..., torch.Tensor] = partial(grouped_linear, weight=weight, bias=biases)
+            self.num_bytes = weight.nbytes
+            """Bytes of the experts' weights."""
+        else:
+            # One after the other: the scales of nested quantization depend on the mean of a weight's scales.
+            coded = joined([quantize(one, quantization) for one in weight])
+            self._base = partial(grouped_coded_linear, weight=coded, values=table_of(coded), bias=biases)
+            self.num_bytes = coded.nbytes
         self.num_experts = len(weight)
         self._first_site = sites[0].index
         self._bank = bank
         self._group = LoraGroup((0,), (weight.shape[1],))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the experts' weights."""
-        return self._weight.nbytes
-
     def __call__(self, x: torch.Tensor, routes: Routes, segments: Segments | None) -> torch.Tensor:
         """Map `x` `[rows, in_features]` to `[rows, out_features]`, both in the order of `routes`."""
-        y = grouped_linear(x, self._weight, self._biases, routes.starts)
+        y = self._base(x, starts=routes.starts)
         if segments is not None:
             table = _by_slot_and_site(self._bank.table, self._first_site)
             v = lora_shrink(x, self._bank.pool, table, self._group, segments)
@@ -261,11 +270,11 @@ def install_mixtures(
             setattr(module, mixture.router, ExpertRouter(getattr(module, mixture.router), site, bank))
         activate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
         parameters = expert_parameters(experts)
-        is_grouped = packing.quantization == "none" and runs_triton(expert_weights(experts, parameters[0]))
+        is_grouped = runs_triton(expert_weights(experts, parameters[0]))
         # One after the other: the weights of the first mixture are freed before those of the second are packed.
         parts = (_take(experts, f"{mixture.name}.experts", parameter, bank) for parameter in parameters)
         if is_grouped:
-            first, second = (GroupedExpertLinear(*part, bank) for part in parts)
+            first, second = (GroupedExpertLinear(*part, bank, packing.quantization) for part in parts)
             module.experts = GroupedExperts(first, second, activate, bank)
         else:
             up, down = (ExpertLinear(*part, bank, packing) for part in parts)

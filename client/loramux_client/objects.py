@@ -542,6 +542,19 @@ class Linears(ApiObject, frozen=True, kw_only=True):
     """Time of a step in which the weights are read, in ms, by the latest steps."""
 
 
+class StepLimits(ApiObject, frozen=True, kw_only=True):
+    """Limits of an engine's steps: its settings, and the device's defaults for settings that are unset."""
+
+    max_num_seqs: int
+    """The largest number of sequences in one step."""
+    max_num_batched_tokens: int
+    """The largest number of tokens in one step."""
+    max_mixed_prefill_tokens: int
+    """The largest number of prompt tokens in a step in which sequences decode."""
+    max_draft_tokens: int
+    """The longest draft of a sequence in one step; 0: nothing is drafted."""
+
+
 class Engine(ApiObject, frozen=True, kw_only=True):
     """One engine of a server."""
 
@@ -558,6 +571,8 @@ class Engine(ApiObject, frozen=True, kw_only=True):
     """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
     linears: Linears | None = None
     """The linears' format and floor; None on a GPU, and before the engine's first start."""
+    step_limits: StepLimits | None = None
+    """Limits of a step; None before the engine's first start."""
 
 
 class Base(ApiObject, frozen=True, kw_only=True):

@@ -23,8 +23,10 @@ the operators of all layers are one call (`DecoderLayers`).
 this machine, or as the codes of a quantized checkpoint (`quantized_weight`).
 
 **Mixtures** (`route`, `grouped_linear`, `combine`). `route` orders rows by expert, `grouped_linear` multiplies each
-expert's rows with its weight, and `combine` adds up the results of each token. On a GPU each operator is one launch,
-because the host does not know the chosen experts.
+expert's rows with its weight (`grouped_coded_linear`, if it is quantized), and `combine` adds up the results of each
+token. On a GPU each operator is one launch, because the host does not know the chosen experts.
+
+**Fixed products** (`fixed_product`) take the place of torch's if a row's result must not depend on the other rows.
 
 **Sampling** (`sampling`) removes the tokens that a row's constraint does not allow (`forbid_tokens`), then applies
 penalties, bias, temperature, top-k, top-p and min-p, and draws a token. A GPU draws by an exponential race (`sample`),

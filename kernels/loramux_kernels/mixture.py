@@ -3,11 +3,12 @@ token.
 
 Semantics:
 
-    route            a row for each (token, choice), ordered by expert and within an expert by token grouped_linear
-    y[s[e]:s[e + 1]] = x[s[e]:s[e + 1]] @ weight[e].T + bias[e], with s = starts combine          out[t] = sum over j of
-    w[t, j] * y[row(t, j)]
+    route            a row for each (token, choice), ordered by expert and within an expert by token
+    grouped_linear   y[s[e]:s[e + 1]] = x[s[e]:s[e + 1]] @ weight[e].T + bias[e], with s = starts
+    combine          out[t] = sum over j of w[t, j] * y[row(t, j)]
 
-No operator waits for the device, so a step with a mixture can be recorded in a CUDA graph.
+`grouped_coded_linear` is `grouped_linear` for quantized weights. No operator waits for the device, so a step with a
+mixture can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from loramux_kernels.device import runs_triton
+from loramux_kernels.quantized_weight import QuantizedWeight
 from loramux_kernels.tables import Routes
 
 
@@ -75,6 +77,23 @@ def grouped_linear(
 
         return triton.grouped_linear(x, weight, bias, starts)
     return grouped_linear_reference(x, weight, bias, starts)
+
+
+def grouped_coded_linear(
+    x: torch.Tensor, weight: QuantizedWeight, values: torch.Tensor, bias: torch.Tensor | None, starts: torch.Tensor
+) -> torch.Tensor:
+    """Compute `grouped_linear` for weights that are codes, decoded while they are multiplied.
+
+    `weight` has the outputs of all experts one after the other, `[experts * out_features, in_features]`, in the order
+    of its inputs. `values` is `table_of(weight)`, which must not be made anew in a recorded step.
+    """
+    if runs_triton(x):
+        from loramux_kernels.cuda.coded_linear import grouped_coded_linear as launch
+
+        return launch(x, weight, values, bias, starts)
+    return grouped_linear_reference(
+        x, weight.dequantize().unflatten(0, (len(starts) - 1, -1)).to(x.dtype), bias, starts
+    )
 
 
 def grouped_linear_reference(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +21,16 @@ from torch.nn import functional
 from loramux_kernels.device import runs_triton, zeros_in_large_pages
 from loramux_kernels.native.abi import CODINGS, DTYPES, CodedWeightsAbi, LayerLinearAbi
 from loramux_kernels.native.loader import multiplies_bf16_pairs, native_for, native_library
-from loramux_kernels.quantized_weight import MIN_GROUP, TABLES, Quantization, QuantizedWeight, is_nibbles, quantize
+from loramux_kernels.quantized_weight import (
+    MIN_GROUP,
+    TABLES,
+    Quantization,
+    QuantizedWeight,
+    is_nibbles,
+    joined,
+    quantize,
+    table_of,
+)
 
 
 class LinearFormat(Protocol):
@@ -212,7 +220,7 @@ class Coded:
     stretch = 256
 
     def __init__(self, weights: Sequence[QuantizedWeight], bias: torch.Tensor | None) -> None:
-        whole = _joined(weights)
+        whole = joined(weights)
         self._weight: QuantizedWeight | None = whole
         self._bias = None if bias is None else bias.float()
         self._order = weights[0].order
@@ -224,7 +232,7 @@ class Coded:
             self._pack(whole.regrouped(group) if group != whole.group else whole, unit)
             self._weight = None  # held as panels
         if self._weight is not None:
-            self._values = torch.tensor(TABLES.get(weights[0].coding, (0.0,)), device=self._weight.codes.device)
+            self._values = table_of(self._weight)
 
     def _native_group(self, weight: QuantizedWeight) -> int | None:
         """Return the group in which the C++ operator reads `weight`; None if the operator cannot read the weight."""
@@ -297,19 +305,6 @@ class Coded:
         assert self._weight is not None, "not packed"
         y = functional.linear(x.float(), self._weight.dequantize(), self._bias)
         return y.to(x.dtype)
-
-
-def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return weights of the same form as one weight, their outputs one after the other."""
-    if len(weights) == 1:
-        return weights[0]
-    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
-    return replace(
-        weights[0],
-        codes=torch.cat([weight.codes for weight in weights]),
-        scales=torch.cat([weight.scales for weight in weights]),
-        offsets=torch.cat(offsets) if offsets else None,
-    )
 
 
 def _by_groups(values: torch.Tensor, columns: int) -> torch.Tensor:

@@ -159,6 +159,24 @@ class QuantizedWeight:
         return replace(self, scales=self.scales.repeat_interleave(times, 1)[:, :groups], offsets=offsets, group=group)
 
 
+def joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return weights of the same form as one weight, their outputs one after the other."""
+    if len(weights) == 1:
+        return weights[0]
+    offsets = [weight.offsets for weight in weights if weight.offsets is not None]
+    return replace(
+        weights[0],
+        codes=torch.cat([weight.codes for weight in weights]),
+        scales=torch.cat([weight.scales for weight in weights]),
+        offsets=torch.cat(offsets) if offsets else None,
+    )
+
+
+def table_of(weight: QuantizedWeight) -> torch.Tensor:
+    """Return the values of the codes, float32`[16]`, on their device; a zero if the coding has no table."""
+    return torch.tensor(TABLES.get(weight.coding, (0.0,)), device=weight.codes.device)
+
+
 def is_nibbles(coding: Coding) -> bool:
     """Return whether a byte holds two codes of `coding`."""
     return coding in ("int4", *TABLES)

@@ -280,6 +280,8 @@ class AttentionBatch:
     """int32[S], on the host: tokens of each sequence's prompt; None: every row is one of a prompt."""
     table_rows: torch.Tensor | None = None
     """int64[S], on the host: the row of each sequence in both tables on a GPU. None: sequence s has row s."""
+    is_invariant: bool = False
+    """True if a row's result on a GPU must not depend on the other rows."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:

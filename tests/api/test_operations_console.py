@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import pytest
 from peft_uploads import CONFIG, WEIGHTS, make_adapter
 from site_fixture import Site
@@ -72,6 +73,12 @@ def test_engine_shows_the_format_of_its_linears_and_the_floor_of_a_step(
         (shown,) = http.get("/admin/overview").json()["engines"]
     assert before["linears"] == {**measured, "reading_ms": None}
     assert shown["engine"]["linears"] == {**measured, "reading_ms": 50.0}
+
+
+def test_engine_shows_the_limits_of_its_steps(site: Site) -> None:
+    with site.http("all-scopes") as http:
+        (engine,) = http.get("/admin/engines").json()["data"]
+    assert engine["step_limits"] == msgspec.structs.asdict(site.engine.facts.limits)
 
 
 def test_operators_pages_are_for_operators(site: Site) -> None:

@@ -31,7 +31,7 @@ from loramux.catalog.validation.bundle import make_bundle
 from loramux.common.bundle import SamplingDefaults
 from loramux.engine.execution.gpu_runner import EVERYTHING
 from loramux.engine.execution.sampler import draw_of, is_steered
-from loramux.engine.messages import ModelFacts, Request, SamplingParams
+from loramux.engine.messages import ModelFacts, Request, SamplingParams, StepLimits
 from loramux.engine.scheduling.sequence import Sequence
 from loramux.engine.worker import request_fault
 from loramux.serving.errors import InvalidRequest
@@ -68,7 +68,7 @@ def request(**sampling):
 
 facts = ModelFacts(
     max_model_len=64, vocab_size=97, eos_token_ids=(), dtype="float32", pages_total=9, block_size=16,
-    kv_cache_dtype="auto", weights="", hidden_size=8,
+    kv_cache_dtype="auto", weights="", hidden_size=8, limits=StepLimits(64, 1024, 256),
 )
 found["fault"] = request_fault(request(bounce=1.5), facts).message
 found["no fault"] = request_fault(request(bounce=-0.5), facts) is None

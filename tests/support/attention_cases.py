@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -39,8 +40,9 @@ class Case:
             torch.as_strided(pool, v.shape, v.stride(), v.storage_offset()) for v in (self.layer.key, self.layer.value)
         )
         scales = (s if s is None else s.to(device) for s in (self.layer.key_scale, self.layer.value_scale))
-        tensors = {name: value for name, value in vars(self.batch).items() if isinstance(value, torch.Tensor)}
-        batch = AttentionBatch(**{name: tensor.to(device) for name, tensor in tensors.items()})
+        fields = vars(self.batch)
+        tensors: dict[str, Any] = {n: v.to(device) for n, v in fields.items() if isinstance(v, torch.Tensor)}
+        batch = AttentionBatch(**tensors)
         return replace(self, query=self.query.to(device), layer=KvLayer(*views, *scales), batch=batch)
 
 

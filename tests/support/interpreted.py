@@ -80,6 +80,22 @@ def exact_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)
 
 
+def alike_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply each row of a tile in the same way, as tensor cores do. The interpreter's library sums up a row
+    differently at another place in the tile."""
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    def create(_builder: Any, a: Any, b: Any, d: Any, *_options: Any) -> Any:
+        total = d.data.copy()
+        for row, column in zip(b.data, a.data.T, strict=True):
+            total += column[:, None].astype(total.dtype) * row.astype(total.dtype)
+        return interpreter.TensorHandle(total, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create)
+
+
 def far_memory(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a flat tensor of zeros of which the host holds only what is written. Skips the test without room."""
     try:

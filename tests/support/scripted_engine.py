@@ -22,6 +22,7 @@ from loramux.engine.messages import (
     PromptLogprobs,
     Request,
     RoutingFacts,
+    StepLimits,
     TenantService,
     TokenEvent,
     TopLogprob,
@@ -38,6 +39,7 @@ FACTS = ModelFacts(
     kv_cache_dtype="auto",
     weights="tiny",
     hidden_size=8,
+    limits=StepLimits(64, 1024, 256),
     linears=LinearFacts(format="panels", gflops=400.0, bandwidth=20e9, floor_s=0.025),
 )
 Script = Callable[[Request], list[int | EngineFault]]

@@ -22,6 +22,7 @@ import msgspec
 from loramux.common import logs
 from loramux.common.settings.file import Settings
 from loramux.common.settings.server import RecordsSettings, ServerSettings
+from loramux.engine.messages import StepLimits
 from loramux.server.platform import open_tenants
 from loramux.simulator.hardware import Front, MeasuredSteps, StepWork
 
@@ -61,10 +62,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def measure_front(settings: Settings, steps: MeasuredSteps) -> Front | None:
+async def measure_front(settings: Settings, steps: MeasuredSteps, limits: StepLimits) -> Front | None:
     """Start a server of `settings`, and return what it costs; None if this system does not tell a process's time.
 
     `steps`: times of the engine's steps, without which a first token over HTTP would not say the server's part.
+    `limits`: limits of the engine's steps.
     """
     async with open_tenants(settings) as tenants:
         await tenants.create(TENANT)
@@ -74,15 +76,14 @@ async def measure_front(settings: Settings, steps: MeasuredSteps) -> Front | Non
         headers = {"Authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(base_url=url, headers=headers, timeout=START_SECONDS, trust_env=False) as client:
             await _wait_ready(client, process)
-            return await _measure(client, process, settings, steps)
+            return await _measure(client, process, settings, steps, min(STREAMS, limits.max_num_seqs))
 
 
 async def _measure(
-    client: httpx.AsyncClient, process: BaseProcess, settings: Settings, steps: MeasuredSteps
+    client: httpx.AsyncClient, process: BaseProcess, settings: Settings, steps: MeasuredSteps, streams: int
 ) -> Front | None:
     assert process.pid is not None, "it runs"
     name, rng = settings.model.served_model_name, random.Random(0)  # noqa: S311  prompts without common beginnings
-    streams = min(STREAMS, settings.engine.max_num_seqs)
     step_s = steps.seconds(StepWork(streams, 2 * streams * PROMPT, 2 * streams * PROMPT, 0, 0, streams))
     limit = (settings.engine.max_model_len or steps.model.max_model_len) - PROMPT
     tokens = max(2, min(limit, round(STREAM_SECONDS / step_s)))

@@ -119,7 +119,7 @@ async def _measure(settings: Settings, seconds: float, skip_server: bool, as_jso
         front = None
         if not skip_server:
             note(as_json, "measuring the server")
-            front = await measure_front(server_settings(settings, folder / "server", free_port()), steps)
+            front = await measure_front(server_settings(settings, folder / "server", free_port()), steps, facts.limits)
     on_cpu = _card(settings.engine.device) is None
     pool_bytes = facts.pages_total * facts.block_size * shape.kv_bytes_per_token
     device = fit_device(steps, loads, pool_bytes=pool_bytes, is_shared_by_ranks=on_cpu, front=front)

@@ -75,6 +75,19 @@ class LinearsObject(msgspec.Struct, kw_only=True):
     """Time of a step in which the weights are read, in ms, by the latest steps; null before the first steps."""
 
 
+class StepLimitsObject(msgspec.Struct, kw_only=True):
+    """Limits of an engine's steps: its settings, and the device's defaults for settings that are unset."""
+
+    max_num_seqs: int
+    """The largest number of sequences in one step."""
+    max_num_batched_tokens: int
+    """The largest number of tokens in one step."""
+    max_mixed_prefill_tokens: int
+    """The largest number of prompt tokens in a step in which sequences decode."""
+    max_draft_tokens: int
+    """The longest draft of a sequence in one step; 0: nothing is drafted."""
+
+
 class EngineObject(msgspec.Struct, kw_only=True):
     """One engine."""
 
@@ -92,6 +105,8 @@ class EngineObject(msgspec.Struct, kw_only=True):
     """Recordings of steps that run without a CUDA graph, slower; 0 on a CPU."""
     linears: LinearsObject | None
     """The linears' format and floor; null on a GPU, and before the engine's first start."""
+    step_limits: StepLimitsObject | None
+    """Limits of a step; null before the engine's first start."""
 
 
 def engine_object(status: EngineStatus) -> EngineObject:
@@ -105,6 +120,7 @@ def engine_object(status: EngineStatus) -> EngineObject:
         problem=status.problem,
         step_graphs_missing=status.step_graphs_missing,
         linears=None if status.linears is None else _linears_object(status.linears, status.weights_s),
+        step_limits=None if status.limits is None else StepLimitsObject(**msgspec.structs.asdict(status.limits)),
     )
 
 

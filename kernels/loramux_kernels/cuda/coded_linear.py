@@ -2,6 +2,9 @@
 
 A program computes a tile of y and walks along the inputs. It reads a tile of codes and the scales of its groups, and
 decodes them in registers into weights of x's dtype. Sums are float32. Decoded weights are never written to memory.
+
+`grouped_coded_linear` does this for a mixture's experts. A program computes a tile of one expert's rows, which it finds
+as `grouped_linear` does.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import triton.language as tl
 
 from loramux_kernels.cuda.e4m3 import from_e4m3
 from loramux_kernels.cuda.launch import Launch
+from loramux_kernels.cuda.mixture import expert_tile
 from loramux_kernels.quantized_weight import TABLES, QuantizedWeight, is_nibbles
 
 FEW_ROWS = 16
@@ -68,6 +72,33 @@ def prepare_coded_linear(
     return Launch(_coded_linear, grid, arguments, num_warps=4 if is_small else 8, num_stages=2)
 
 
+@triton.jit
+def _decoded(
+    code_rows: tl.tensor, of_groups: tl.tensor, scales: tl.tensor, offsets: tl.tensor, values: tl.tensor,
+    k: tl.tensor, inside: tl.tensor, group: tl.tensor,
+    CODING: tl.constexpr, IS_TABLE: tl.constexpr, IS_NIBBLES: tl.constexpr, HAS_OFFSETS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Return the weights float32`[inputs, columns]` of inputs `k`: codes from `code_rows`, scales from `of_groups`."""
+    if IS_NIBBLES:
+        both = tl.load(code_rows + (k // 2)[:, None], mask=inside, other=0).to(tl.int32)
+        code = (both >> ((k % 2) * 4)[:, None]) & 15
+    else:
+        code = tl.load(code_rows + k[:, None], mask=inside, other=0).to(tl.int32)
+    if IS_TABLE:
+        value = tl.load(values + code)
+    elif CODING == "int4":
+        value = (code - 8).to(tl.float32)
+    elif CODING == "int8":
+        # sign-extends the byte
+        value = ((code ^ 128) - 128).to(tl.float32)
+    else:
+        value = from_e4m3(code)
+    at = of_groups + (k // group)[:, None]
+    if HAS_OFFSETS:
+        value = value - tl.load(offsets + at, mask=inside, other=0.0)
+    return value * tl.load(scales + at, mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _coded_linear(
     x: tl.tensor, codes: tl.tensor, scales: tl.tensor, offsets: tl.tensor, values: tl.tensor, bias: tl.tensor,
@@ -87,24 +118,9 @@ def _coded_linear(
         k = start + tl.arange(0, BLOCK_INPUTS)
         is_input = k < width
         inside = is_input[:, None] & is_column[None, :]
-        if IS_NIBBLES:
-            both = tl.load(code_rows + (k // 2)[:, None], mask=inside, other=0).to(tl.int32)
-            code = (both >> ((k % 2) * 4)[:, None]) & 15
-        else:
-            code = tl.load(code_rows + k[:, None], mask=inside, other=0).to(tl.int32)
-        if IS_TABLE:
-            value = tl.load(values + code)
-        elif CODING == "int4":
-            value = (code - 8).to(tl.float32)
-        elif CODING == "int8":
-            # sign-extends the byte
-            value = ((code ^ 128) - 128).to(tl.float32)
-        else:
-            value = from_e4m3(code)
-        at = of_groups + (k // group)[:, None]
-        if HAS_OFFSETS:
-            value = value - tl.load(offsets + at, mask=inside, other=0.0)
-        weight = value * tl.load(scales + at, mask=inside, other=0.0)
+        weight = _decoded(
+            code_rows, of_groups, scales, offsets, values, k, inside, group, CODING, IS_TABLE, IS_NIBBLES, HAS_OFFSETS
+        )
         tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
         # Triton's default would round float32 inputs to TF32.
         total = tl.dot(tile, weight.to(tile.dtype), total, input_precision="ieee")
@@ -112,3 +128,91 @@ def _coded_linear(
         total += tl.load(bias + column, mask=is_column, other=0.0)[None, :]
     at = y + row.to(tl.int64)[:, None] * columns + column[None, :]
     tl.store(at, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def grouped_coded_linear(
+    x: torch.Tensor, weight: QuantizedWeight, values: torch.Tensor, bias: torch.Tensor | None, starts: torch.Tensor
+) -> torch.Tensor:
+    """Multiply the rows of each expert with its weight, in one launch. Arguments as for the public operator, on a
+    GPU."""
+    y = x.new_empty(x.shape[0], weight.shape[0] // (len(starts) - 1))
+    if len(x):
+        prepare_grouped_coded_linear(x, weight, values, bias, starts, y).run()
+    return y
+
+
+def prepare_grouped_coded_linear(
+    x: torch.Tensor,
+    weight: QuantizedWeight,
+    values: torch.Tensor,
+    bias: torch.Tensor | None,
+    starts: torch.Tensor,
+    y: torch.Tensor,
+) -> Launch:
+    """Return the launch that fills `y`: a program for each possible tile of rows and each block of columns."""
+    assert x.stride(1) == y.stride(1) == weight.codes.stride(1) == 1, "rows are contiguous"
+    assert bias is None or bias.is_contiguous(), "rows are contiguous"
+    (rows, columns), experts = y.shape, len(starts) - 1
+    is_small = rows <= FEW_ROWS * experts or x.dtype == torch.float32
+    block_rows, block_columns = (FEW_ROWS, 32) if is_small else (64, 64)
+    arguments = {
+        "x": x,
+        "codes": weight.codes,
+        "scales": weight.scales,
+        "offsets": weight.scales if weight.offsets is None else weight.offsets,
+        "values": values,
+        "bias": bias,
+        "y": y,
+        "starts": starts,
+        "x_row": x.stride(0),
+        "width": weight.in_features,
+        "columns": columns,
+        "codes_row": weight.codes.stride(0),
+        "groups": weight.scales.shape[1],
+        "group": weight.group,
+        "EXPERTS": experts,
+        "BLOCK_EXPERTS": triton.next_power_of_2(experts),
+        "CODING": weight.coding,
+        "IS_TABLE": weight.coding in TABLES,
+        "IS_NIBBLES": is_nibbles(weight.coding),
+        "HAS_OFFSETS": weight.offsets is not None,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_COLUMNS": block_columns,
+        "BLOCK_INPUTS": BLOCK_INPUTS,
+    }
+    # Every expert's last tile may be partly filled.
+    grid = (triton.cdiv(columns, block_columns), min(rows, rows // block_rows + experts))
+    return Launch(_grouped_coded_linear, grid, arguments, num_warps=4 if is_small else 8, num_stages=2)
+
+
+@triton.jit
+def _grouped_coded_linear(
+    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, offsets: tl.tensor, values: tl.tensor, bias: tl.tensor,
+    y: tl.tensor, starts: tl.tensor, x_row: tl.tensor, width: tl.tensor, columns: tl.tensor, codes_row: tl.tensor,
+    groups: tl.tensor, group: tl.tensor,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, CODING: tl.constexpr, IS_TABLE: tl.constexpr,
+    IS_NIBBLES: tl.constexpr, HAS_OFFSETS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+) -> None:  # fmt: skip
+    expert, row, is_row = expert_tile(starts, tl.program_id(1), EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS)
+    if expert < EXPERTS:
+        column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+        is_column = column < columns
+        own_column = expert.to(tl.int64) * columns + column
+        x_rows = x + row.to(tl.int64)[:, None] * x_row
+        code_rows, of_groups = codes + own_column[None, :] * codes_row, own_column[None, :] * groups
+        total = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+        for start in range(0, width, BLOCK_INPUTS):
+            k = start + tl.arange(0, BLOCK_INPUTS)
+            is_input = k < width
+            inside = is_input[:, None] & is_column[None, :]
+            weight = _decoded(
+                code_rows, of_groups, scales, offsets, values, k, inside, group,
+                CODING, IS_TABLE, IS_NIBBLES, HAS_OFFSETS,
+            )  # fmt: skip
+            tile = tl.load(x_rows + k[None, :], mask=is_row[:, None] & is_input[None, :], other=0.0)
+            total = tl.dot(tile, weight.to(tile.dtype), total, input_precision="ieee")
+        if bias is not None:
+            total += tl.load(bias + own_column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        at = y + row.to(tl.int64)[:, None] * columns + column[None, :]
+        tl.store(at, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

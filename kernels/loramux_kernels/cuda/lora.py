@@ -23,7 +23,7 @@ import triton.language as tl
 
 from loramux_kernels.cuda.dependent_launch import begin_dependent, wait_for_earlier
 from loramux_kernels.cuda.launch import Launch, resident_programs, run_all
-from loramux_kernels.cuda.work_lists import LONG_ROWS, LORA_ITEM_WIDTH, RowTiles, tile_map_of
+from loramux_kernels.cuda.work_lists import LONG_ROWS, LORA_ITEM_WIDTH, RowTiles, TileMap, tile_map_of
 from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
 
 BLOCK_WIDTH = 8
@@ -90,12 +90,13 @@ def prepare_shrink(
         "max_splits": v.shape[0],
         "NUM_SITES": len(group.sites),
     }
-    return [_shrink_launch(tiles, shared, x) for tiles in tile_map_of(segments, table).tiles]
+    tile_map = tile_map_of(segments, table)
+    return [_shrink_launch(tiles, tile_map, shared, x) for tiles in tile_map.tiles]
 
 
-def _shrink_launch(tiles: RowTiles, shared: dict[str, Any], x: torch.Tensor) -> Launch:
+def _shrink_launch(tiles: RowTiles, tile_map: TileMap, shared: dict[str, Any], x: torch.Tensor) -> Launch:
     programs = shrink_programs(tiles, x.device)
-    arguments = {**shared, "work": tiles.shrink.work, "split_programs": programs}
+    arguments = {**shared, "work": tiles.shrink.work, "split_programs": _split_programs(tiles, tile_map, x.device)}
     if tiles.shape.rows == 1:
         return Launch(_shrink_rows, (programs,), {**arguments, "BLOCK_K": 512}, num_warps=4, num_stages=1)
     arguments["BLOCK_ROWS"] = tiles.shape.rows
@@ -109,6 +110,11 @@ def shrink_programs(tiles: RowTiles, device: torch.device) -> int:
     """Return shrink's number of programs: as many as fit the multiprocessors' registers and shared memory at once."""
     per_processor = {1: 3, LONG_ROWS: 2}
     return resident_programs(device, per_processor.get(tiles.shape.rows, 4))
+
+
+def _split_programs(tiles: RowTiles, tile_map: TileMap, device: torch.device) -> int:
+    """Return the programs that `split_count` finds splits for; very many if it must always find the most."""
+    return 1 << 30 if tile_map.is_invariant else shrink_programs(tiles, device)
 
 
 @triton.jit
@@ -220,18 +226,18 @@ def prepare_expand(
         "NUM_SITES": len(group.sites),
     }
     tile_map = tile_map_of(segments, table)
-    return [_expand_launch(tiles, shared, group, y, not tile_map.made_by_kernel) for tiles in tile_map.tiles]
+    return [_expand_launch(tiles, tile_map, shared, group, y) for tiles in tile_map.tiles]
 
 
 def _expand_launch(
-    tiles: RowTiles, shared: dict[str, Any], group: LoraGroup, y: torch.Tensor, may_depend: bool
+    tiles: RowTiles, tile_map: TileMap, shared: dict[str, Any], group: LoraGroup, y: torch.Tensor
 ) -> Launch:
     columns = _block_columns(tiles, y.dtype)
     blocks = group_table(group, columns, y.device)
     arguments = {
         **shared,
         "shrink_work": tiles.shrink.work,
-        "split_programs": shrink_programs(tiles, y.device),
+        "split_programs": _split_programs(tiles, tile_map, y.device),
         "work": tiles.expand.work,
         "blocks": blocks.blocks,
         "num_blocks": len(blocks.blocks),
@@ -239,6 +245,7 @@ def _expand_launch(
         "BLOCK_COLUMNS": columns,
     }
     grid = (resident_programs(y.device, 3 if tiles.shape.rows == LONG_ROWS else 4),)
+    may_depend = not tile_map.made_by_kernel
     if tiles.shape.rows == 1:
         arguments["MAX_SPLITS"] = MAX_SPLITS
         return Launch(_expand_rows, grid, arguments, 4, 1, may_depend)

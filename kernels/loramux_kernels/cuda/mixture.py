@@ -155,25 +155,32 @@ def prepare_grouped_linear(
 
 
 @triton.jit
-def _grouped_linear(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, starts: tl.tensor, x_row: tl.tensor,
-    width: tl.tensor, columns: tl.tensor, weight_expert: tl.tensor, weight_column: tl.tensor, weight_input: tl.tensor,
-    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_INPUTS: tl.constexpr,
-) -> None:  # fmt: skip
-    tile = tl.program_id(1)
+def expert_tile(
+    starts: tl.tensor, tile: tl.tensor, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return a tile's expert, its rows, and True for the rows that the expert has; EXPERTS after the last tile."""
     e = tl.arange(0, BLOCK_EXPERTS)
     firsts = tl.load(starts + e, mask=e < EXPERTS, other=0).to(tl.int32)
     lasts = tl.load(starts + e + 1, mask=e < EXPERTS, other=0).to(tl.int32)
     tiles = tl.cdiv(lasts - firsts, BLOCK_ROWS)
     ends = tl.cumsum(tiles, axis=0)
     # The number of experts whose tiles all come before this one.
-    expert = tl.sum((ends <= tile).to(tl.int32))
+    expert = tl.minimum(tl.sum((ends <= tile).to(tl.int32)), EXPERTS)
+    is_own = e == expert
+    before = tl.sum(tl.where(is_own, ends - tiles, 0))
+    row = tl.sum(tl.where(is_own, firsts, 0)) + (tile - before) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    return expert, row, row < tl.sum(tl.where(is_own, lasts, 0))
+
+
+@triton.jit
+def _grouped_linear(
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, y: tl.tensor, starts: tl.tensor, x_row: tl.tensor,
+    width: tl.tensor, columns: tl.tensor, weight_expert: tl.tensor, weight_column: tl.tensor, weight_input: tl.tensor,
+    EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    BLOCK_INPUTS: tl.constexpr,
+) -> None:  # fmt: skip
+    expert, row, is_row = expert_tile(starts, tl.program_id(1), EXPERTS, BLOCK_EXPERTS, BLOCK_ROWS)
     if expert < EXPERTS:
-        is_own = e == expert
-        before = tl.sum(tl.where(is_own, ends - tiles, 0))
-        row = tl.sum(tl.where(is_own, firsts, 0)) + (tile - before) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        is_row = row < tl.sum(tl.where(is_own, lasts, 0))
         column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         is_column = column < columns
         x_rows = x + row.to(tl.int64)[:, None] * x_row

@@ -175,7 +175,8 @@ def prepare_attention(
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
     block_key, block_value = _blocks(key_dim, value_dim)
     long_rows = _long_rows(max(key_dim, value_dim), query.dtype)
-    shape = AttentionShape(query.shape[1] // kv_heads, kv_heads, sliding_window, long_rows)
+    groups = query.shape[1] // kv_heads
+    shape = AttentionShape(groups, kv_heads, sliding_window, long_rows, batch.is_invariant)
     shared: dict[str, Any] = {
         "output": output,
         "output_token": output.stride(0),

@@ -106,6 +106,9 @@ LONG_RANKS = (16, 32, 64)
 
 LONG = TileShape(LONG_ROWS, LONG_RANKS[-1], LONG_EXPAND_ROWS)
 
+INVARIANT_SPLITS = 4
+"""Partial sums that shrink cuts a product into if the cut must not depend on the step."""
+
 DECODE_SHAPES = (ROW, SHORT)
 """Shapes for steps of single rows; `decode_shape` chooses."""
 
@@ -147,32 +150,38 @@ class TileMap:
     """One entry for each tile shape that occurs: at most one for short segments and one for long ones."""
     made_by_kernel: bool = False
     """True if a kernel of the step fills the lists, as those of a mixture's experts."""
+    is_invariant: bool = False
+    """True if a row's result must not depend on the other rows: all tiles are SHORT, and the splits are fixed."""
 
     @property
     def max_splits(self) -> int:
         """Most partial sums that shrink may cut one product into: a step of few rows would leave a GPU idle without."""
+        if self.is_invariant:
+            return INVARIANT_SPLITS
         if self.rows <= 256:
             return 16
         return 4 if self.rows <= 2048 else 1
 
     @classmethod
-    def for_step(cls, segments: Segments, ranks: Ints, device: torch.device) -> TileMap:
+    def for_step(cls, segments: Segments, ranks: Ints, device: torch.device, *, is_invariant: bool = False) -> TileMap:
         """Return the map of one step; `ranks` `[S]` is the largest rank of each segment's adapter on any site."""
-        plans = [(shape, *_items(segments, ranks, shape)) for shape in _shapes(segments, ranks)]
+        shapes = (SHORT,) if is_invariant else _shapes(segments, ranks)
+        plans = [(shape, *_items(segments, ranks, shape, every=is_invariant)) for shape in shapes]
         plans = [plan for plan in plans if len(plan[1])]
         if not plans:
             return cls(segments.rows, 0, ())
         uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
         tiles = tuple(RowTiles(shape, next(uploaded), next(uploaded)) for shape, *_ in plans)
-        return cls(segments.rows, whole_tiles(int(ranks.max(initial=0))), tiles)
+        return cls(segments.rows, whole_tiles(int(ranks.max(initial=0))), tiles, is_invariant=is_invariant)
 
     @classmethod
-    def of_every_shape(cls, rows: int, rank: int, device: torch.device) -> TileMap:
+    def of_every_shape(cls, rows: int, rank: int, device: torch.device, *, is_invariant: bool = False) -> TileMap:
         """Return an empty map of all shapes that steps may need (a step needs two at most), to compile their
         kernels."""
-        shapes = (*DECODE_SHAPES, *(TileShape(LONG_ROWS, long, LONG_EXPAND_ROWS) for long in LONG_RANKS))
+        longs = (TileShape(LONG_ROWS, long, LONG_EXPAND_ROWS) for long in LONG_RANKS)
+        shapes = (SHORT,) if is_invariant else (*DECODE_SHAPES, *longs)
         empty = [RowTiles(shape, *(_empty(LORA_ITEM_WIDTH, device) for _ in range(2))) for shape in shapes]
-        return cls(rows, whole_tiles(rank), tuple(empty))
+        return cls(rows, whole_tiles(rank), tuple(empty), is_invariant=is_invariant)
 
     def refill(self, segments: Segments, ranks: Ints) -> None:
         """Put another step's segments into a reserved map. If the map has one tile shape, all segments go through
@@ -266,6 +275,9 @@ Columns of a merge item: first query row, query rows, first partial result, numb
 DECODE_TILE_ROWS = 16
 """Query rows times heads of a group in a decode tile: the fewest that tensor cores take."""
 
+LARGEST_BLOCK = 64
+"""Most tokens of context that attention reads at once."""
+
 LEAST_TOKENS = 256
 """Fewest tokens of context in a piece: a shorter piece would spend its time on merging."""
 
@@ -287,6 +299,8 @@ class AttentionShape:
     sliding_window: int | None
     long_rows: int
     """Rows of a prefill tile: query rows times `groups`."""
+    is_invariant: bool = False
+    """True if a row's result must not depend on the other rows: tiles have one height, and contexts are not cut."""
 
     @property
     def short_rows(self) -> int:
@@ -296,7 +310,7 @@ class AttentionShape:
     @property
     def heights(self) -> tuple[int, int]:
         """Rows of a decode tile and of a prefill tile."""
-        return self.short_rows, max(self.long_rows, self.short_rows)
+        return self.short_rows, self.short_rows if self.is_invariant else max(self.long_rows, self.short_rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -360,7 +374,7 @@ def refill_attention(
     """
     for reserved, (_, whole) in zip(tiles, _by_height(spans, table_rows, shape), strict=False):
         assert reserved.merges is not None, "reserved tiles may be merged"
-        pieces, merges = _cut_contexts(whole, shape.kv_heads, reserved.items.work.device, reserved.partials)
+        pieces, merges = _cut_contexts(whole, shape, reserved.items.work.device, reserved.partials)
         reserved.items.refill(pieces)
         reserved.merges.refill(merges)
 
@@ -368,7 +382,7 @@ def refill_attention(
 def _plan(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
     device, spans = batch.block_table.device, np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
     whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape) if len(tiles)]
-    plans = [(rows, *_cut_contexts(tiles, shape.kv_heads, device)) for rows, tiles in whole]
+    plans = [(rows, *_cut_contexts(tiles, shape, device)) for rows, tiles in whole]
     if not plans:
         return ()
     uploaded = iter(upload([items for _, *lists in plans for items in lists], device))
@@ -404,16 +418,21 @@ def _tiles(spans: Ints, rows: int, shape: AttentionShape) -> Ints:
     first = np.zeros_like(position)
     if shape.sliding_window is not None:
         first = np.maximum(position - shape.sliding_window + 1, 0)
+        if shape.is_invariant:
+            # Blocks of tokens then begin at the same tokens, whichever rows are in the tile.
+            first -= first % LARGEST_BLOCK
     columns = (owner, start[owner] + offset, count, position, first, position + count)
     return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first)))
 
 
 def _cut_contexts(
-    tiles: Ints, kv_heads: int, device: torch.device, max_partials: int | None = None
+    tiles: Ints, shape: AttentionShape, device: torch.device, max_partials: int | None = None
 ) -> tuple[Ints, Ints]:
     """Return (items, merges): long contexts are cut to give every program as much to read; longest items first."""
-    tokens = tiles[:, 5] - tiles[:, 4]
+    kv_heads, tokens = shape.kv_heads, tiles[:, 5] - tiles[:, 4]
     tiles, tokens = tiles[order := np.argsort(-tokens, kind="stable")], tokens[order]
+    if shape.is_invariant:
+        return tiles, tiles[:0]
     programs = resident_programs(device, ATTENTION_PROGRAMS)
     # A persistent launch deals its tasks, one for each item and kv head, to its programs in turn.
     loads = np.bincount(np.arange(len(tokens) * kv_heads) % programs, np.repeat(tokens, kv_heads))

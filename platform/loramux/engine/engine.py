@@ -14,12 +14,12 @@ tokens of the first step and replaces PENDING by them:
 The tokens of step k are chosen when it is launched, unless a constraint needs the tokens of step k-1 first. Step k-1 is
 completed before step k is committed, because KV that a commit publishes for reuse must never belong to an unknown
 token. A sequence that ended with a token of step k-1 has run one row too many in step k. The result of this row is
-dropped and not billed. vLLM (async scheduling) and SGLang (overlap schedule) hide the host's time in the same way.
+dropped and not billed. A step with drafts is completed before it is committed: only its tokens tell how long the
+sequences are. vLLM (async scheduling) and SGLang (overlap schedule) hide the host's time in the same way.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -58,8 +58,6 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, StepTimeline, count_step, snapshot
 from loramux_adapters.plan import PlanLimits
-
-logger = logging.getLogger(__name__)
 
 NO_TEXT = "unsupported_task"
 STATS_INTERVAL_S = 1.0
@@ -130,15 +128,6 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     return Engine(parts, settings, wake)
 
 
-def drafts_refused(runs_ahead: bool, has_states: bool) -> str | None:
-    """Return the reason why this device or model does not allow drafts; None if drafts are possible."""
-    if has_states:
-        return "the model keeps states (linear attention, Mamba 2), which cannot go back over a draft that was refused"
-    if runs_ahead:
-        return "on a GPU a step is launched before the host knows the tokens that a draft would follow"
-    return None
-
-
 class Engine:
     """A loaded model, its scheduler and its pool. Not thread-safe: one worker owns it."""
 
@@ -166,16 +155,13 @@ class Engine:
         residency = Residency(pool, parts.store, parts.clock, residency_policy, self._counters, wake)
         state_pages = parts.facts.state_pages
         budget = PageBudget(parts.facts.pages_total, parts.facts.block_size, state_pages)
-        policy = Policy.from_settings(settings, parts.weight_bytes / parts.runner.bank.page_bytes)
-        if policy.max_draft_tokens and (reason := drafts_refused(self._runner.runs_ahead, bool(state_pages))):
-            speculation = settings.engine.speculation
-            logger.warning('engine.speculation = "%s" has no effect: %s. Set it to "off".', speculation, reason)
-            policy = replace(policy, max_draft_tokens=0)
+        weight_pages = parts.weight_bytes / parts.runner.bank.page_bytes
+        policy = Policy.from_settings(settings, weight_pages, parts.facts.limits.max_draft_tokens)
         if state_pages or not parts.facts.generates:  # a recurrent state covers all tokens so far: it cannot be shared
             policy = replace(policy, prefix_cache=False)
         self.scheduler = Scheduler(
-            SchedulerLimits.from_settings(
-                settings.engine,
+            SchedulerLimits.of(
+                parts.facts.limits,
                 parts.facts.max_model_len,
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,
@@ -480,19 +466,31 @@ class AsyncPipeline:
         # The device runs this step while the host completes the one before.
         launched = None if step.empty else self._runner.launch(step)
         events = [] if self._in_flight is None else self._complete(self._in_flight)
-        if launched is not None:
-            # After the previous step is completed, because a constraint may need its tokens to choose the next tokens.
-            launched.sample()
-        self._in_flight = None if launched is None else InFlightStep(launched, sampling, self._commit(step))
+        self._in_flight = None
+        if launched is None:
+            return events
+        # After the previous step is completed, because a constraint may need its tokens to choose the next tokens.
+        launched.sample()
+        # Sequences may have ended since the step was planned.
+        alive = Step(tuple(chunk for chunk in step.chunks if self._scheduler.is_open(chunk.sequence)))
+        if any(chunk.drafts for chunk in step.chunks):
+            return events + self._run_to_end(launched, alive)
+        self._in_flight = InFlightStep(launched, sampling, self._commit(alive))
         return events
 
-    def _commit(self, step: Step) -> dict[str, TokenEvent]:
-        """Commit the chunks whose sequences have not ended since the chunks were planned."""
-        alive = Step(tuple(chunk for chunk in step.chunks if self._scheduler.is_open(chunk.sequence)))
+    def _run_to_end(self, launched: LaunchedStep, alive: Step) -> list[TokenEvent]:
+        """Wait for the step's tokens, and commit the step with them."""
+        told = launched.events() + launched.pooled.events()
+        names = {chunk.sequence.id for chunk in alive.chunks}
+        sampled = [event for event in told if event.request_id in names]
+        return launched.scores.events() + ([] if alive.empty else self._scheduler.commit(alive, sampled))
+
+    def _commit(self, alive: Step) -> dict[str, TokenEvent]:
+        """Commit chunks with PENDING in the place of their tokens."""
         if alive.empty:
             return {}
         unknown = [TokenEvent(request_id=chunk.sequence.id, token_id=PENDING) for chunk in alive.sampling]
-        return {event.request_id: event for event in self._scheduler.commit(alive, unknown)}
+        return {event.request_id: event for event in self._scheduler.commit(alive, unknown, in_flight=True)}
 
     def _complete(self, step: InFlightStep) -> list[TokenEvent]:
         """Wait for the step's tokens and put them in the place of PENDING."""

@@ -554,6 +554,29 @@ class LinearFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds to read the base's weights at that bandwidth: no decode step can be shorter. None: not measured."""
 
 
+class StepLimits(msgspec.Struct, frozen=True):
+    """Limits of a step: the operator's settings, and the device's defaults for settings that are unset."""
+
+    max_num_seqs: int
+    """Maximum number of sequences."""
+    max_num_batched_tokens: int
+    """Maximum number of tokens."""
+    max_mixed_prefill_tokens: int
+    """Maximum number of prompt tokens in a step in which sequences decode."""
+    max_draft_tokens: int = 0
+    """Maximum number of a sequence's drafts; 0: nothing is drafted."""
+
+    @property
+    def most_sampled(self) -> int:
+        """Maximum number of rows that tokens are chosen from."""
+        return min(self.most_rows, self.max_num_seqs * (1 + self.max_draft_tokens))
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step."""
+        return max(self.max_num_batched_tokens, self.max_num_seqs)
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of the loaded model.
 
@@ -573,6 +596,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of samples of every weight: equal engines of a base have loaded the same checkpoint in the same way."""
     hidden_size: int
     """Numbers in a prompt's vector."""
+    limits: StepLimits
     state_pages: int = 0
     """Pages that each running sequence holds for its recurrent states; 0 for a model without."""
     generates: bool = True

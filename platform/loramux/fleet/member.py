@@ -30,7 +30,7 @@ import msgspec
 from loramux.common.errors import LoramuxError
 from loramux.common.settings.file import Settings
 from loramux.engine.client import EngineClient, EngineDied
-from loramux.engine.messages import EngineStats, LinearFacts, ModelFacts
+from loramux.engine.messages import EngineStats, LinearFacts, ModelFacts, StepLimits
 from loramux.fleet.view import EngineState, EngineView, view_of
 
 logger = logging.getLogger(__name__)
@@ -80,6 +80,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Recordings of steps that run without a CUDA graph; 0 on a CPU."""
     linears: LinearFacts | None = None
     """The linears' format and the floor of a step; None on a GPU, and before the engine's first start."""
+    limits: StepLimits | None = None
+    """Limits of a step; None before the engine's first start."""
     weights_s: float = 0.0
     """Seconds of a step in which the weights are read, by the measured steps; 0 before steps were measured."""
 
@@ -102,7 +104,8 @@ class FleetEngine:
         self.problem: str | None = None
         """Reason of the engine's last end."""
         self.client = launch(name, settings)
-        self._linears: LinearFacts | None = None
+        self._facts: ModelFacts | None = None
+        """Facts of the engine's latest start; None before the first."""
         self._view: EngineView | None = None
         self._viewed: EngineStats | None = None
         """Statistics from which the view was made."""
@@ -152,6 +155,7 @@ class FleetEngine:
 
     def status(self) -> EngineStatus:
         """Describe the engine for operators."""
+        facts = self._facts
         return EngineStatus(
             engine=self.name,
             base_model=self._base,
@@ -160,7 +164,8 @@ class FleetEngine:
             starts=self._num_starts,
             problem=self.problem,
             step_graphs_missing=self.stats.step_graphs_missing,
-            linears=self._linears,
+            linears=None if facts is None else facts.linears,
+            limits=None if facts is None else facts.limits,
             weights_s=self.stats.routing.weights_s,
         )
 
@@ -178,7 +183,7 @@ class FleetEngine:
         if others is not None and (conflict := conflict_of(facts, others)) is not None:
             await self.refuse(conflict)
             raise EngineDied(conflict)
-        self._num_failed_starts, self._linears = 0, facts.linears
+        self._num_failed_starts, self._facts = 0, facts
         # The engine may have been withdrawn during the start. Its end, which comes soon, is then no failure.
         self.state = EngineState.READY if self._is_wanted.is_set() else EngineState.DRAINING
         return facts

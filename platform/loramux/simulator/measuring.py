@@ -29,7 +29,6 @@ from safetensors.numpy import save_file
 from loramux.common.settings.file import Settings
 from loramux.engine.client import EngineClient, spawn_engine
 from loramux.engine.messages import AdapterRef, ModelFacts, Request, SamplingParams, TokenEvent
-from loramux.engine.scheduling.policy import default_mixed_prefill_tokens
 from loramux.simulator.fitting import AdapterLoad, LongPrompt, MeasuredStep, StepMeasurements
 from loramux.simulator.hardware import Model, StepWork
 from loramux.simulator.scenario import ScenarioError
@@ -62,9 +61,8 @@ Events = list[tuple[float, TokenEvent]]
 class EngineSession:
     """A running engine, asked for answers of known sizes."""
 
-    def __init__(self, client: EngineClient, facts: ModelFacts, settings: Settings) -> None:
+    def __init__(self, client: EngineClient, facts: ModelFacts) -> None:
         self.facts = facts
-        self.settings = settings
         self._client = client
         self._ids = count()
         self._random = random.Random(0)  # noqa: S311  prompts without common beginnings
@@ -111,7 +109,7 @@ async def running_engine(settings: Settings) -> AsyncIterator[EngineSession]:
     """Start the engine of `settings`, and stop it at the end. Raises EngineDied if it cannot start."""
     client = spawn_engine(settings)
     try:
-        yield EngineSession(client, await client.start(), settings)
+        yield EngineSession(client, await client.start())
     finally:
         await client.stop()
 
@@ -134,12 +132,12 @@ class EngineMeasurement:
         """Return the times of steps and of loads. Raises ScenarioError."""
         await self._decode(2, SHORT)  # the first steps of a process take longer
         await self._prompt(SHORT)
-        rows = _powers(min(self.engine.settings.engine.max_num_seqs, self._pool_tokens // (4 * SHORT)))
+        rows = _powers(min(self.engine.facts.limits.max_num_seqs, self._pool_tokens // (4 * SHORT)))
         rows = [1, *rows[:0:-1]]  # the ends first: between measured rows is a line, beyond them a guess
         timed = {number: await self._decode(number, SHORT) for number in self._in_part("decode", rows)}
         decodes = [timed[number] for number in sorted(timed)]
         self.way_s = max(0.0, await self._prompt(1) - decodes[0].seconds)
-        lengths = _powers(min(self.engine.settings.engine.max_num_batched_tokens, self._longest))
+        lengths = _powers(min(self.engine.facts.limits.max_num_batched_tokens, self._longest))
         points = [*lengths, *_middles(lengths)]
         seconds = {n: await self._prompt(n) - self.way_s for n in self._in_part("prompts", points)}
         prompts = [MeasuredStep(_prompt_work(n), seconds[n]) for n in sorted(seconds)]
@@ -220,7 +218,7 @@ class EngineMeasurement:
 
     def _takes_several(self, prompts: Sequence[MeasuredStep]) -> bool:
         """Return whether the engine's largest step was measured, and a prompt may take several of them."""
-        chunk = self.engine.settings.engine.max_num_batched_tokens
+        chunk = self.engine.facts.limits.max_num_batched_tokens
         fits = LONG_CHUNKS * chunk <= min(self._longest, self._pool_tokens)
         return prompts[-1].work.num_tokens == chunk and fits
 
@@ -243,7 +241,7 @@ class EngineMeasurement:
             yield await self._decode(rows, SHORT, resident[rank])
             if number == 1:
                 yield await self._decode(1, SHORT, resident[rank])
-                tokens = min(ADAPTER_PROMPT, self._longest, self.engine.settings.engine.max_num_batched_tokens)
+                tokens = min(ADAPTER_PROMPT, self._longest, self.engine.facts.limits.max_num_batched_tokens)
                 seconds = await self._prompt(tokens, resident[rank][0]) - self.way_s
                 yield MeasuredStep(_prompt_work(tokens, rank, self.model.adapter_bytes(rank)), seconds)
 
@@ -260,7 +258,7 @@ class EngineMeasurement:
     @property
     def _mixed_tokens(self) -> int:
         """Tokens of prompts that a step takes at least while sequences decode."""
-        return self.engine.settings.engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=True)
+        return self.engine.facts.limits.max_mixed_prefill_tokens
 
     @property
     def _pool_tokens(self) -> int:

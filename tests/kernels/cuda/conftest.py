@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interpreted import INTERPRETED, exact_bfloat16, quicken_interpreter
+from interpreted import INTERPRETED, alike_rows, exact_bfloat16, quicken_interpreter
 
 quicken_interpreter()
 
@@ -44,6 +44,11 @@ def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+
+
+@pytest.fixture(name="alike_rows")
+def _alike_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    alike_rows(monkeypatch)
 
 
 @pytest.fixture(name="exact_bfloat16")

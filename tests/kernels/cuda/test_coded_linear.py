@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from loramux_kernels.cuda.coded_linear import FEW_ROWS, grouped_coded_linear
+from loramux_kernels.mixture import grouped_linear_reference
 from loramux_kernels.packed_linear import PackedLinear
-from loramux_kernels.quantized_weight import QuantizedWeight, pack_nibbles
+from loramux_kernels.quantized_weight import QuantizedWeight, joined, pack_nibbles, table_of
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
@@ -32,6 +34,30 @@ def test_coded_linear_of_ragged_shapes_equals_the_dequantized_weight(device, cod
         y = linear(x)
         assert y.dtype == dtype
         torch.testing.assert_close(y.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("coding", ["int8", "nf4"])
+@pytest.mark.parametrize("tokens", [5, 120], ids=["few rows", "many rows"])
+def test_grouped_coded_linear_equals_the_dequantized_weights(device, coding, dtype, tokens: int) -> None:
+    """Ragged widths, an expert without a row, and rows that only pad, with biases and without."""
+    torch.manual_seed(0)
+    width, columns, counts = 150, 70, (tokens - tokens // 3, 0, tokens // 3 - 1)
+    starts = torch.tensor((0, *counts), device=device).cumsum(0)
+    live = int(starts[-1])
+    assert (tokens <= FEW_ROWS * len(counts)) is (tokens == 5)
+    group, place = 150 if coding == "int8" else 50, torch.device(device)
+    weights = [random_weight(coding, columns, width, group, coding == "nf4", None, place) for _ in counts]
+    x = torch.randn(tokens, width, device=device).to(dtype)
+    x[live:] = float("nan")
+    whole = joined(weights)
+    exact = whole.dequantize().unflatten(0, (len(counts), columns))
+    for bias in (None, torch.randn(len(counts), columns, device=device).to(dtype)):
+        y = grouped_coded_linear(x, whole, table_of(whole), bias, starts)
+        own = None if bias is None else bias.double()
+        wanted = grouped_linear_reference(x.double(), exact.double(), own, starts)
+        assert y.dtype == dtype
+        torch.testing.assert_close(y[:live].double(), wanted[:live], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
 def random_weight(coding, out, width, group, has_offsets, order, device) -> QuantizedWeight:

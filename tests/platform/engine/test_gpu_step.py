@@ -28,7 +28,7 @@ from loramux.engine.execution.cuda_graphs import (
     record_calls,
     step_buckets,
 )
-from loramux.engine.execution.device_sampler import DeviceSampler
+from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows
 from loramux.engine.execution.runner import StepGraphs, StepInputs, pack
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.step_buffers import NUM_PATCHES, StepBuffers
@@ -296,7 +296,7 @@ def test_slots_never_run_out_before_pages_do(num_pages: int, max_slots: int) -> 
 
 
 def events(logits: torch.Tensor, *sequences: Sequence, before=None):
-    return DeviceSampler((EOS,), CPU).launch(logits, list(sequences), before).events()
+    return DeviceSampler((EOS,), CPU).launch(logits, SampledRows(list(sequences)), before).events()
 
 
 def test_device_sampler_greedy_rows_agree_with_the_hosts() -> None:
@@ -336,11 +336,11 @@ def test_device_sampler_penalty_counts_a_pending_token() -> None:
     penalised = sequence("p", (1,), frequency_penalty=2.0)
     first = torch.zeros(1, 12)
     first[0, 5] = 1.0
-    before = sampler.launch(first, [penalised], None).sampled
+    before = sampler.launch(first, SampledRows([penalised]), None).sampled
     penalised.token_ids.append(PENDING)
     second = torch.zeros(1, 12)
     second[0, [5, 6]] = torch.tensor([3.0, 1.5])
-    assert sampler.launch(second, [penalised], before).events()[0].token_id == 6
+    assert sampler.launch(second, SampledRows([penalised]), before).events()[0].token_id == 6
 
 
 def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,7 +354,7 @@ def test_device_sampler_sends_a_bias_once(monkeypatch: pytest.MonkeyPatch) -> No
 
     def tokens(*rows: Sequence) -> list[int]:
         sent.clear()
-        return [event.token_id for event in sampler.launch(logits[: len(rows)], list(rows), None).events()]
+        return [event.token_id for event in sampler.launch(logits[: len(rows)], SampledRows(list(rows)), None).events()]
 
     logits[:, EOS] = 6.0
     assert tokens(biased, plain) == [7, EOS]
@@ -377,7 +377,7 @@ def test_device_sampler_repeats_with_a_seed_and_not_without() -> None:
         sampler, tokens = DeviceSampler((EOS,), CPU), []
         s = sequence("s", temperature=1.0, **params)
         for _ in range(5):
-            tokens.append(sampler.launch(logits, [s], None).events()[0].token_id)
+            tokens.append(sampler.launch(logits, SampledRows([s]), None).events()[0].token_id)
             s.token_ids.append(tokens[-1])
         sampler.forget("s")
         assert not sampler._seeds
@@ -386,6 +386,15 @@ def test_device_sampler_repeats_with_a_seed_and_not_without() -> None:
     assert draws(seed=3) == draws(seed=3)
     assert draws(seed=-1) != draws(seed=3)
     assert draws() != draws()
+
+
+def test_device_sampler_stages_no_rows_first_and_after_others_have_ended() -> None:
+    """A step of chunks of prompts alone."""
+    sampler = DeviceSampler((EOS,), CPU)
+    assert len(sampler.stage(SampledRows([]))["seed"]) == 0
+    sampler.stage(SampledRows([sequence("a"), sequence("b")]))
+    sampler.forget("a")
+    assert len(sampler.stage(SampledRows([]))["seed"]) == 0
 
 
 def test_device_sampler_of_no_rows_returns_no_events() -> None:
@@ -400,7 +409,8 @@ def test_device_sampler_ends_a_row_that_is_not_finite_with_a_fault(broken: str) 
     params = [{"logprobs": 2}, {"temperature": 1.0, "seed": 4}, {"temperature": 0.7, "top_p": 0.9, "seed": 5}]
     alone = [events(logits[row : row + 1], sequence(str(row), **params[row]))[0] for row in (0, 2)]
     logits[1] = float(broken)
-    in_flight = DeviceSampler((EOS,), CPU).launch(logits, [sequence(str(r), **params[r]) for r in range(3)], None)
+    rows = SampledRows([sequence(str(row), **params[row]) for row in range(3)])
+    in_flight = DeviceSampler((EOS,), CPU).launch(logits, rows, None)
     told = in_flight.events()
     assert [told[0].token_id, told[2].token_id] == [event.token_id for event in alone]
     assert told[0].top_logprobs == alone[0].top_logprobs
@@ -421,14 +431,14 @@ def test_device_sampler_steering_that_overflows_still_yields_tokens(temperature:
     params = {"temperature": temperature, "repetition_penalty": 1e-38, "presence_penalty": 1e300, "seed": 1}
     sequences = [sequence("extreme", (1, 0), (2,), **params), sequence("beside", (1,), ())]
     logits = torch.tensor([[1.0, 300.0, -2.0, 299.0], [0.0, 0.0, 5.0, 0.0]])
-    extreme, beside = DeviceSampler((EOS,), CPU).launch(logits, sequences, None).events()
+    extreme, beside = DeviceSampler((EOS,), CPU).launch(logits, SampledRows(sequences), None).events()
     assert (extreme.token_id, beside.token_id) == (1, 2)
 
 
 def test_device_sampler_token_outside_the_vocabulary_ends_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("loramux.engine.execution.device_sampler.sample", lambda logits, batch: torch.tensor([4, 3]))
     sequences = [sequence("outside", (1,), ()), sequence("beside", (1,), ())]
-    in_flight = DeviceSampler((EOS,), CPU).launch(torch.zeros(2, 4), sequences, None)
+    in_flight = DeviceSampler((EOS,), CPU).launch(torch.zeros(2, 4), SampledRows(sequences), None)
     outside, beside = in_flight.events()
     assert (outside.token_id, outside.finish_reason, beside.token_id) == (None, "error", 3)
     assert in_flight.sampled.tokens.tolist() == [0, 3]

@@ -15,14 +15,14 @@ import pytest
 import torch
 from adapter_zoo import load, make_engine
 from quantized_zoo import CHECKPOINTS, QuantizedZoo
-from transformers import GptOssConfig, LlamaConfig, PretrainedConfig
+from transformers import BertConfig, GptOssConfig, LlamaConfig, MixtralConfig, PretrainedConfig
 
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings, ModelSettings
 from loramux.engine.execution import loader
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, read_config
-from loramux.engine.execution.memory_plan import Card, MemoryPlan, loading_alone, plan_memory
+from loramux.engine.execution.memory_plan import Card, MemoryPlan, limits_on, loading_alone, plan_memory
 from loramux_adapters.base import auto_class, describe_base
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.sharding import Sharding
@@ -183,16 +183,21 @@ def test_base_that_does_not_fit_a_card_is_refused_before_its_weights_are_read_wi
 
 
 @pytest.mark.parametrize(
-    ("total", "free", "engines", "pool"),
-    [(85, 84, None, "59.3"), (85, 84, 2, "22.1"), (85, 84, 4, "2.9"), (24, 23.6, None, "5.0")],
+    ("total", "free", "engines", "step", "pool"),
+    [
+        (85, 84, None, "0.3", "59.1"),
+        (85, 84, 2, "0.3", "21.8"),
+        (85, 84, 4, "0.1", "2.9"),
+        (24, 23.6, None, "0.1", "5.0"),
+    ],
 )
 def test_plan_of_a_card_has_the_pool_that_weights_and_step_leave_of_the_share(
-    load_on_card, llama_8b: Path, caplog, total: float, free: float, engines: int | None, pool: str
+    load_on_card, llama_8b: Path, caplog, total: float, free: float, engines: int | None, step: str, pool: str
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert load_on_card(llama_8b, total * GB, free * GB, engines_per_device=engines) is None
     (line,) = (record.message for record in caplog.records if " pool " in record.message)
-    assert f"weights 16.1 GB, largest step 0.1 GB, pool {pool} GB" in line
+    assert f"weights 16.1 GB, largest step {step} GB, pool {pool} GB" in line
 
 
 def test_weights_that_are_quantized_on_the_card_are_planned_whole(load_on_card, llama_8b: Path) -> None:
@@ -236,3 +241,62 @@ def test_engines_that_divide_a_card_load_one_after_the_other(monkeypatch, tmp_pa
         assert second_loads.wait(5 if engines == 1 else 0.2) == (engines == 1)
     assert second_loads.wait(5)
     second.join()
+
+
+@pytest.fixture(scope="module")
+def large_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, dtype="float32"
+    )
+    return checkpoint_of_holes(tmp_path_factory.mktemp("bert-large"), config)
+
+
+def test_encoder_on_a_card_is_planned_before_its_weights_are_read(load_on_card, large_encoder: Path, caplog) -> None:
+    """A page holds tiles of adapters; a step has at least the longest text."""
+    with caplog.at_level(logging.INFO):
+        assert load_on_card(large_encoder, 24 * GB, 23.5 * GB) is None
+    (line,) = (record.message for record in caplog.records if " pool " in record.message)
+    assert "weights 1.3 GB, largest step 0.0 GB, pool 19.7 GB" in line
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "engine", "said"),
+    [
+        (1.3, 1.2, {}, r"weights 1\.3 GB, .* the weights alone are too large"),
+        (24, 1.2, {}, r"other processes hold 22\.8 GB of it: end them"),
+        (24, 23.5, {"pool_bytes": 30 * GB}, r"set engine.pool_bytes to 22\d{9} or less"),
+        (24, 23.5, {"max_num_batched_tokens": 10**6}, r"set engine.max_num_batched_tokens to \d+ or less"),
+    ],
+)
+def test_encoder_that_does_not_fit_a_card_is_refused_with_what_fits(
+    load_on_card, large_encoder: Path, total: float, free: float, engine: dict[str, int], said: str
+) -> None:
+    refusal = load_on_card(large_encoder, total * GB, free * GB, **engine)
+    assert refusal is not None
+    assert re.search(said, refusal), refusal
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "said"),
+    [
+        (LlamaConfig(hidden_size=64, num_hidden_layers=1, vocab_size=97), "int8", "quantized weights"),
+        (MixtralConfig(hidden_size=64, num_hidden_layers=1, vocab_size=97), "none", "experts"),
+        (BertConfig(hidden_size=48, num_hidden_layers=1), "none", "an encoder's attention"),
+    ],
+    ids=["quantized", "mixture", "encoder"],
+)
+def test_batch_invariant_on_a_card_is_refused_from_the_config_for_what_it_does_not_cover(
+    load_on_card, tmp_path: Path, config: PretrainedConfig, quantization: str, said: str
+) -> None:
+    checkpoint_of_holes(tmp_path, config)
+    refusal = load_on_card(tmp_path, 24 * GB, 23 * GB, quantization, batch_invariant=True)
+    assert refusal is not None
+    assert re.search(f"engine.batch_invariant = true, and {said}", refusal), refusal
+
+
+def test_limits_of_a_step_follow_the_part_of_a_card_that_an_engine_gets(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (79 * GB, 80 * GB))
+    card = torch.device("cuda", 0)
+    rows = {count: limits_on(card, EngineSettings(engines_per_device=count)).max_num_seqs for count in (None, 2, 3)}
+    assert rows == {None: 256, 2: 256, 3: 64}
+    assert limits_on(torch.device("cpu"), EngineSettings()).max_num_seqs == 64

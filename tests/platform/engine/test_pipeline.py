@@ -173,15 +173,3 @@ def test_not_finite_logits_end_one_answer_and_leave_its_neighbours_alone(zoo_of,
         assert [e.token_id for e in events if e.request_id == asked.name] == zoo.answer(asked)
     assert engine.stats().pages_kv == 0
     assert engine.is_idle
-
-
-def test_async_pipeline_drafts_nothing_and_says_so_where_drafts_were_asked_for(zoo_of, caplog) -> None:
-    zoo = zoo_of("llama")
-    asked = [Asked("a", None, (5, 6, 5, 6, 5, 6), 12)]
-    late_engine(zoo)
-    zoo.engine(speculation="ngram")
-    assert "has no effect" not in caplog.text, "not asked for, or possible"
-    engine, _ = late_engine(zoo, speculation="ngram")
-    assert 'engine.speculation = "ngram" has no effect: on a GPU' in caplog.text
-    check(zoo, asked, serve(zoo, engine, asked))
-    assert engine.stats().drafted_tokens == 0

@@ -13,6 +13,7 @@ from adapter_zoo import Asked, load, make_engine, serve
 from formats import FormatZoo
 from preempting import preempting
 from quantized_zoo import CHECKPOINTS, QuantizedZoo, fp8_blocks
+from rounded_zoo import RoundedZoo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +21,7 @@ from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, weights_digest
 from loramux.engine.execution.quantized_checkpoint import format_of
 from loramux_adapters.base_weights import QuantizedLinear
-from loramux_kernels.quantized_weight import quantize, to_nf4
+from loramux_kernels.quantized_weight import to_nf4
 
 FORMATS = ("plain", "dora")
 OFTEN = ("gptq int4 act order", "awq", "nf4 double", "packed int4 asymmetric", "fp8 blocks")
@@ -91,27 +92,12 @@ def test_ranks_cannot_divide_groups_into_crumbs(tmp_path) -> None:
         load(zoo.quantized, tensor_parallel_size=2)
 
 
-class RoundedZoo(FormatZoo):
-    """A base with linears quantized by `quantization`, and its dequantized twin, on which PEFT runs."""
-
-    def __init__(self, family: str, root, quantization: str) -> None:
-        super().__init__(family, root, (*FORMATS, "ia3"))
-        self.served = root / "served"
-        model = AutoModelForCausalLM.from_pretrained(self.base, dtype=torch.float32)
-        model.save_pretrained(self.served)
-        with torch.no_grad():
-            for name, module in model.named_modules():
-                if isinstance(module, torch.nn.Linear) and name != "lm_head":
-                    module.weight.copy_(quantize(module.weight, quantization).dequantize())
-        model.save_pretrained(self.base)
-
-
 @pytest.mark.parametrize(
     ("family", "quantization"),
     [("llama", "int8"), ("gemma2", "int8"), ("gemma4_e2b", "int8"), ("qwen2", "nf4"), ("llama", "nf4-double")],
 )
 def test_adapters_on_weights_quantized_at_load_answer_as_peft_on_them(tmp_path, family, quantization) -> None:
-    zoo = RoundedZoo(family, tmp_path, quantization)
+    zoo = RoundedZoo(family, tmp_path, quantization, (*FORMATS, "ia3"))
     zoo.make_adapters()
     check(zoo, make_engine(zoo.served, quantization=quantization, max_num_batched_tokens=13))
 

@@ -11,8 +11,10 @@ from scheduler_harness import Harness, answer
 
 from loramux.common.settings.serving import EngineSettings
 from loramux.engine.memory.pages import OutOfPages, PagePool, PageUse
-from loramux.engine.messages import ServiceClass
-from loramux.engine.scheduling.policy import Policy, SchedulerLimits
+from loramux.engine.messages import ServiceClass, StepLimits
+from loramux.engine.scheduling.policy import Policy, SchedulerLimits, step_limits
+
+GB = 10**9
 
 
 def test_prefill_is_chunked_under_the_token_budget_and_decode_goes_first() -> None:
@@ -48,22 +50,45 @@ def test_limit_of_prompts_with_decoding_rows_follows_the_device() -> None:
     """A step of a CPU is as efficient with 256 rows as with 1,024; a GPU reads 16 GB of weights for the first one, and
     takes twice as long for 512."""
     engine = EngineSettings(max_num_seqs=200, max_num_batched_tokens=1024)
-    cpu = SchedulerLimits.from_settings(engine, 4096, on_cpu=True)
-    gpu = SchedulerLimits.from_settings(engine, 4096, on_cpu=False)
+    cpu = SchedulerLimits.of(step_limits(engine, None), 4096, on_cpu=True)
+    gpu = SchedulerLimits.of(step_limits(engine, 80 * GB), 4096, on_cpu=False)
     assert [cpu.prefill_tokens(rows) for rows in (0, 1, 200, 1000)] == [1024, 256, 256, 24]
     assert [gpu.prefill_tokens(rows) for rows in (0, 1, 128, 200, 1024)] == [1024, 511, 512, 440, 0]
     asked = replace(engine, max_mixed_prefill_tokens=7)
-    assert SchedulerLimits.from_settings(asked, 4096, on_cpu=False).prefill_tokens(1) == 7
+    assert SchedulerLimits.of(step_limits(asked, 80 * GB), 4096, on_cpu=False).prefill_tokens(1) == 7
+
+
+@pytest.mark.parametrize(
+    ("gpu_bytes", "expected"),
+    [
+        (None, (64, 1024, 256)),
+        (24 * GB, (64, 1024, 512)),
+        (40 * GB - 1, (64, 1024, 512)),
+        (48 * GB, (256, 2048, 512)),
+        (80 * GB, (256, 2048, 512)),
+        (141 * GB, (256, 2048, 512)),
+        (192 * GB, (256, 2048, 512)),
+    ],
+)
+def test_step_limits_follow_the_memory_of_the_device(gpu_bytes: int | None, expected: tuple[int, int, int]) -> None:
+    assert step_limits(EngineSettings(), gpu_bytes) == StepLimits(*expected)
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_mixed_prefill_tokens"])
+@pytest.mark.parametrize("gpu_bytes", [None, 24 * GB, 192 * GB])
+def test_step_limits_that_are_set_are_kept(name: str, gpu_bytes: int | None) -> None:
+    default = step_limits(EngineSettings(), gpu_bytes)
+    assert step_limits(EngineSettings(**{name: 77}), gpu_bytes) == replace(default, **{name: 77})
 
 
 def test_prompts_with_decoding_rows_fill_whole_tiles_of_a_gpus_products() -> None:
     """At most a quarter of them is left for the next step."""
     engine = EngineSettings(max_num_batched_tokens=1024)
-    limits = SchedulerLimits.from_settings(engine, 4096, on_cpu=False)
+    limits = SchedulerLimits.of(step_limits(engine, 24 * GB), 4096, on_cpu=False)
     for decoding in range(1, 500):
         assert 384 < limits.prefill_tokens(decoding) <= 512
         assert (limits.prefill_tokens(decoding) + decoding) % 128 == 0
-    few = SchedulerLimits.from_settings(replace(engine, max_mixed_prefill_tokens=128), 4096, on_cpu=False)
+    few = SchedulerLimits.of(StepLimits(64, 1024, 128), 4096, on_cpu=False)
     assert few.prefill_tokens(100) == 128, "28 of 128 would be too few"
 
 

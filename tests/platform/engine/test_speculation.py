@@ -5,16 +5,20 @@ from __future__ import annotations
 import random
 import zlib
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from adapter_zoo import ON_RANKS, RECIPES, Asked, Zoo, serve, to_request
+from delayed_runner import late_engine
 from eager_drafts import draft_always
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_harness import Harness, ManualHost
 
 from loramux.engine.engine import Engine
+from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows, accepted
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.estimates import (
@@ -50,6 +54,14 @@ def naive_lookup(tokens: list[int], most: int) -> list[int]:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=600), st.integers(1, 9))
 def test_prompt_lookup_equals_its_definition(tokens: list[int], most: int) -> None:
     assert PromptLookup().draft(tokens, most) == naive_lookup(tokens, most)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=2, max_size=200), st.integers(1, 9))
+def test_prompt_lookup_of_a_text_whose_last_token_is_unknown_drafts_as_without_it(tokens: list[int], most: int) -> None:
+    lookup = PromptLookup()
+    assert lookup.draft([*tokens, -1], most, len(tokens)) == naive_lookup(tokens, most)
+    assert lookup.draft([*tokens, 2], most) == naive_lookup([*tokens, 2], most)
 
 
 def test_prompt_lookup_goes_on_from_the_place_that_it_found() -> None:
@@ -115,6 +127,45 @@ def test_decode_times_never_fall_and_go_on_as_tokens_cost() -> None:
     assert times.seconds(16) > 1.0, "a lasting change is followed"
 
 
+def test_times_of_steps_that_run_ahead_are_those_of_one_step_each() -> None:
+    """A step takes ten seconds; one with drafts takes twelve, and a second more until the host has launched the next.
+
+    The host launches the first steps at 0 and 1, and then one whenever one has ended."""
+    harness = Harness(100, pace=(0.0, 0.0))
+    harness.submit("r", prompt=1, output=90)
+    scheduler, seen = harness.scheduler, []
+    observe = scheduler.speculation.times.observe
+    scheduler.speculation.times.observe = lambda rows, seconds: seen.append((rows, seconds)) or observe(rows, seconds)
+
+    def step(at: float, *, drafts: int = 0) -> None:
+        harness.time = at
+        plan = scheduler.plan()
+        (chunk,) = plan.chunks
+        token = TokenEvent(request_id="r", token_id=7)
+        if not drafts:
+            scheduler.commit(plan, [token], in_flight=True)
+            return
+        chunk = Chunk(chunk.sequence, chunk.start, 1 + drafts, drafts=(7,) * drafts)
+        scheduler.state.extend(chunk.sequence, len(chunk.sequence.token_ids) + drafts)
+        scheduler.commit(Step((chunk,)), [token] * (1 + drafts))
+
+    for at in (0, 1, 10, 20, 30, 40, 50):  # the prompt, and then one token a step
+        step(at)
+    assert seen == [(1, 9.0), *[(1, 10.0)] * 4]
+    seen.clear()
+    step(60, drafts=3)  # the step before ends at 70, this one at 82
+    assert seen == [(1, 10.0)]
+    step(83, drafts=3)
+    assert seen[1:] == [(4, pytest.approx(13.0, abs=0.2))]
+    step(96)
+    assert seen[2:] == [(4, 13.0)]
+    step(97)
+    assert len(seen) == 3, "the step that was launched at 96 has not ended"
+    step(106)
+    step(116)
+    assert seen[3:] == [(1, 9.0), (1, 10.0)]
+
+
 def test_acceptance_follows_the_latest_drafts_and_fades_to_its_first_guess() -> None:
     acceptance = Acceptance(keep=0.8)
     assert acceptance.rate(0.5) == 0.5
@@ -158,6 +209,17 @@ SAMPLING = st.fixed_dictionaries(
 )
 
 
+class DeviceRows:
+    """Samples chunks as a GPU's runner does."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._sampler = DeviceSampler(eos_token_ids, torch.device("cpu"))
+
+    def sample(self, logits: torch.Tensor, chunks: list[Chunk]) -> list[TokenEvent]:
+        return accepted(self._sampler.launch(logits.clone(), SampledRows.of(chunks), None).events(), chunks)
+
+
+@pytest.mark.parametrize("make_sampler", [Sampler, DeviceRows])
 @settings(max_examples=150, deadline=None)
 @given(
     params=st.lists(SAMPLING, min_size=1, max_size=3),
@@ -165,14 +227,14 @@ SAMPLING = st.fixed_dictionaries(
     wrong=st.lists(st.integers(0, 7), min_size=3, max_size=3),
 )
 def test_sampler_run_equals_one_token_after_the_other(
-    params: list[dict[str, object]], seed: int, wrong: list[int]
+    make_sampler: type[Sampler | DeviceRows], params: list[dict[str, object]], seed: int, wrong: list[int]
 ) -> None:
     """Tokens, log probabilities and ends, whatever steers the choice, and the generator goes on from the same place."""
     vocab, length = 10, 7
     tables = [torch.randn(length + 1, vocab, generator=torch.Generator().manual_seed(seed + i)) for i in range(3)]
 
     def one_by_one(number: int) -> list[TokenEvent]:
-        own, sampler, events = sequence(str(number), [1, 3], [4], params[number]), Sampler((EOS,)), []
+        own, sampler, events = sequence(str(number), [1, 3], [4], params[number]), make_sampler((EOS,)), []
         for row in tables[number]:
             events += sampler.sample(row[None], [Chunk(own, len(own.token_ids) - 1, 1)])
             if events[-1].finish_reason:
@@ -181,7 +243,7 @@ def test_sampler_run_equals_one_token_after_the_other(
         return events
 
     expected = [one_by_one(number) for number in range(len(params))]
-    sampler, chunks, rows = Sampler((EOS,)), [], []
+    sampler, chunks, rows = make_sampler((EOS,)), [], []
     for number, events in enumerate(expected):
         right = [event.token_id for event in events][:length]
         drafts = [token if i < wrong[number] else (token + 1) % vocab for i, token in enumerate(right)]
@@ -365,6 +427,71 @@ def test_speculation_in_mixed_batches_answers_as_peft_does(zoo_of, family: str, 
     assert stats.output_tokens == stats.ended.output == sum(one.output for one in asked)
     assert stats.pages_kv == stats.waiting == stats.running == 0
     engine.close()
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 10_000),
+    arrivals=st.lists(st.integers(0, 12), min_size=7, max_size=7),
+    budget=st.integers(8, 40),
+    preempt_every=st.sampled_from([3, 1000]),
+)
+def test_speculation_while_steps_run_ahead_answers_as_peft_does(
+    zoo_of, seed: int, arrivals: list[int], budget: int, preempt_every: int
+) -> None:
+    """Drafts follow tokens that the host does not know yet, and sequences end while such a step is launched."""
+    zoo, asked = zoo_of("llama"), some_requests(seed, count=7)
+    engine, runner = late_engine(zoo, max_num_batched_tokens=budget)
+    answers = {one.name: zoo.answer(one) for one in asked}
+    draft_always(engine.scheduler, lambda own: answers[own.id], seed)
+    scheduler, plan = engine.scheduler, engine.scheduler.plan
+
+    def preempting_plan():
+        if scheduler.running and engine.stats().steps % preempt_every == 2:
+            scheduler.state.preempt(scheduler.running[-1])
+        return plan()
+
+    scheduler.plan = preempting_plan
+    check(zoo, asked, serve(zoo, engine, asked, arrivals))
+    assert runner.pending or all(one.output == 1 for one in asked), "no step was planned ahead"
+    stats = engine.stats()
+    assert stats.output_tokens == stats.ended.output == sum(one.output for one in asked)
+    assert stats.pages_kv == stats.waiting == stats.running == 0
+    assert engine.is_idle
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_speculation_while_steps_run_ahead_ends_an_answer_at_its_stop_token(zoo_of, at: int) -> None:
+    """The token ends it as a draft, as the token after a draft, or while the next step with drafts is launched."""
+    zoo = zoo_of("llama")
+    stopping, other = Asked("s", None, (5, 6, 7), 9), Asked("o", "plain", (9, 8), 9)
+    answers = {one.name: zoo.answer(one) for one in (stopping, other)}
+    tokens, stop = answers["s"], answers["s"][at - 1]
+    engine, _ = late_engine(zoo)
+    draft_always(engine.scheduler, lambda own: answers[own.id], at, most=2)
+    engine.submit(to_request(zoo, stopping, stop_token_ids=(stop,)))
+    engine.submit(to_request(zoo, other))
+    told: dict[str, list[TokenEvent]] = {"s": [], "o": []}
+    while not engine.is_idle:
+        for event in report.events if (report := engine.step()) else []:
+            told[event.request_id].append(event)
+    assert [event.token_id for event in told["s"]] == tokens[: tokens.index(stop) + 1]
+    assert told["s"][-1].finish_reason == "stop"
+    assert [event.token_id for event in told["o"]] == answers["o"]
+    assert engine.stats().pages_kv == 0
+
+
+def test_drafts_of_text_that_repeats_are_found_while_steps_run_ahead(zoo_of) -> None:
+    """The drafter guesses the token that only the device knows, and leaves it out."""
+    zoo = zoo_of("llama")
+    asked = Asked("r", "plain", (5, 6, 7), 30)
+    answer = zoo.answer(asked)
+    copied = Asked("c", "plain", (5, 6, 7, *answer[:20]), 9)
+    engine, _ = late_engine(zoo, speculation="ngram", max_draft_tokens=4)
+    engine.scheduler.speculation.count_paying = lambda rate, rows, expected, most: most
+    engine.scheduler.speculation.times = cast(Any, SimpleNamespace(is_known=True, observe=lambda rows, seconds: None))
+    check(zoo, [copied], serve(zoo, engine, [copied]))
+    assert engine.stats().drafted_tokens > 0
 
 
 @ON_RANKS

@@ -16,7 +16,7 @@ import torch
 from loramux.engine.execution.runner import PooledVectors, Pooler, StepGraphs
 from loramux.engine.execution.sampler import NO_SCORES
 from loramux.engine.memory.residency import Inspected, StoreJob
-from loramux.engine.messages import ModelFacts, TokenEvent
+from loramux.engine.messages import ModelFacts, StepLimits, TokenEvent
 from simulation.loop import current_loop, sleep
 from simulation.plan import Plan
 
@@ -252,7 +252,7 @@ class SimulatedHost:
                 self._pool[page, offset] = self._host.pop((place, offset), None)
 
 
-def facts(plan: Plan) -> ModelFacts:
+def facts(plan: Plan, limits: StepLimits) -> ModelFacts:
     return ModelFacts(
         max_model_len=MAX_MODEL_LEN,
         vocab_size=VOCABULARY,
@@ -263,4 +263,5 @@ def facts(plan: Plan) -> ModelFacts:
         kv_cache_dtype="auto",
         weights="simulated",
         hidden_size=8,
+        limits=limits,
     )

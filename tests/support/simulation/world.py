@@ -36,6 +36,7 @@ from loramux.engine import worker as worker_module
 from loramux.engine.client import EngineClient
 from loramux.engine.engine import Engine, EngineParts
 from loramux.engine.messages import Command, Report, SamplingParams, Stopped
+from loramux.engine.scheduling.policy import step_limits
 from loramux.fleet.group import EngineGroup
 from loramux.money.limits.errors import LimitsError
 from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
@@ -236,7 +237,7 @@ class Life:
             Settings,
         )
         parts = EngineParts(
-            facts=facts(plan),
+            facts=facts(plan, step_limits(settings.engine, None)),
             runner=cast(Any, self.runner),
             store=self.store,
             host_kv=SimulatedHost(plan.swap_pages, plan.block_size, self.runner.places),

@@ -71,10 +71,11 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """Number of ranks: processes of this machine that each hold a share of every weight and compute a share of every
     step. Use several ranks for a base that is too large for one device.
     """
-    max_num_seqs: Positive = 64
-    """The largest number of sequences in one step."""
-    max_num_batched_tokens: Positive = 1024
-    """The largest number of tokens in one step. Decoding comes first, and prefill gets the remaining tokens."""
+    max_num_seqs: Positive | None = None
+    """The largest number of sequences in one step. Unset: 64; 256 on a GPU that gives the engine at least 40 GB."""
+    max_num_batched_tokens: Positive | None = None
+    """The largest number of tokens in one step. Decoding comes first, and prefill gets the remaining tokens. Unset:
+    1024; 2048 on a GPU that gives the engine at least 40 GB."""
     max_mixed_prefill_tokens: Positive | None = None
     """The largest number of prompt tokens in a step in which sequences decode: the next tokens of these sequences wait
     for the step. Unset: 256 on a CPU; 512 on a GPU. A GPU leaves up to a quarter for the next step if the rows of this
@@ -98,12 +99,16 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     engines_per_device: Positive | None = None
     """Number of engines that divide a GPU's memory. Unset: the engines of this server that use the device. Set it if
     several `loramux engine serve` use one GPU."""
+    batch_invariant: bool = False
+    """On a GPU, compute each row in one order of sums, whichever rows are in the same step: greedy and seeded answers
+    then do not depend on other requests. Steps are slower (docs/gpu.md). Only for dense models that are not quantized.
+    """
     prefix_cache: bool = True
     """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
     speculation: Literal["off", "ngram"] = "off"
     """ngram: draft the tokens that followed an earlier occurrence of the latest tokens, and verify several of them in
-    one step, if the measured times show that this is faster. Answers do not change. Drafts work on a CPU. On a GPU, and
-    for models with linear attention or Mamba 2, this setting has no effect, and the log says so at start.
+    one step, if the measured times show that this is faster. Answers do not change. For models with linear attention or
+    Mamba 2 this setting has no effect, and the log says so at start.
     """
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8
     """The longest draft of a sequence in one step, in tokens."""

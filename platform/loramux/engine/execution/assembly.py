@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import torch
 from transformers import PreTrainedModel
 
@@ -31,10 +32,11 @@ from loramux.engine.execution.checkpoint import (
     weights_digest,
 )
 from loramux.engine.execution.fused_layers import fuse_layers
-from loramux.engine.execution.memory_plan import Card, machine_memory, pool_bytes_of
+from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory, pool_bytes_of
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
+from loramux.engine.messages import StepLimits
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
 from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
@@ -43,12 +45,17 @@ from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.modules import install, linears_shapes
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
-from loramux_kernels.device import return_freed_memory, zeros_in_large_pages
+from loramux_kernels.device import return_freed_memory, runs_triton, zeros_in_large_pages
 from loramux_kernels.format_choice import FormatChoice, FormatUnavailable, choose_for_base
 from loramux_kernels.packed_linear import Packing
 from loramux_kernels.tables import RANK_TILE
 
 logger = logging.getLogger(__name__)
+
+NO_DRAFTS_OVER_STATES = (
+    'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
+    'over a draft that was refused. Set it to "off".'
+)
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -68,6 +75,7 @@ class AssembledModel:
     digest: str
     choice: FormatChoice | None
     """The format of the linears; None on a GPU."""
+    limits: StepLimits
 
 
 def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
@@ -122,8 +130,12 @@ def assemble_share(
             f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
     sites = sites_of(base, shard)
-    layout, activation_bytes = _probe(model, settings, widest_tile(sites.values()))
+    limits = limits_on(model.device, settings.engine)
+    layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites.values()))
     states = StateLayout.of(model, layout.page_bytes)
+    if states.layers and limits.max_draft_tokens:
+        logger.warning(NO_DRAFTS_OVER_STATES, settings.engine.speculation)
+        limits = msgspec.structs.replace(limits, max_draft_tokens=0)
     page_elements = layout.page_elements
     # The linears are joined first, because the pool takes the free memory. Until the old form is freed, also in torch's
     # allocator, both forms would reduce the pool.
@@ -142,14 +154,15 @@ def assemble_share(
     install_state_layers(model)
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
-    forward = Forward(model, [], bank)
+    is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
+    forward = Forward(model, [], bank, is_invariant=is_invariant)
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
-    beside = activation_bytes + (_graph_bytes(forward, layout, states, settings) if measures else 0)
+    beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
     pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice)
+    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits)
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
@@ -197,7 +210,9 @@ def _narrowed(name: str, shape: Shape, shard: Shard) -> Shape:
     return replace(shape, out_features=outputs, in_features=inputs)
 
 
-def _graph_bytes(forward: Forward, layout: KvLayout, states: StateLayout, settings: Settings) -> int:
+def _graph_bytes(
+    forward: Forward, layout: KvLayout, states: StateLayout, settings: Settings, limits: StepLimits
+) -> int:
     """Return the GPU memory that recorded steps will keep, from measuring the recordings of the largest steps.
 
     Graphs hold the pool's address, so those that serve are recorded after the pool was made. The first bucket of rows
@@ -208,21 +223,21 @@ def _graph_bytes(forward: Forward, layout: KvLayout, states: StateLayout, settin
     from loramux.engine.execution.device_sampler import DeviceSampler
     from loramux.engine.execution.gpu_runner import GpuRunner
 
-    device, bank, engine = forward.model.device, forward.bank, settings.engine
+    device, bank = forward.model.device, forward.bank
     began = time.monotonic()
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(device)[0]
     page = torch.zeros(layout.page_elements, dtype=forward.model.dtype, device=device)
     bank.use_pool(page, 1)
     forward.layers, forward.states = layout.views(page), states.views(page)
-    longest = engine.max_model_len or max_positions(forward.model.config)
+    longest = settings.engine.max_model_len or max_positions(forward.model.config)
     measured = []
     for buckets in (1, 2):
         runner = GpuRunner.build(
             forward,
             DeviceSampler((), device),
             None,
-            engine,
+            limits,
             longest,
             layout.block_size,
             states.num_pages,
@@ -233,8 +248,8 @@ def _graph_bytes(forward: Forward, layout: KvLayout, states: StateLayout, settin
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-    rows = max(engine.max_num_batched_tokens, engine.max_num_seqs)
-    taken = extrapolate(measured[0], measured[1], count_recordings(engine.max_num_seqs, rows))
+    recordings = count_recordings(limits.max_num_seqs, limits.most_rows, is_invariant=forward.is_invariant)
+    taken = extrapolate(measured[0], measured[1], recordings)
     logger.info("recorded steps will take %.2f GB; measured in %.1f s", taken / 1e9, time.monotonic() - began)
     return taken
 
@@ -298,7 +313,7 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _probe(model: PreTrainedModel, settings: Settings, widest: int) -> tuple[KvLayout, int]:
+def _probe(model: PreTrainedModel, settings: Settings, limits: StepLimits, widest: int) -> tuple[KvLayout, int]:
     """Return the KV's layout in a page and, on a GPU, the memory that the largest step takes outside the pool.
 
     `widest` is the number of elements of the widest rank tile, which a page must hold.
@@ -308,7 +323,7 @@ def _probe(model: PreTrainedModel, settings: Settings, widest: int) -> tuple[KvL
         torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device) if on_gpu else 0
     with torch.inference_mode():
-        shapes = probe_layers(model, settings.engine.max_num_batched_tokens if on_gpu else 2)
+        shapes = probe_layers(model, limits.max_num_batched_tokens if on_gpu else 2)
     peak = torch.cuda.max_memory_allocated(model.device) if on_gpu else 0
     is_fp8 = settings.engine.kv_cache_dtype == "fp8"
     held = max(widest, -(-state_unit_bytes(model) // model.dtype.itemsize))

@@ -233,7 +233,7 @@ class DecodeGraphs:
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
             for rows in self._buckets[::-1][:most_buckets]  # the largest first: the others fit into its memory
-            for kind in (None, *DECODE_SHAPES)
+            for kind in (None, *decode_shapes(is_invariant=buffers.is_invariant))
         }
 
     @property
@@ -250,7 +250,10 @@ class DecodeGraphs:
         """
         count = len(packed.input_ids)
         rows = next(bucket for bucket in self._buckets if bucket >= count)
-        graph = self._graphs[rows, decode_shape(packed.segments, ranks) if packed.segments else None]
+        kind = None
+        if packed.segments is not None:
+            kind = SHORT if self._buffers.is_invariant else decode_shape(packed.segments, ranks)
+        graph = self._graphs[rows, kind]
         self._attention.refill(packed, heights=1)
         graph.refill(packed, ranks)
 
@@ -294,8 +297,7 @@ class DecoderGraphs:
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
             for rows in self._buckets[::-1][:most_buckets]
-            for kind in KINDS
-            if kind != "prompts" or rows > SHORT_SEGMENT_ROWS
+            for kind in kinds_of(rows, is_invariant=buffers.is_invariant)
         }
 
     @property
@@ -313,7 +315,8 @@ class DecoderGraphs:
         rows = next((bucket for bucket in self._buckets if bucket >= count), None)
         if rows is None:
             return None
-        graph = self._graphs[rows, kind_of(packed.segments, ranks, extras)]
+        kind = kind_of(packed.segments, ranks, extras)
+        graph = self._graphs[rows, "pairs" if kind == "prompts" and self._buffers.is_invariant else kind]
         self._attention.refill(packed, heights=2)
         graph.refill(packed, ranks)
 
@@ -328,7 +331,8 @@ class DecoderGraphs:
         inputs, bank = self._buffers.padded(rows), self._forward.bank
         embeddings, hidden = self._embeddings[:rows], self._hidden[:rows]
         self._attention.attach(inputs.batch, heights=2)
-        shapes = {"base": (), "prompts": (LONG,)}.get(kind, (SHORT, LONG))
+        both = (SHORT,) if self._buffers.is_invariant else (SHORT, LONG)
+        shapes = {"base": (), "prompts": (LONG,)}.get(kind, both)
         segments = self._buffers.padded_segments(rows, shapes) if shapes else None
         extras = None
         if kind == "extras":
@@ -355,11 +359,24 @@ def kind_of(segments: Segments | None, ranks: Sequence[int], extras: StepExtras 
     return "prompts" if (lengths > SHORT_SEGMENT_ROWS).all() else "pairs"
 
 
-def count_recordings(max_sequences: int, max_rows: int) -> int:
+def count_recordings(max_sequences: int, max_rows: int, *, is_invariant: bool = False) -> int:
     """Return the number of recordings of an engine whose steps have up to `max_sequences` and `max_rows` rows."""
     steps = step_buckets(min(max_rows, MOST_RECORDED_ROWS))
-    few = sum(rows <= SHORT_SEGMENT_ROWS for rows in steps)
-    return len(decode_buckets(max_sequences)) * (1 + len(DECODE_SHAPES)) + len(steps) * len(KINDS) - few
+    shapes = decode_shapes(is_invariant=is_invariant)
+    of_steps = sum(len(kinds_of(rows, is_invariant=is_invariant)) for rows in steps)
+    return len(decode_buckets(max_sequences)) * (1 + len(shapes)) + of_steps
+
+
+def decode_shapes(*, is_invariant: bool) -> tuple[TileShape, ...]:
+    """Return the shapes of adapters' tiles for which decode steps are recorded."""
+    return (SHORT,) if is_invariant else DECODE_SHAPES
+
+
+def kinds_of(rows: int, *, is_invariant: bool) -> tuple[DecoderKind, ...]:
+    """Return the kinds for which a step of `rows` rows is recorded. Few rows hold no long segment, and if no row's
+    result may depend on others, long segments are computed as short ones."""
+    has_prompts = rows > SHORT_SEGMENT_ROWS and not is_invariant
+    return tuple(kind for kind in KINDS if kind != "prompts" or has_prompts)
 
 
 def decode_buckets(most: int) -> tuple[int, ...]:

@@ -18,8 +18,10 @@ from __future__ import annotations
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,7 +39,7 @@ from loramux.engine.execution.sampler import (
     top_logprobs,
 )
 from loramux.engine.messages import EngineFault, SamplingParams, TokenEvent
-from loramux.engine.scheduling.sequence import PENDING, Sequence
+from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence
 from loramux_kernels.device import aligned_rows, to_device, to_host
 from loramux_kernels.sampling import forbid_tokens, sample
 from loramux_kernels.staged_memory import StagedMemory
@@ -51,6 +53,41 @@ _NO_PENALTIES = _penalties(NEUTRAL)
 
 _NO_TOKEN = -2
 """Value copied to the host if a row's logits have no finite maximum, or its token is outside the vocabulary."""
+
+
+class SampledRows(NamedTuple):
+    """The rows of logits that a step's tokens are chosen from."""
+
+    sequences: list[Sequence]
+    """Each row's sequence."""
+    drafts: Items[tuple[int, ...]] = ()
+    """Drafted tokens that each row follows, in addition to its sequence's tokens; empty if the step has no drafts."""
+
+    @classmethod
+    def of(cls, chunks: Items[Chunk]) -> SampledRows:
+        """Return the rows of `chunks`: one for each, and one more for each draft."""
+        if not any(chunk.drafts for chunk in chunks):
+            return cls([chunk.sequence for chunk in chunks])
+        sequences = [chunk.sequence for chunk in chunks for _ in range(1 + len(chunk.drafts))]
+        return cls(sequences, [chunk.drafts[:count] for chunk in chunks for count in range(1 + len(chunk.drafts))])
+
+    @property
+    def num_output_tokens(self) -> list[int]:
+        """Number of generated and drafted tokens that each row follows."""
+        counts = [sequence.num_output_tokens for sequence in self.sequences]
+        return [count + len(own) for count, own in zip(counts, self.drafts, strict=True)] if self.drafts else counts
+
+
+def accepted(events: Items[TokenEvent], chunks: Items[Chunk]) -> list[TokenEvent]:
+    """Return the events of each chunk's rows up to the first whose token is not the next draft, or ends the answer."""
+    kept, rows = [], iter(events)
+    for chunk in chunks:
+        own = [next(rows) for _ in range(1 + len(chunk.drafts))]
+        for event, draft in zip(own, (*chunk.drafts, None), strict=True):
+            kept.append(event)
+            if event.token_id != draft or event.finish_reason is not None:
+                break
+    return kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,30 +169,31 @@ class DeviceSampler:
         """Have `stage` write to `memory`, which a step sends; a step samples up to `max_rows` rows."""
         self._parameters = RowParameters(max_rows, memory)
 
-    def stage(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+    def stage(self, rows: SampledRows) -> dict[str, torch.Tensor]:
         """Put the rows' parameters into the step's copy; return them by their names in SamplingBatch, valid until the
         next step is sent."""
-        return self._parameters.stage(sequences, self._seed)
+        return self._parameters.stage(rows, self._seed)
 
     def launch(
         self,
         logits: torch.Tensor,
-        sequences: list[Sequence],
+        rows: SampledRows,
         previous: SampledTokens | None,
         masks: TokenMasks | None = None,
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> TokensInFlight:
-        """Sample from `logits` `[len(sequences), vocab]`; PENDING tokens of the sequences are taken from `previous`.
+        """Sample from `logits` `[rows, vocab]`; PENDING tokens of the sequences are taken from `previous`.
 
         `masks` removes tokens from `logits` in place. `parameters` were staged and sent; None: they are sent now.
         """
         if masks is not None:
             forbid_tokens(logits, to_device(masks.rows, self._device), to_device(masks.words, self._device))
+        sequences = rows.sequences
         if not sequences:  # chunks of prompts only
             tokens = reported = torch.zeros(0, dtype=torch.int64, device=self._device)
         else:
             allowed = self._allowed_only(logits, sequences)
-            tokens = sample(allowed, self._batch(sequences, logits.shape[1], previous, parameters))
+            tokens = sample(allowed, self._batch(rows, logits.shape[1], previous, parameters))
             # The next step reads `tokens` as input ids, so they stay valid ids even if the host gets a fault.
             is_valid = allowed.amax(dim=-1).isfinite() & (tokens >= 0) & (tokens < logits.shape[1])
             tokens, reported = torch.where(is_valid, tokens, 0), torch.where(is_valid, tokens, _NO_TOKEN)
@@ -173,7 +211,7 @@ class DeviceSampler:
     def forget(self, request_id: str) -> None:
         """Drop the seed, the history and the bias of a request that has ended."""
         self._seeds.pop(request_id, None)
-        self._parameters.names.clear()
+        self._parameters.names = None
         self._histories.forget(request_id)
         self._biases.forget(request_id)
 
@@ -192,18 +230,18 @@ class DeviceSampler:
 
     def _batch(
         self,
-        sequences: list[Sequence],
+        rows: SampledRows,
         vocab: int,
         previous: SampledTokens | None,
         parameters: Mapping[str, torch.Tensor] | None = None,
     ) -> SamplingBatch:
         if parameters is None:
-            parameters = self.stage(sequences)
+            parameters = self.stage(rows)
             self._parameters.memory.send()
         return SamplingBatch(
             **parameters,
-            penalties=self._penalties(sequences, previous),
-            bias=self._biases.of_step(sequences, vocab),
+            penalties=self._penalties(rows, previous),
+            bias=self._biases.of_step(rows, vocab),
         )
 
     def _seed(self, sequence: Sequence) -> int:
@@ -212,18 +250,19 @@ class DeviceSampler:
             self._seeds[sequence.id] = secrets.randbits(_SEED_BITS) if asked is None else asked & (1 << _SEED_BITS) - 1
         return self._seeds[sequence.id]
 
-    def _penalties(self, sequences: list[Sequence], previous: SampledTokens | None) -> Penalties | None:
-        params = [sequence.request.sampling for sequence in sequences]
+    def _penalties(self, rows: SampledRows, previous: SampledTokens | None) -> Penalties | None:
+        params = [sequence.request.sampling for sequence in rows.sequences]
         factors = [_penalties(p) for p in params]
         penalised = [row for row, own in enumerate(factors) if own != _NO_PENALTIES]
         if not penalised:
             return None
-        own = [sequences[row] for row in penalised]
+        own = [rows.sequences[row] for row in penalised]
+        drafts = [rows.drafts[row] for row in penalised] if rows.drafts else ()
         drawn = None if previous is None else previous.tokens
         sources = [0 if previous is None else previous.row_of.get(sequence, 0) for sequence in own]
         columns = aligned_rows(np.clip(factors, -LARGEST, LARGEST).astype(np.float32).T, self._device)
         named = dict(zip((name.removesuffix("_penalty") for name in PENALTIES), columns, strict=True))
-        return Penalties(*self._histories.flat(own, penalised, drawn, sources), **named)
+        return Penalties(*self._histories.flat(own, penalised, drawn, sources, drafts), **named)
 
     def _logprobs(self, logits: torch.Tensor, sampled: SampledTokens) -> _Logprobs | None:
         params = [sequence.request.sampling for sequence in sampled.sequences]
@@ -259,13 +298,14 @@ class RowParameters:
         self._seeds = memory.reserve((max_rows,), torch.int64)
         self._floats = memory.reserve((len(_FLOATS), width), torch.float32)
         self._ints = memory.reserve((len(_INTS) + 1, width), torch.int32)
-        self.names: list[str] = []
-        """Requests of the latest step's rows, unless one of them has ended since."""
+        self.names: list[str] | None = None
+        """Requests of the latest step's rows; None if one of them has ended since."""
         self._constant: tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int32]]
 
-    def stage(self, sequences: list[Sequence], seed_of: Callable[[Sequence], int]) -> dict[str, torch.Tensor]:
+    def stage(self, sampled: SampledRows, seed_of: Callable[[Sequence], int]) -> dict[str, torch.Tensor]:
         """Return each row's parameters, its seed and its number of generated tokens, by the names of SamplingBatch.
         They are there once `memory` is sent."""
+        sequences = sampled.sequences
         rows, names = len(sequences), [sequence.id for sequence in sequences]
         if names != self.names:
             params = [sequence.request.sampling for sequence in sequences]
@@ -280,7 +320,7 @@ class RowParameters:
         seeds_there, floats_there = self._seeds.on_host(rows), self._floats.on_host(len(_FLOATS))
         ints_there = self._ints.on_host(len(_INTS) + 1)
         seeds_there[:], floats_there[:, :rows], ints_there[:-1, :rows] = self._constant
-        ints_there[-1, :rows] = [sequence.num_output_tokens for sequence in sequences]
+        ints_there[-1, :rows] = sampled.num_output_tokens
         *own_ints, step = self._ints.tensor[:, :rows]
         drawing = dict(zip(_FLOATS + _INTS, (*self._floats.tensor[:, :rows], *own_ints), strict=True))
         return drawing | {"seed": self._seeds.tensor[:rows], "step": step}
@@ -324,15 +364,22 @@ class TokenHistories:
         self._free: list[int] = []
 
     def flat(
-        self, sequences: list[Sequence], rows: list[int], drawn: torch.Tensor | None, sources: list[int]
+        self,
+        sequences: list[Sequence],
+        rows: list[int],
+        drawn: torch.Tensor | None,
+        sources: list[int],
+        drafts: Items[tuple[int, ...]] = (),
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add the new tokens of `sequences`; return all their tokens, one sequence after the other.
+        """Add the new tokens of `sequences`; return all their tokens, one sequence after the other, and then `drafts`,
+        which the rows follow too and which are not kept. A sequence may have several rows.
 
         A last token that is PENDING is `drawn[source]`. The results have N elements, on the device: the sequence's
         element of `rows`, int32; the token, int32; True if the sequence generated it, bool.
         """
         places = [self._place(sequence) for sequence in sequences]
-        self._append(sequences, places, drawn, sources)
+        own = {sequence: (place, source) for sequence, place, source in zip(sequences, places, sources, strict=True)}
+        self._append(list(own), [place for place, _ in own.values()], drawn, [source for _, source in own.values()])
         total = sum(place.length for place in places)
         columns = np.array(
             [
@@ -343,11 +390,16 @@ class TokenHistories:
             ],
             dtype=np.int64,
         )
-        lengths, firsts, prompts, own = to_device(columns, self._device)
+        lengths, firsts, prompts, owners = to_device(columns, self._device)
         owner = torch.repeat_interleave(lengths, output_size=total)
         offsets = torch.arange(total, device=self._device) - (lengths.cumsum(0) - lengths)[owner]
-        tokens = self._tokens.view(-1)[firsts[owner] + offsets]
-        return own[owner].to(torch.int32), tokens, offsets >= prompts[owner]
+        found = owners[owner].to(torch.int32), self._tokens.view(-1)[firsts[owner] + offsets], offsets >= prompts[owner]
+        drafted = [(row, token) for row, tokens in zip(rows, drafts, strict=False) for token in tokens]
+        if not drafted:
+            return found
+        more_rows, more_tokens = to_device(np.array(drafted, dtype=np.int32).T, self._device)
+        more = more_rows, more_tokens, torch.ones_like(more_rows, dtype=torch.bool)
+        return torch.cat((found[0], more[0])), torch.cat((found[1], more[1])), torch.cat((found[2], more[2]))
 
     def forget(self, request_id: str) -> None:
         """Free the row of a request that has ended."""
@@ -414,12 +466,13 @@ class TokenBiases:
         """Token ids and values by request, then by (end tokens are forbidden, the logits' width)."""
         self._joined: tuple[_Key, int, LogitBias | None] = ((), 0, None)
 
-    def of_step(self, sequences: list[Sequence], vocab: int) -> LogitBias | None:
-        """Return the terms of a step; its i-th row of logits `[vocab]` belongs to `sequences[i]`."""
+    def of_step(self, rows: SampledRows, vocab: int) -> LogitBias | None:
+        """Return the terms of a step's rows of logits `[vocab]`."""
+        sequences = rows.sequences
         key = tuple(
-            (row, sequence.id, sequence.num_output_tokens < params.min_tokens)
-            for row, sequence in enumerate(sequences)
-            if (params := sequence.request.sampling).logit_bias or sequence.num_output_tokens < params.min_tokens
+            (row, sequence.id, count < params.min_tokens)
+            for row, (sequence, count) in enumerate(zip(sequences, rows.num_output_tokens, strict=True))
+            if (params := sequence.request.sampling).logit_bias or count < params.min_tokens
         )
         if self._joined[:2] != (key, vocab):
             found = [self._terms_of(sequences[row], forbids, vocab) for row, _, forbids in key]

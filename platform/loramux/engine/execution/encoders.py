@@ -12,10 +12,11 @@ checkpoint's own module before the head, if the family has one, and through the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import allocate_pool, choose_format, sites_of, widest_tile
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import weights_digest
+from loramux.engine.execution.memory_plan import TYPICAL_RANK, Card, MemoryPlan, StepMemory, fit_on_card, limits_on
 from loramux.engine.execution.runner import (
     CompletedStep,
     Ints,
@@ -35,10 +37,10 @@ from loramux.engine.execution.runner import (
     StepGraphs,
     pack,
 )
-from loramux.engine.messages import ModelFacts
+from loramux.engine.messages import ModelFacts, StepLimits
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank
-from loramux_adapters.base import BaseDescription
+from loramux_adapters.base import MODEL_LOCK, BaseDescription, auto_class
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.families import Encoder
 from loramux_adapters.modules import install
@@ -311,6 +313,7 @@ def assemble_encoder(
     assert family is not None, "the caller has asked"
     model.eval().requires_grad_(False)
     max_model_len = _max_model_len(settings, model.config, family)
+    limits = limits_on(model.device, settings.engine)
     sites = sites_of(base, None)
     page_elements = TILES_PER_PAGE * widest_tile(sites.values())
     page_bytes = page_elements * model.dtype.itemsize
@@ -321,7 +324,7 @@ def assemble_encoder(
     weights = install(model, base, bank, Packing(settings.model.quantization, None if choice is None else choice.form))
     forward = EncoderForward(model, family, bank, has_head=has_head)
     pool = allocate_pool(
-        settings, model, weights, page_bytes, _activation_bytes(forward, settings, max_model_len), bank.slot_bytes
+        settings, model, weights, page_bytes, _activation_bytes(forward, limits, max_model_len), bank.slot_bytes
     )
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, num_pages)
@@ -335,6 +338,7 @@ def assemble_encoder(
         kv_cache_dtype="auto",
         weights=digest,
         hidden_size=base.hidden_size,
+        limits=limits,
         generates=False,
     )
     others = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -342,8 +346,32 @@ def assemble_encoder(
     return AssembledEncoder(runner, weights, facts, others + weights.packed_bytes, choice)
 
 
+def plan_encoder(
+    config: PretrainedConfig, base: BaseDescription, itemsize: int, settings: Settings, card: Card, limits: StepLimits
+) -> MemoryPlan:
+    """Plan the memory of an encoder on `card`, with `itemsize` bytes an element.
+
+    Raises UnsupportedModel with settings that would fit, if not even one page is left.
+    """
+    assert base.encoder is not None, "the caller has asked"
+    with MODEL_LOCK, torch.device("meta"):
+        model = auto_class(config).from_config(config)
+    shapes = base.modules.values()
+    plan = MemoryPlan(
+        num_ranks=1,
+        weight_bytes=itemsize * sum(parameter.numel() for parameter in model.parameters()),
+        pool_bytes=0,
+        page_bytes=itemsize * TILES_PER_PAGE * widest_tile(shapes),
+        adapter_bytes=itemsize * TYPICAL_RANK * sum(shape.in_features + shape.out_features for shape in shapes),
+    )
+    longest = max(limits.max_num_batched_tokens, _max_model_len(settings, config, base.encoder))
+    largest = msgspec.structs.replace(limits, max_num_batched_tokens=longest)
+    step = replace(StepMemory.of(base, itemsize), per_sequence=0)  # no logits over the vocabulary
+    return fit_on_card(plan, step, settings, card, largest)
+
+
 @torch.inference_mode()
-def _activation_bytes(forward: EncoderForward, settings: Settings, max_model_len: int) -> int:
+def _activation_bytes(forward: EncoderForward, limits: StepLimits, max_model_len: int) -> int:
     """Probe the model; return, on a GPU, the memory that the largest step takes outside the pool."""
     device = forward.bank.pool.device
     if device.type != "cuda":
@@ -351,7 +379,7 @@ def _activation_bytes(forward: EncoderForward, settings: Settings, max_model_len
         return 0
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    forward.probe(max(settings.engine.max_num_batched_tokens, max_model_len), max_model_len)
+    forward.probe(max(limits.max_num_batched_tokens, max_model_len), max_model_len)
     return torch.cuda.max_memory_allocated(device) - before
 
 

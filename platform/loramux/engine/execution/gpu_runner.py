@@ -25,7 +25,6 @@ import torch
 from numpy.typing import NDArray
 
 from loramux.common.sampling import PARAMETERS
-from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
@@ -33,7 +32,7 @@ from loramux.engine.execution.cuda_graphs import (
     ReservedAttention,
     choose_recorder,
 )
-from loramux.engine.execution.device_sampler import DeviceSampler, SampledTokens, TokensInFlight
+from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows, SampledTokens, TokensInFlight, accepted
 from loramux.engine.execution.runner import (
     NONE_POOLED,
     Forward,
@@ -45,8 +44,8 @@ from loramux.engine.execution.runner import (
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
-from loramux.engine.messages import Request, SamplingParams, TokenEvent
-from loramux.engine.scheduling.sequence import PENDING, Sequence, Step
+from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
+from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import StepExtras
 from loramux_kernels.cuda.work_lists import (
     AttentionShape,
@@ -67,8 +66,10 @@ class LaunchedForward:
 
     runner: GpuRunner
     logits: torch.Tensor
-    """`[len(sequences), vocab]`, valid until the next forward."""
-    sequences: list[Sequence]
+    """`[rows, vocab]`, valid until the next forward."""
+    chunks: list[Chunk]
+    """Chunks that yield tokens; a chunk has a row of logits, and one more for each of its drafts."""
+    rows: SampledRows
     parameters: dict[str, torch.Tensor]
     """The rows' parameters on the device, valid until the next step is sent."""
     scores: PromptScores = NO_SCORES
@@ -84,7 +85,7 @@ class LaunchedForward:
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens."""
         assert self.tokens is not None, "they are chosen before they are read"
-        return self.tokens.events()
+        return accepted(self.tokens.events(), self.chunks) if self.rows.drafts else self.tokens.events()
 
 
 class GpuRunner:
@@ -124,23 +125,24 @@ class GpuRunner:
         forward: Forward,
         sampler: DeviceSampler,
         constraints: Constraints | None,
-        settings: EngineSettings,
+        limits: StepLimits,
         max_model_len: int,
         block_size: int,
         state_pages: int = 0,
         most_buckets: int | None = None,
     ) -> GpuRunner:
-        """Make a runner for steps as large as `settings` allow.
+        """Make a runner for steps of `limits`.
 
         Every kernel is compiled, and every step recorded, before it returns. With `most_buckets` only so many buckets
         of rows are recorded, the largest: enough to measure what recordings take, not to serve.
         """
         device = forward.bank.pool.device
         max_blocks = -(-max_model_len // block_size)
-        rows = max(settings.max_num_batched_tokens, settings.max_num_seqs)
-        buffers = StepBuffers(rows, settings.max_num_seqs, max_blocks, forward.bank.max_rank, device, state_pages)
+        sequences = limits.max_num_seqs
+        sizes = (limits.most_rows, sequences, max_blocks, forward.bank.max_rank)
+        buffers = StepBuffers(*sizes, device, state_pages, is_invariant=forward.is_invariant)
         # Before the work lists: the copy of a step reaches from its first array to its last.
-        sampler.send_parameters_with(buffers.memory, settings.max_num_seqs)
+        sampler.send_parameters_with(buffers.memory, limits.most_sampled)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
@@ -157,9 +159,9 @@ class GpuRunner:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
         packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
         tokens = None if self._previous is None else self._previous.tokens
+        rows = SampledRows.of(step.sampling)
         inputs, pending = self._buffers.fill(packed), self._pending(step, packed)
-        sequences = [chunk.sequence for chunk in step.sampling]
-        parameters = self._sampler.stage(sequences)
+        parameters = self._sampler.stage(rows)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
@@ -171,13 +173,18 @@ class GpuRunner:
             decode = self._decoder_graphs.stage(packed, ranks, extras)
             self._buffers.send(pending, tokens)
             if decode is None and packed.segments is not None:
-                tile_map = TileMap.for_step(packed.segments, np.array(ranks, dtype=np.int64), self.bank.pool.device)
+                tile_map = TileMap.for_step(
+                    packed.segments,
+                    np.array(ranks, dtype=np.int64),
+                    self.bank.pool.device,
+                    is_invariant=self._buffers.is_invariant,
+                )
                 attach_tile_map(packed.segments, tile_map)
             logits = self._forward(inputs, packed.segments, extras, decode)
         logits, scores = split_scored(logits, packed.scored)
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
-        launched = LaunchedForward(self, logits, sequences, parameters, scores, pooled)
-        if not any(sequence.request.constraint for sequence in sequences):
+        launched = LaunchedForward(self, logits, step.sampling, rows, parameters, scores, pooled)
+        if not any(sequence.request.constraint for sequence in rows.sequences):
             launched.sample()
         return launched
 
@@ -185,10 +192,11 @@ class GpuRunner:
     def sample(self, launched: LaunchedForward) -> TokensInFlight:
         """Enqueue the choice of a step's tokens; if a constraint needs the previous step's tokens, they are known
         now."""
-        masks = None if self._constraints is None else self._constraints.masks(launched.sequences)
-        in_flight = self._sampler.launch(
-            launched.logits, launched.sequences, self._previous, masks, launched.parameters
-        )
+        masks = None
+        if self._constraints is not None:
+            drafts = {chunk.sequence: list(chunk.drafts) for chunk in launched.chunks if chunk.drafts}
+            masks = self._constraints.masks([chunk.sequence for chunk in launched.chunks], drafts)
+        in_flight = self._sampler.launch(launched.logits, launched.rows, self._previous, masks, launched.parameters)
         self._previous = in_flight.sampled
         return in_flight
 
@@ -202,7 +210,7 @@ class GpuRunner:
 
     def _pending(self, step: Step, packed: PackedStep) -> NDArray[np.int64]:
         """Return int64[2, n]: rows whose token is PENDING, and their rows among the previous step's sampled rows."""
-        lasts = packed.cu_seqlens[1:] - 1
+        lasts = packed.cu_seqlens[1:] - 1 - np.array([len(chunk.drafts) for chunk in step.chunks])
         chunks = np.flatnonzero(packed.input_ids[lasts] == PENDING)
         row_of = {} if self._previous is None else self._previous.row_of
         sources = [row_of[step.chunks[number].sequence] for number in chunks.tolist()]
@@ -228,14 +236,15 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     if buffers.state_pages:
         attach_states(inputs.batch, empty_states(device))
     segments = Segments((0, rows), (forward.bank.blank_slot(),))
-    attach_tile_map(segments, TileMap.of_every_shape(rows, forward.bank.max_rank, device))
+    tile_map = TileMap.of_every_shape(rows, forward.bank.max_rank, device, is_invariant=forward.is_invariant)
+    attach_tile_map(segments, tile_map)
     extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())
     logits = forward(inputs, segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)
-    sampler.launch(logits, sequences, None, TokenMasks(np.zeros(1, dtype=np.int64), words, {})).events()
-    sampler.launch(logits[-1:], sequences[-1:], None).events()
+    sampler.launch(logits, SampledRows(sequences), None, TokenMasks(np.zeros(1, dtype=np.int64), words, {})).events()
+    sampler.launch(logits[-1:], SampledRows(sequences[-1:]), None).events()
     for sequence in sequences:
         sampler.forget(sequence.id)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from loramux.common.bundle import SamplingDefaults
 from loramux.common.settings.file import Settings
@@ -36,15 +36,17 @@ from loramux.engine.execution.checkpoint import (
 )
 from loramux.engine.execution.constraints import Constraints, load_vocabulary
 from loramux.engine.execution.device_sampler import DeviceSampler
-from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, refuse_settings
+from loramux.engine.execution.encoders import AssembledEncoder, assemble_encoder, plan_encoder, refuse_settings
 from loramux.engine.execution.memory_plan import (
     Card,
+    limits_on,
     loading_alone,
     machine_memory,
     plan_memory,
     plan_on_card,
     pool_bytes_of,
 )
+from loramux.engine.execution.quantized_checkpoint import format_of
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
@@ -54,7 +56,7 @@ from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
-from loramux_adapters.families import ENCODERS
+from loramux_adapters.families import ENCODERS, family_of
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
 
@@ -90,11 +92,13 @@ def load_model(settings: Settings) -> LoadedModel:
     directory = Path(settings.model.path)
     config = read_config(directory)
     if config.model_type in ENCODERS:
-        return _load_encoder(settings, has_head=is_classifier(config.to_dict()))
+        return _load_encoder(settings, config)
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
         device = choose_device(settings.engine.device)
         base = describe_base(directory)
+        if settings.engine.batch_invariant and device.type == "cuda":
+            refuse_batch_invariant(settings, base, config)
         is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
         with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
             if device.type == "cuda" or is_planned:
@@ -120,14 +124,36 @@ def load_model(settings: Settings) -> LoadedModel:
         raise
 
 
-def _load_encoder(settings: Settings, *, has_head: bool) -> LoadedModel:
+def refuse_batch_invariant(settings: Settings, base: BaseDescription, config: PretrainedConfig) -> None:
+    """Raise UnsupportedModel if a row's result could depend on the other rows of its step on a GPU."""
+    if settings.model.quantization != "none" or is_mxfp4(config) or format_of(config.to_dict()) is not None:
+        reason = "quantized weights are multiplied in tiles that depend on the step"
+    elif base.encoder is not None:
+        reason = "an encoder's attention is torch's own"
+    elif base.parameters:
+        reason = "experts are multiplied in tiles that depend on the step"
+    elif family_of(config).states is not None:
+        reason = "states are computed row by row or in chunks of a prompt"
+    else:
+        return
+    raise UnsupportedModel(f"engine.batch_invariant = true, and {reason}. Remove the setting, or serve a dense base.")
+
+
+def _load_encoder(settings: Settings, config: PretrainedConfig) -> LoadedModel:
     refuse_settings(settings)
     torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
     directory, device = Path(settings.model.path), choose_device(settings.engine.device)
     base = describe_base(directory)
+    if settings.engine.batch_invariant and device.type == "cuda":
+        refuse_batch_invariant(settings, base, config)
     with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
+        if device.type == "cuda":
+            card, limits = Card.of(device, settings.engine), limits_on(device, settings.engine)
+            itemsize = itemsize_of(config, settings.model.dtype, device)
+            plan = plan_encoder(config, base, itemsize, settings, card, limits)
+            logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
-        made = assemble_encoder(model, base, settings, has_head=has_head)
+        made = assemble_encoder(model, base, settings, has_head=is_classifier(config.to_dict()))
     logger.info(
         "serving the encoder %s in %s on %s: vectors and classes of texts of up to %d tokens, %d pages for adapters",
         settings.model.served_model_name,
@@ -146,7 +172,7 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding, device:
     itemsize = itemsize_of(sharding.config, settings.model.dtype, device)
     if device.type == "cuda":
         card = Card.of(device, engine)
-        plan = plan_on_card(directory, base, sharding, itemsize, settings, card)
+        plan = plan_on_card(directory, base, sharding, itemsize, settings, card, limits_on(device, engine))
         logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         return
     has_fp8_kv = engine.kv_cache_dtype == "fp8"
@@ -195,7 +221,7 @@ def _served(
     eos = _eos_token_ids(model)
     vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
-    runner = _runner(share, settings, eos, max_model_len, constraints, team)
+    runner = _runner(share, eos, max_model_len, constraints, team)
     tower = _tower(model, settings)
     facts = ModelFacts(
         max_model_len=max_model_len,
@@ -208,6 +234,7 @@ def _served(
         weights=share.digest,
         state_pages=states.num_pages,
         hidden_size=base.hidden_size,
+        limits=share.limits,
         sampling_defaults=defaults or SamplingDefaults(),
         linears=_linear_facts(share),
         images=tower is not None,
@@ -223,6 +250,12 @@ def _served(
         f" on each of {team.size} ranks" if team is not None else "",
         share.num_pages,
         facts.block_size,
+    )
+    logger.info(
+        "a step has up to %d sequences and %d tokens, %d of them of prompts if sequences decode",
+        facts.limits.max_num_seqs,
+        facts.limits.max_num_batched_tokens,
+        min(facts.limits.max_mixed_prefill_tokens, facts.limits.max_num_batched_tokens),
     )
     if (linears := facts.linears) is not None and linears.bandwidth and linears.floor_s:
         logger.info(
@@ -266,7 +299,6 @@ def _linear_facts(share: AssembledModel | AssembledEncoder) -> LinearFacts | Non
 
 def _runner(
     share: AssembledModel,
-    settings: Settings,
     eos: tuple[int, ...],
     max_model_len: int,
     constraints: Constraints | None,
@@ -281,7 +313,7 @@ def _runner(
 
     sampler = DeviceSampler(eos, pool.device)
     return GpuRunner.build(
-        forward, sampler, constraints, settings.engine, max_model_len, share.block_size, share.states.num_pages
+        forward, sampler, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages
     )
 
 

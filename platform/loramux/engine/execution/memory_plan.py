@@ -24,6 +24,8 @@ from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe
 from loramux.engine.execution.checkpoint import is_mxfp4
 from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
+from loramux.engine.messages import StepLimits
+from loramux.engine.scheduling.policy import step_limits
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.tables import RANK_TILE
@@ -84,6 +86,14 @@ class Card:
         """Return the least utilization with which `left(0)` is `num_bytes`, in hundredths; above 1 if there is none."""
         used = self.total - self.free
         return math.ceil(100 * max(self.num_engines * num_bytes, num_bytes + used) / self.total) / 100
+
+
+def limits_on(device: torch.device, engine: EngineSettings) -> StepLimits:
+    """Return the limits of a step of an engine on `device`."""
+    if device.type != "cuda":
+        return step_limits(engine, None)
+    card = Card.of(device, engine)
+    return step_limits(engine, card.total // card.num_engines)
 
 
 @contextmanager
@@ -212,17 +222,30 @@ def _page_bytes(sharding: Sharding, block_size: int | None, widest: int, itemsiz
 
 
 def plan_on_card(
-    directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int, settings: Settings, card: Card
+    directory: Path,
+    base: BaseDescription,
+    sharding: Sharding,
+    itemsize: int,
+    settings: Settings,
+    card: Card,
+    limits: StepLimits,
 ) -> MemoryPlan:
     """Plan the memory of an engine on `card`, whose pool is at most what the weights and the largest step leave.
 
     Raises UnsupportedModel with settings that would fit, if not even one page is left.
     """
+    has_fp8_kv = settings.engine.kv_cache_dtype == "fp8"
+    plan = plan_memory(directory, base, sharding, itemsize, 0, settings.engine.block_size, has_fp8_kv=has_fp8_kv)
+    return fit_on_card(plan, StepMemory.of(base, itemsize), settings, card, limits)
+
+
+def fit_on_card(plan: MemoryPlan, step: StepMemory, settings: Settings, card: Card, limits: StepLimits) -> MemoryPlan:
+    """Return `plan` with steps of `limits`, and with the pool that they leave on `card`.
+
+    Raises UnsupportedModel with settings that would fit, if not even one page is left.
+    """
     engine = settings.engine
-    has_fp8_kv = engine.kv_cache_dtype == "fp8"
-    plan = plan_memory(directory, base, sharding, itemsize, 0, engine.block_size, has_fp8_kv=has_fp8_kv)
-    step = StepMemory.of(base, itemsize)
-    plan = replace(plan, step_bytes=step.largest(engine))
+    plan = replace(plan, step_bytes=step.largest(limits))
     beside = plan.weight_bytes + plan.step_bytes
     if settings.model.quantization != "none":  # the weights are whole on the card until they are quantized
         needed, available = plan.weight_bytes, card.free
@@ -233,7 +256,7 @@ def plan_on_card(
     plan = replace(plan, pool_bytes=engine.pool_bytes or max(0, available - beside))
     if needed > available:
         is_whole = settings.model.quantization == "none"
-        setting = _setting_that_fits(plan, step, engine, card, needed, available) if is_whole else None
+        setting = _setting_that_fits(plan, step, limits, engine, card, needed, available) if is_whole else None
         way_out = setting or _way_out(plan, card, needed, can_quantize=is_whole)
         raise UnsupportedModel(f"{plan}, do not fit {card}; {way_out}.")
     return plan
@@ -254,15 +277,14 @@ class StepMemory:
         widest = max(shape.in_features + shape.out_features for shape in base.modules.values())
         return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size)
 
-    def largest(self, engine: EngineSettings) -> int:
+    def largest(self, limits: StepLimits) -> int:
         """Return the bytes of the largest step."""
-        tokens = max(engine.max_num_batched_tokens, engine.max_num_seqs)
-        return tokens * self.per_token + engine.max_num_seqs * self.per_sequence
+        return limits.most_rows * self.per_token + limits.max_num_seqs * self.per_sequence
 
-    def setting_for(self, num_bytes: int, engine: EngineSettings) -> str | None:
+    def setting_for(self, num_bytes: int, limits: StepLimits) -> str | None:
         """Return the change of the limits of a step with which it takes at most `num_bytes`; None if they would be
         useless."""
-        sequences = engine.max_num_seqs
+        sequences = limits.max_num_seqs
         tokens = (num_bytes - sequences * self.per_sequence) // self.per_token
         if tokens >= max(sequences, LEAST_STEP_TOKENS):
             return f"set engine.max_num_batched_tokens to {tokens} or less"
@@ -273,14 +295,20 @@ class StepMemory:
 
 
 def _setting_that_fits(
-    plan: MemoryPlan, step: StepMemory, engine: EngineSettings, card: Card, needed: int, available: int
+    plan: MemoryPlan,
+    step: StepMemory,
+    limits: StepLimits,
+    engine: EngineSettings,
+    card: Card,
+    needed: int,
+    available: int,
 ) -> str | None:
     """Return the change of the engine's settings with which the plan fits; None if there is none."""
     page = max(plan.page_bytes, 1)
     left = card.free - plan.weight_bytes - plan.step_bytes
     if engine.pool_bytes is not None and left >= page:
         return f"set engine.pool_bytes to {left} or less"
-    setting = step.setting_for(available - plan.weight_bytes - (engine.pool_bytes or page), engine)
+    setting = step.setting_for(available - plan.weight_bytes - (engine.pool_bytes or page), limits)
     if setting is None and engine.pool_bytes is None and (utilization := card.utilization_for(needed)) <= 1:
         return f"set engine.gpu_memory_utilization to {utilization:g} or more"
     return setting

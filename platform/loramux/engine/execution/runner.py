@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +30,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from loramux.engine.execution.attention import AttentionStep
+from loramux.engine.execution.attention import AttentionStep, UnsupportedModel
 from loramux.engine.execution.constraints import Constraints, TokenMasks
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, Sampler, ScoredRows, split_scored
 from loramux.engine.execution.vision import (
@@ -45,6 +45,7 @@ from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank, ResidentClassifier, StepExtras
 from loramux_kernels.device import to_host
+from loramux_kernels.fixed_product import FixedProducts
 from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -249,8 +250,12 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 class Forward:
     """A model whose linears serve `bank` and whose attention reads and writes `layers`."""
 
-    def __init__(self, model: PreTrainedModel, layers: list[KvLayer], bank: AdapterBank) -> None:
+    def __init__(
+        self, model: PreTrainedModel, layers: list[KvLayer], bank: AdapterBank, *, is_invariant: bool = False
+    ) -> None:
+        """`is_invariant`: on a GPU, no row's result depends on the other rows of a step."""
         self.model = model
+        self.is_invariant = is_invariant
         self.bank = bank
         self.layers = layers
         """Each layer's part of the pool."""
@@ -280,7 +285,8 @@ class Forward:
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
         self._images = inputs.images
-        with self.bank.serving(segments, extras, inputs.batch.slot_mapping), self._decoding_by(decode):
+        serving = self.bank.serving(segments, extras, inputs.batch.slot_mapping)
+        with self._products(), serving, self._decoding_by(decode):
             logits: torch.Tensor = self.model(
                 **self._tokens(inputs),
                 use_cache=False,
@@ -311,7 +317,7 @@ class Forward:
         self, embeddings: torch.Tensor, inputs: StepInputs, segments: Segments | None, extras: StepExtras | None
     ) -> torch.Tensor:
         """Return the hidden states `[T, hidden]`, after the last norm, of `embeddings` `[T, hidden]`."""
-        with self.bank.serving(segments, extras, inputs.batch.slot_mapping):
+        with self._products(), self.bank.serving(segments, extras, inputs.batch.slot_mapping):
             hidden: torch.Tensor = self._run_decoder(
                 inputs_embeds=embeddings[None],
                 position_ids=inputs.position_ids[None],
@@ -320,6 +326,9 @@ class Forward:
                 **self._inputs_by_layer(inputs.input_ids),
             ).last_hidden_state[0]
         return hidden
+
+    def _products(self) -> AbstractContextManager[object]:
+        return FixedProducts(_refused_product) if self.is_invariant else nullcontext()
 
     def _inputs_by_layer(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return what some models' layers read of each token in addition to its embedding."""
@@ -375,6 +384,13 @@ class Forward:
     def _keep(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._keeps_hidden:
             self._hidden = output.last_hidden_state[0]
+
+
+def _refused_product(name: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"engine.batch_invariant = true, and the model multiplies matrices by {name}: a row's result may then depend "
+        "on other rows. Remove the setting."
+    )
 
 
 class PooledChunk(NamedTuple):
@@ -492,14 +508,17 @@ class OtherRanks(Protocol):
 @torch.inference_mode()
 def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None = None) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
-    tables = (
-        *(packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping),
-        *(packed.state_tables, packed.prompt_lens),
-    )
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
         position_ids=torch.from_numpy(packed.position_ids),
-        batch=AttentionBatch(*map(torch.from_numpy, tables)),
+        batch=AttentionBatch(
+            cu_seqlens=torch.from_numpy(packed.cu_seqlens),
+            context_lens=torch.from_numpy(packed.context_lens),
+            block_table=torch.from_numpy(packed.block_table),
+            slot_mapping=torch.from_numpy(packed.slot_mapping),
+            state_tables=torch.from_numpy(packed.state_tables),
+            prompt_lens=torch.from_numpy(packed.prompt_lens),
+        ),
         sampled_rows=torch.from_numpy(packed.sampled_rows),
         images=images,
     )

@@ -113,10 +113,13 @@ class StepBuffers:
         max_rank: int,
         device: torch.device,
         state_pages: int = 0,
+        *,
+        is_invariant: bool = False,
     ) -> None:
         """`max_rank`: the largest rank of an adapter. The first `state_pages` pages of a sequence, in addition to
-        `max_blocks`, hold its states of fixed size."""
+        `max_blocks`, hold its states of fixed size. `is_invariant`: no row's result depends on the other rows."""
         self.max_rows, self.max_sequences, self.state_pages = max_rows, max_sequences, state_pages
+        self.is_invariant = is_invariant
         self._max_rank = max_rank
         tiles = sum(RowTiles.reserved_bytes(shape, self._rows_of(shape), max_rank) for shape in (ROW, SHORT, LONG))
         lists = LISTS_BYTES + SEQUENCE_LISTS_BYTES * max_sequences + tiles
@@ -162,6 +165,7 @@ class StepBuffers:
                 state_tables=self._state_tables,
                 prompt_lens=torch.from_numpy(packed.prompt_lens),
                 table_rows=None if packed.table_rows is None else torch.from_numpy(packed.table_rows),
+                is_invariant=self.is_invariant,
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
         )
@@ -205,6 +209,7 @@ class StepBuffers:
                 block_table=self._block_table,
                 slot_mapping=self._rows.tensor[2, :rows],
                 state_tables=self._state_tables,
+                is_invariant=self.is_invariant,
             ),
             sampled_rows=self._every_row[:rows],
         )
@@ -214,6 +219,7 @@ class StepBuffers:
         # One run of all rows represents any runs that they will hold.
         segments = Segments((0, rows), (0,))
         tiles = tuple(self.tiles_of(shape) for shape in shapes)
-        attach_tile_map(segments, TileMap(rows, whole_tiles(self._max_rank), tiles))
+        tile_map = TileMap(rows, whole_tiles(self._max_rank), tiles, is_invariant=self.is_invariant)
+        attach_tile_map(segments, tile_map)
         segments.use_row_slots(self._rows.tensor[3, :rows])
         return segments

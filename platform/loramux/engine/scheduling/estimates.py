@@ -295,12 +295,13 @@ class PromptLookup:
         self._next: int | None = None
         """Place of the next expected token; None while the sequence does not repeat an earlier part."""
 
-    def draft(self, token_ids: list[int], most: int) -> list[int]:
-        """Return up to `most` tokens that may follow `token_ids`, which begin with the token ids of the last call.
+    def draft(self, token_ids: list[int], most: int, known: int | None = None) -> list[int]:
+        """Return up to `most` tokens that may follow the first `known` of `token_ids`, which begin with those of the
+        last call; None: all of them are known.
 
         If the end of a text repeats itself, the repetition is expected to continue.
         """
-        self._append(token_ids)
+        self._append(token_ids, len(token_ids) if known is None else known)
         if self._next is None:
             self._next = self._find()
         if self._next is None:
@@ -310,13 +311,14 @@ class PromptLookup:
         drafted: list[int] = np.resize(followed, most).tolist()
         return drafted
 
-    def _append(self, token_ids: list[int]) -> None:
-        """Append the new tokens. Keep the found place if it predicted these tokens; otherwise drop the place."""
-        start, stop = self._length, len(token_ids)
+    def _append(self, token_ids: list[int], stop: int) -> None:
+        """Append the new tokens before `stop`. Keep the found place if it predicted these tokens; otherwise drop the
+        place."""
+        start = self._length
         if stop > len(self._history):
             # Doubled, so that appending a token takes amortised constant time.
             self._history = np.resize(self._history, 2 * stop)
-        self._history[start:stop] = token_ids[start:]
+        self._history[start:stop] = token_ids[start:stop]
         self._length = stop
         if self._next is not None:
             begin, self._next = self._next, self._next + stop - start

@@ -21,7 +21,7 @@ from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings
 from loramux.common.units import QUIET_SECONDS
 from loramux.engine.memory.pages import CachedPage
-from loramux.engine.messages import ServiceClass
+from loramux.engine.messages import ServiceClass, StepLimits
 from loramux.engine.scheduling.sequence import Sequence
 
 CPU_MIXED_PREFILL_TOKENS = 256
@@ -32,6 +32,13 @@ also not in adapters. This number of tokens takes a third of a second with a mod
 GPU_MIXED_PREFILL_TOKENS = 512
 """The same for a GPU. A model of 8B parameters computes these tokens in about twice the time of reading its weights."""
 
+FEW_ROWS, FEW_TOKENS = 64, 1024
+"""Sequences and tokens of the largest step on a CPU, and on a GPU of little memory."""
+MANY_ROWS, MANY_TOKENS = 256, 2048
+"""Sequences and tokens of the largest step on a GPU of at least LARGE_GPU_BYTES. A decode step there reads the weights
+once for all its rows, so more rows cost mostly their KV. A step of 2,048 tokens is the largest that is recorded."""
+LARGE_GPU_BYTES = 40_000_000_000
+"""Bytes of GPU memory of one engine from which the KV of more than FEW_ROWS sequences fits next to a usual base."""
 
 GPU_ROW_TILE = 128
 """Rows that a product's kernels take at once on a GPU: recorded steps of so many rows have buckets of these sizes."""
@@ -40,6 +47,21 @@ GPU_ROW_TILE = 128
 def default_mixed_prefill_tokens(*, on_cpu: bool) -> int:
     """Return the default for the maximum number of prompt tokens in a step in which sequences decode."""
     return CPU_MIXED_PREFILL_TOKENS if on_cpu else GPU_MIXED_PREFILL_TOKENS
+
+
+def step_limits(engine: EngineSettings, gpu_bytes: int | None) -> StepLimits:
+    """Return the limits of a step: the operator's settings, and the defaults of the device for the others.
+
+    `gpu_bytes` is the part of a GPU's memory that one engine gets; None on a CPU.
+    """
+    is_large = gpu_bytes is not None and gpu_bytes >= LARGE_GPU_BYTES
+    rows, tokens = (MANY_ROWS, MANY_TOKENS) if is_large else (FEW_ROWS, FEW_TOKENS)
+    return StepLimits(
+        engine.max_num_seqs or rows,
+        engine.max_num_batched_tokens or tokens,
+        engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=gpu_bytes is None),
+        engine.max_draft_tokens if engine.speculation == "ngram" else 0,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +92,12 @@ class SchedulerLimits:
         return most - begun if 4 * begun <= most else most
 
     @classmethod
-    def from_settings(
-        cls, engine: EngineSettings, max_model_len: int, *, on_cpu: bool, whole_prompts: bool = False
-    ) -> SchedulerLimits:
-        """Return the operator's settings, with the defaults of the device. A step holds the longest whole prompt."""
-        mixed = engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=on_cpu)
+    def of(cls, step: StepLimits, max_model_len: int, *, on_cpu: bool, whole_prompts: bool = False) -> SchedulerLimits:
+        """Return the limits of `step` for one device. A step holds the longest whole prompt."""
         tile = 1 if on_cpu else GPU_ROW_TILE
-        tokens = max(engine.max_num_batched_tokens, max_model_len if whole_prompts else 0)
-        return cls(engine.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts)
+        tokens = max(step.max_num_batched_tokens, max_model_len if whole_prompts else 0)
+        mixed = step.max_mixed_prefill_tokens
+        return cls(step.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts)
 
 
 def _shares() -> dict[ServiceClass, float]:
@@ -154,8 +174,9 @@ class Policy:
         return int(num_pages * self.tenant_max_pages)
 
     @classmethod
-    def from_settings(cls, settings: Settings, weight_pages: float) -> Policy:
-        """Return the operator's settings. `weight_pages` is the size of the model's weights in pages."""
+    def from_settings(cls, settings: Settings, weight_pages: float, max_draft_tokens: int = 0) -> Policy:
+        """Return the operator's settings. `weight_pages` is the size of the model's weights in pages, and
+        `max_draft_tokens` the longest draft that the model allows."""
         asked = settings.scheduler
         return cls(
             class_shares={c: getattr(asked.class_shares, c) for c in ServiceClass},
@@ -169,7 +190,7 @@ class Policy:
             tenant_max_pages=asked.tenant_max_pages,
             deadlines_ms={c: limit for c in ServiceClass if (limit := getattr(asked.deadlines_ms, c)) is not None},
             prefix_cache=settings.engine.prefix_cache,
-            max_draft_tokens=settings.engine.max_draft_tokens if settings.engine.speculation == "ngram" else 0,
+            max_draft_tokens=max_draft_tokens,
         )
 
 

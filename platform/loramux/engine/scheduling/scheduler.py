@@ -67,6 +67,11 @@ class Scheduler:
         self._planned_at, self._running_tokens = 0.0, 0
         self._running_rows = 0
         """Tokens of the running step if none is of a prompt, else 0."""
+        self._is_in_flight = self._was_in_flight = False
+        """True if the latest step had not ended when it was committed, or the one before it when the latest was
+        planned."""
+        self._earlier_tokens = 0
+        """Tokens of the step before the latest one."""
         self._settled_at: int | None = 0
         """The queue's `num_changes` after a plan that held nothing and changed nothing; None after any other plan."""
 
@@ -172,11 +177,7 @@ class Scheduler:
         """
         state, changes = self.state, self.queue.num_changes
         now = state.clock()
-        if self._running_tokens:
-            state.step_time.observe(self._running_tokens, now - self._planned_at)
-        if self._running_rows:
-            self.speculation.times.observe(self._running_rows, now - self._planned_at)
-        self._planned_at, self._running_tokens, self._running_rows = now, 0, 0
+        self._observe_step(now)
         self._process_loads()
         self._process_deadlines(now)
         self.queue.update_ceilings()
@@ -191,11 +192,12 @@ class Scheduler:
         self._settled_at = changes if not builder.chunks and changes == self.queue.num_changes else None
         return builder.build()
 
-    def commit(self, step: Step, sampled: Iterable[TokenEvent]) -> list[TokenEvent]:
+    def commit(self, step: Step, sampled: Iterable[TokenEvent], *, in_flight: bool = False) -> list[TokenEvent]:
         """Write a step's result into its sequences; return the events for their clients.
 
         `sampled` holds one event for each of `step.sampling`, with the token and, if the token ends the answer, `stop`.
         For each accepted draft, another event follows. A request whose prompt is pooled may have an event, too.
+        `in_flight`: the step has not ended, and its tokens are PENDING.
         """
         size, cache = self.state.budget.block_size, self.memory.cache
         caches = cache.is_enabled
@@ -223,6 +225,7 @@ class Scheduler:
         if self.running:
             holds_prompt = tokens > len(step.chunks) + drafted
             self._running_tokens, self._running_rows = tokens, 0 if holds_prompt else tokens
+        self._is_in_flight = in_flight
         return events
 
     def fill_pending(self, chunk: Chunk, event: TokenEvent) -> None:
@@ -245,6 +248,24 @@ class Scheduler:
         return alive
 
     # the parts of a plan
+
+    def _observe_step(self, now: float) -> None:
+        """Count the time of the step that ran between the latest plan and this one.
+
+        This is one step's time, also if every step is planned while the one before it is in flight. A step that was
+        planned ahead and has ended now had the time of the step before it, too. A step that was launched alone and is
+        in flight has not ended.
+        """
+        tokens, rows, seconds = self._running_tokens, self._running_rows, now - self._planned_at
+        if self._was_in_flight and not self._is_in_flight:
+            seconds -= self.state.step_time.seconds(1, self._earlier_tokens)
+        if tokens and seconds >= 0.0 and (self._was_in_flight or not self._is_in_flight):
+            self.state.step_time.observe(tokens, seconds)
+            if rows:
+                self.speculation.times.observe(rows, seconds)
+        self._was_in_flight, self._is_in_flight = self._is_in_flight, False
+        self._earlier_tokens, self._planned_at = tokens, now
+        self._running_tokens = self._running_rows = 0
 
     def _process_loads(self) -> None:
         """Reject the requests of revisions that failed, and let flows that waited for a load take part again."""

@@ -14,6 +14,12 @@ budget that no prompt needs, and pages that are free or hold only cached prefixe
 given back at the commit, so admission never counts them. A draft preempts no sequence, evicts no adapter that a request
 waits for, and delays no admission.
 
+**While a step runs ahead** (on a GPU), a sequence's last token is PENDING: the device knows it, and the host does not.
+The draft begins with a guess of this token, which is left out, because the row of the token itself is planned anyway. A
+wrong guess costs the draft, never a wrong token. A step with drafts is read before the next step is planned, because
+only then the host knows how many tokens the sequences have. The measured time of such a step contains this wait, so
+drafts must save more than it.
+
 A request starts from the acceptance of its revision, and a revision from `FIRST_GUESS`. Both return to the first guess
 while drafts save no time, so that a request that begins to repeat text gets drafts again.
 """
@@ -23,7 +29,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from loramux.engine.scheduling.estimates import Acceptance, DecodeTimes, Drafter
-from loramux.engine.scheduling.sequence import Chunk, Sequence, StepBuilder
+from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, StepBuilder
 from loramux.engine.scheduling.state import SchedulerState, history_key
 
 FIRST_GUESS = 0.5
@@ -80,8 +86,11 @@ class Speculation:
         return most
 
     def guess(self, sequence: Sequence, count: int) -> list[int]:
-        """Return up to `count` tokens that `sequence` may continue with."""
-        return self._drafter(sequence).lookup.draft(sequence.token_ids, count)
+        """Return up to `count` tokens that `sequence` may continue with, after its last token, PENDING or not."""
+        token_ids = sequence.token_ids
+        unknown = int(token_ids[-1] == PENDING)
+        lookup = self._drafter(sequence).lookup
+        return lookup.draft(token_ids, unknown + count, len(token_ids) - unknown)[unknown:]
 
     def note_verified(self, chunk: Chunk) -> int:
         """Learn from a chunk whose tokens are appended; return the number of accepted drafts."""

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from adapter_zoo import RECIPES, Asked, Zoo, load, serve, to_request
+from eager_drafts import draft_always
 from formats import FormatZoo
 from fp8_cache import Fp8Cache
+from interpreted import alike_rows
 from llguidance import LLMatcher
 from recorded_steps import recorded
 from tiny_base import make_base
@@ -19,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from loramux.common.settings.serving import EngineSettings
 from loramux.engine.engine import AsyncPipeline, build_engine
 from loramux.engine.execution.cuda_graphs import (
     DecodeGraphs,
@@ -30,7 +31,7 @@ from loramux.engine.execution.cuda_graphs import (
     record_calls,
 )
 from loramux.engine.execution.gpu_runner import GpuRunner
-from loramux.engine.messages import Constraint, Request, SamplingParams
+from loramux.engine.messages import Constraint, Request, SamplingParams, StepLimits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -120,10 +121,13 @@ def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_pa
     """Their tokens are chosen after those of the previous step, which are read while the forward runs."""
     base = make_base(tmp_path)
 
-    def answers(*patterns: str | None) -> list[list[int]]:
-        loaded, settings = load(base, device=DEVICE, max_num_seqs=3, max_model_len=64, block_size=16)
+    def answers(*patterns: str | None, drafts: list[list[int]] | None = None) -> list[list[int]]:
+        drafted = {"speculation": "ngram", "max_draft_tokens": 3} if drafts else {}
+        loaded, settings = load(base, device=DEVICE, max_num_seqs=3, max_model_len=64, block_size=16, **drafted)
         engine = build_engine(loaded, settings, wake=lambda: None)
         assert isinstance(engine._runner, GpuRunner)
+        if drafts is not None:
+            draft_always(engine.scheduler, lambda own: drafts[int(own.id)], most=3)
         tokens: list[list[int]] = [[] for _ in patterns]
         for number, pattern in enumerate(patterns):
             grammar = LLMatcher.grammar_from_regex(pattern or "")
@@ -140,6 +144,62 @@ def test_gpu_engine_constrains_its_rows_and_leaves_their_neighbours_alone(tmp_pa
     assert free == answers(None)[0]
     assert re.fullmatch("[0-9]{5}", bytes(bound[:-1]).decode())
     assert (bytes(other[:-1]), other[-1]) == (b"xxxy", 256)
+    found = [free, bound, other]
+    assert answers(None, "[0-9]{5}", "x{3}y", drafts=found) == found, "masks of rows that follow drafts"
+
+
+def test_gpu_engine_batch_invariant_answers_are_bit_equal_with_any_requests(zoo_of, monkeypatch) -> None:
+    """An adapter's request alone, and between other adapters' rows, whose prompts change how its own is cut."""
+    alike_rows(monkeypatch)
+    zoo = zoo_of("llama")
+    asked = Asked("r", "plain", tuple(range(3, 24)), 4)
+    others = [Asked("a", "plain", (5, 6, 7, 8, 9), 6), Asked("b", "rslora", tuple(range(30, 62)), 3)]
+    sizes = {"max_num_batched_tokens": 24, "batch_invariant": True, "prefix_cache": False}
+
+    def logprobs(*before: Asked) -> list[tuple[int, float]]:
+        engine = small_engine(zoo, **sizes)
+        for other in before:
+            engine.submit(to_request(zoo, other))
+        engine.submit(to_request(zoo, asked, logprobs=1))
+        told = []
+        while not engine.is_idle:
+            events = report.events if (report := engine.step()) else []
+            told += [(event.token_id, event.logprob) for event in events if event.request_id == "r"]
+        return told
+
+    alone = logprobs()
+    assert [token for token, _ in alone] == zoo.answer(asked)
+    assert logprobs(*others) == alone
+
+
+def test_gpu_engine_drafts_are_verified_in_recorded_steps_and_change_no_answer(zoo_of) -> None:
+    """Greedy answers are PEFT's; a seed draws the same tokens under penalties, whichever drafts are accepted."""
+    zoo = zoo_of("llama")
+    asked = [Asked("r0", "plain", (5, 6, 7), 9), Asked("r1", None, (11, 12), 8)]
+    drawn = Asked("s", "rslora", (9, 8), 8)
+    sampling = {"temperature": 1.0, "seed": 7, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "logprobs": 1}
+
+    def told(engine) -> dict[str, list[int]]:
+        engine.submit(to_request(zoo, drawn, **sampling))
+        tokens: dict[str, list[int]] = {"s": []}
+        for one in asked:
+            engine.submit(to_request(zoo, one))
+        while not engine.is_idle:
+            for event in report.events if (report := engine.step()) else []:
+                tokens.setdefault(event.request_id, []).append(event.token_id)
+        return tokens
+
+    alone = told(small_engine(zoo))
+    assert all(alone[one.name] == zoo.answer(one) for one in asked)
+    engine, steps = small_engine(zoo, speculation="ngram", max_draft_tokens=3, max_num_batched_tokens=32), []
+    draft_always(engine.scheduler, lambda own: alone[own.id], most=3)
+    runner = engine._runner
+    of_decoder, whole, launch = watch(runner._decoder_graphs), watch(runner._decode_graphs), runner.launch
+    runner.launch = lambda step: steps.append(step) or launch(step)
+    assert told(engine) == alone
+    assert 0 < engine.stats().accepted_tokens < engine.stats().drafted_tokens
+    assert len(of_decoder) + len(whole) == len(steps), "none was launched operator by operator"
+    assert len(steps) < 9 + 3, "accepted drafts save steps"
 
 
 def test_gpu_engine_prompts_alone_replay_no_launch_for_short_segments(zoo_of) -> None:
@@ -155,7 +215,7 @@ def test_gpu_engine_prompts_alone_replay_no_launch_for_short_segments(zoo_of) ->
 
 def test_gpu_engine_records_the_largest_buckets_alone_if_asked(zoo_of) -> None:
     runner = small_engine(zoo_of("llama"))._runner
-    args = (runner._forward, runner._sampler, None, EngineSettings(max_num_seqs=3, max_num_batched_tokens=48), 64, 16)
+    args = (runner._forward, runner._sampler, None, StepLimits(3, 48, 48), 64, 16)
     one, two = (GpuRunner.build(*args, most_buckets=count) for count in (1, 2))
     assert {rows for rows, _ in one._decode_graphs._graphs} == {3}
     assert {rows for rows, _ in two._decode_graphs._graphs} == {3, 2}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import peft
 import pytest
 import torch
-from adapter_zoo import NEWER_MIXTURES, Asked, Zoo, serve
+from adapter_zoo import NEWER_MIXTURES, Asked, Zoo, make_engine, serve
 from formats import FormatZoo
+from rounded_zoo import RoundedZoo
 
 from loramux_adapters.experts import GroupedExperts
 
@@ -40,6 +41,25 @@ def test_gpu_mixture_adapters_on_experts_answer_as_peft_does(tmp_path, family: s
         assert got[request.name] == zoo.answer(request), request
     assert engine.stats().max_distinct_adapters_beside_base >= 2
     assert "without CUDA graphs" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("mixtral", "int8"), pytest.param("gpt_oss", "nf4-double", marks=SLOW)],
+)
+def test_gpu_mixture_quantized_at_load_is_recorded_and_answers_as_peft_does(
+    tmp_path, family: str, quantization: str, caplog
+) -> None:
+    """On the dequantized base. No expert's rows are counted on the host."""
+    zoo = RoundedZoo(family, tmp_path, quantization, [], num_hidden_layers=1, vocab_size=97)
+    zoo.make_format("experts", RECIPES["experts"], seed=1)
+    asked = [Asked("a", "experts", (5, 6, 7), 4), Asked("b", None, tuple(range(3, 25)), 3)]
+    sizes = {"max_num_seqs": 2, "block_size": 64, "max_model_len": 64, "max_num_batched_tokens": 16}
+    engine = make_engine(zoo.served, quantization=quantization, device=DEVICE, **sizes)
+    model = engine._runner._forward.model
+    assert any(isinstance(module, GroupedExperts) for module in model.modules())
+    assert "without CUDA graphs" not in caplog.text
+    assert serve(zoo, engine, asked) == {one.name: zoo.answer(one) for one in asked}
 
 
 @pytest.mark.slow
