@@ -111,7 +111,7 @@ NEWER_RECIPES = {
 
 
 @ON_RANKS
-@pytest.mark.parametrize("family", [*NEWER_MIXTURES, "qwen3_next", "granitemoehybrid", "nemotron_h"])
+@pytest.mark.parametrize("family", [*NEWER_MIXTURES, "qwen3_next", "granitemoehybrid", "nemotron_h", "lfm2_moe"])
 def test_newer_mixture_adapters_and_base_in_one_batch_answer_as_peft_does(
     tmp_path: Path, family: str, ranks: int
 ) -> None:

@@ -54,7 +54,7 @@ from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
-from loramux_adapters.families import ENCODERS
+from loramux_adapters.families import encoder_of
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
 
@@ -89,7 +89,7 @@ def load_model(settings: Settings) -> LoadedModel:
     """
     directory = Path(settings.model.path)
     config = read_config(directory)
-    if config.model_type in ENCODERS:
+    if encoder_of(config) is not None:
         return _load_encoder(settings, has_head=is_classifier(config.to_dict()))
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
