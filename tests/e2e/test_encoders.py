@@ -207,7 +207,7 @@ def test_shadow_compares_vectors_of_two_revisions(running: Served) -> None:
 
 def test_shadow_compares_labels_of_two_revisions(running: Served) -> None:
     running.zoo.add("other three", 3)
-    folder = running.zoo.adapters / "other three uploaded"
+    folder = running.zoo.adapters / "other three"
     asked = {"model": "acme/three", "input": TEXTS}
     found = shadow_of(running, "three", folder, lambda: running.ask("/v1/classify", **asked))
     same = [logits(running, "three", text).argmax() == logits(running, "other three", text).argmax() for text in TEXTS]
@@ -217,7 +217,7 @@ def test_shadow_compares_labels_of_two_revisions(running: Served) -> None:
 @pytest.mark.parametrize("name", ["three", "vectors"])
 def test_evaluation_of_an_adapter_without_text_is_refused_with_the_way_out(running: Served, name: str) -> None:
     grader = {"type": "exact"}
-    asked = {"adapter": f"acme/{name}", "revision": 1, "file_id": "file-none", "grader": grader}
+    asked = {"adapter": f"acme/{name}", "revision": 1, "against": "base", "file_id": "file-none", "grader": grader}
     answer = running.post("/v1/evaluations", **asked)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_task", "revision")
