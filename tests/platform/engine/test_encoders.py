@@ -18,6 +18,7 @@ from adapter_zoo import EXACT
 from encoder_zoo import ENCODERS, EncoderZoo, run, write_dense, write_modules
 from numpy.typing import NDArray
 
+from loramux.catalog.validation.parity_encoders import peft_outputs
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import Sequence, StepBuilder
@@ -332,6 +333,13 @@ def test_vectors_go_through_the_dense_modules_of_the_folder(tmp_path: Path, fami
         assert is_close(ends[request.id], dense(torch.from_numpy(expected(zoo, request))).numpy()), request.id
     assert engine.facts.hidden_size == width
     assert engine.facts.weights != plain.weights
+    text, uploaded = [7, 8, 9], zoo.adapters / "vectors uploaded"
+    folder = uploaded if uploaded.exists() else zoo.adapters / "vectors"
+    plan = inspect_adapter(zoo.adapters / "vectors", zoo.description, PlanLimits())
+    encoder = zoo.description.encoder
+    compared = peft_outputs(str(zoo.base), str(folder), encoder, "FEATURE_EXTRACTION", plan, [text])
+    first = run(engine, [zoo.request("first", "vectors", text, "cls")])["first"]
+    assert is_close(first, compared.adapted[0].numpy()), "uploads are compared through the modules too"
 
 
 @pytest.mark.parametrize(
