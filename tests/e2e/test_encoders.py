@@ -176,6 +176,29 @@ def test_encoder_text_is_cut_as_transformers_cuts_it(running: Served, side: str)
         assert close(one["embedding"], running.zoo.made["vectors"].model(**inputs).last_hidden_state[0, 0].numpy())
 
 
+def test_canary_gets_its_share_of_an_encoders_requests_and_is_guarded(running: Served) -> None:
+    with Client(running.server.url, api_key=running.key) as client:
+        client.uploads.push(running.zoo.adapters / "vectors", "narrow")
+    path, asked = "/v1/adapters/acme/narrow", {"model": "acme/narrow", "input": TEXTS[0], "normalize": False}
+    trained = {"acme/narrow@1": "narrow", "acme/narrow@2": "vectors"}
+    vectors = {model: states(running, name, TEXTS[0])[0] for model, name in trained.items()}
+    with running.server.http(running.key) as http:
+        targets = [{"revision": revision, "weight": 1} for revision in (1, 2)]
+        http.put(f"{path}/aliases/default", json={"targets": targets}).raise_for_status()
+        measures = {"measures": ["errors"]}
+        http.put(f"{path}/aliases/default/guard", json=measures).raise_for_status()
+        answers = [running.ask("/v1/embeddings", **asked, user=f"user {i}") for i in range(32)]
+        assert {answer["model"] for answer in answers} == trained.keys()
+        assert all(close(answer["data"][0]["embedding"], vectors[answer["model"]]) for answer in answers)
+
+        def counted() -> dict[str, int]:
+            return {one["model"]: one["requests"] for one in http.get(f"{path}/metrics").json()["data"]}
+
+        until_true(lambda: sum(counted().values()) >= len(answers))
+        assert all(counted()[model] for model in trained)
+        http.post(f"{path}/promote", json={"revision": 1}).raise_for_status()
+
+
 def shadow_of(running: Served, name: str, folder: Path, ask: Callable[[], Any]) -> dict[str, float]:
     """Compare the adapter's first revision with `folder` as its second, on one request; return the measures' means."""
     with Client(running.server.url, api_key=running.key) as client:
