@@ -342,6 +342,17 @@ def test_vectors_go_through_the_dense_modules_of_the_folder(tmp_path: Path, fami
     assert is_close(first, compared.adapted[0].numpy()), "uploads are compared through the modules too"
 
 
+def test_upload_of_an_adapter_trained_on_the_whole_model_is_compared_on_its_text(tmp_path: Path) -> None:
+    zoo = EncoderZoo("embedding_gemma2", tmp_path)
+    zoo.add("vectors", exclude_modules=r".*vision_tower.*")
+    plan = inspect_adapter(zoo.adapters / "vectors", zoo.description, PlanLimits())
+    request, encoder = zoo.request("x", "vectors", [7, 8, 9], "cls"), zoo.description.encoder
+    folder = str(zoo.adapters / "vectors")
+    compared = peft_outputs(str(zoo.base), folder, encoder, "FEATURE_EXTRACTION", plan, [request.prompt_token_ids])
+    assert is_close(run(zoo.engine(), [request])["x"], compared.adapted[0].numpy())
+    assert not torch.allclose(compared.adapted, compared.plain)
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [

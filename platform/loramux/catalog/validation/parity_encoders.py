@@ -10,6 +10,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from loramux.engine.execution.checkpoint import load_checkpoint
 from loramux.engine.execution.encoders import read_dense
 from loramux_adapters.components import PREFIX, AdapterPlan
 from loramux_adapters.config import Task
@@ -40,8 +41,10 @@ def peft_outputs(
         labels = {} if plan.classifier is None else {"num_labels": plan.classifier.num_labels}
         kind = AutoModelForTokenClassification if task == "TOKEN_CLS" else AutoModelForSequenceClassification
         base = kind.from_pretrained(model_dir, dtype=torch.float32, ignore_mismatched_sizes=True, **labels)
-    else:
+    elif encoder.body:
         base = AutoModel.from_pretrained(model_dir, dtype=torch.float32)
+    else:  # the checkpoint may be that of a larger model
+        base = load_checkpoint(Path(model_dir), "float32", torch.device("cpu"))
     config = peft.PeftConfig.from_pretrained(folder)
     if getattr(config, "init_lora_weights", True) is False:
         config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
