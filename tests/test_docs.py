@@ -28,7 +28,7 @@ WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FACTS: dict[str, object] = {
     r"(\d+) families of text": sum(not family.text_type for family in FAMILIES.values()),
-    r"(\d+) of encoders": len(ENCODERS),
+    r"(\d+) of encoders": sum(not encoder.loads_text_alone for encoder in ENCODERS.values()),
     r"sends\s+(\d+)\s+requests": len(load_prompts()),
     r"\b(\d+) of \d+ answers(?: are)? exact": len(load_prompts()),
     r"\b\d+ of (\d+) answers(?: are)? exact": len(load_prompts()),

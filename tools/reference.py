@@ -276,11 +276,12 @@ def encoders_table() -> str:
     """Return the table of encoders in docs/models.md."""
     lines = ["| `model_type` | a classifier reads | trained with an adapter |", "|---|---|---|"]
     for encoder in model_families.ENCODERS.values():
-        read = "the first token's state" + (
+        read = f"the {'last' if encoder.classifies_last else 'first'} token's state" + (
             f", through the checkpoint's {encoder.transform}" if encoder.transform else ""
         )
         trained = f", then {encoder.activation}, then ".join(f"`{name}`" for name in encoder.head)
-        lines.append(f"| {encoder.model_type} | {read} | {trained} |")
+        mark = f" with `{encoder.marked_by}`" if encoder.marked_by else ""
+        lines.append(f"| {encoder.model_type}{mark} | {read if encoder.head else 'vectors alone'} | {trained or '–'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.errors import BaseUnusable
-from loramux_adapters.families import ENCODERS, EXPERT_PARAMETERS, ROUTERS, SAME_INPUT, UNGATED_PARAMETERS, Encoder
+from loramux_adapters.families import (
+    EXPERT_PARAMETERS,
+    ROUTERS,
+    SAME_INPUT,
+    UNGATED_PARAMETERS,
+    Encoder,
+    encoder_of,
+    loads_text_alone,
+)
 from loramux_adapters.joined import JoinedLinear, joined_linears
 
 if TYPE_CHECKING:
@@ -139,15 +147,32 @@ def siblings(module: str, modules: Iterable[str]) -> list[str]:
     return [other for other in modules if other != module and input_of(other) == input_of(module)]
 
 
-def auto_class(config: PretrainedConfig) -> Any:
-    """Return transformers' class for the model of `config`: the class for classes of texts of an encoder, the class of
-    the text model if it exists, otherwise the class for text and images, of which only the text part is served.
+def served_config(model_dir: Path) -> PretrainedConfig:
+    """Return the config of the model that is made from the checkpoint in `model_dir`: the whole model's, or its text's.
+
+    Raises what transformers raises for a file that it cannot read.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    return config.get_text_config() if loads_text_alone(config.model_type) else config
+
+
+def auto_class(config: PretrainedConfig) -> Any:
+    """Return transformers' class for the model of `config`: the class for classes of texts of an encoder, or the one
+    without a head; the class of the text model if it exists, otherwise the class for text and images, of which only the
+    text part is served.
+    """
+    from transformers import (
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+    )
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config.model_type in ENCODERS:
-        return AutoModelForSequenceClassification
+    if (encoder := encoder_of(config)) is not None:
+        return AutoModelForSequenceClassification if encoder.head else AutoModel
     return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
 
 
@@ -155,12 +180,11 @@ def describe_base(model_dir: Path) -> BaseDescription:
     """Describe the checkpoint in `model_dir` from its config.json, on the meta device. Raises BaseUnusable."""
     # Imported here: checking files against a description needs neither library.
     import torch
-    from transformers import AutoConfig
 
     if not (model_dir / "config.json").is_file():
         raise BaseUnusable(f"{model_dir} holds no config.json; give the folder of a local transformers checkpoint.")
     try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        config = served_config(model_dir)
         with MODEL_LOCK, torch.device("meta"):
             model = auto_class(config).from_config(config, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError) as error:
@@ -184,7 +208,7 @@ def _holds(model_dir: Path, module: str) -> bool:
 
 def describe_model(model: PreTrainedModel) -> BaseDescription:
     """Describe a transformers model that exists already, before any of its modules was replaced."""
-    head, encoder = model.get_output_embeddings(), ENCODERS.get(model.config.model_type)
+    head, encoder = model.get_output_embeddings(), encoder_of(model.config)
     modules: dict[str, LinearShape] = {}
     others: dict[str, str] = {}
     norms: dict[str, int] = {}

@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from loramux_adapters.families import ENCODERS, FAMILIES, FIXED_ROPES, MXFP4_FAMILIES, NOT_SERVED, family_of_text
+from loramux_adapters.families import (
+    ENCODERS,
+    FAMILIES,
+    FIXED_ROPES,
+    MXFP4_FAMILIES,
+    NOT_SERVED,
+    encoder_of,
+    family_of_text,
+)
 
 ROPE_ALIASES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
 """Names of rope types in older config.json files, which transformers renames when it reads them."""
@@ -22,7 +30,7 @@ QUANTIZATIONS = (
 )
 """Forms of quantized checkpoints that are served."""
 
-SERVED = (*FAMILIES, *ENCODERS)
+SERVED = tuple(dict.fromkeys((*FAMILIES, *ENCODERS)))
 """Values of `model_type` that are served."""
 
 Fields = Mapping[str, Any]
@@ -31,7 +39,7 @@ Fields = Mapping[str, Any]
 def refusal_of_config(config: Fields) -> str | None:
     """Return why a checkpoint with this config.json is not served, with what is; None if the file allows it."""
     model_type = str(config.get("model_type"))
-    if model_type in ENCODERS:
+    if encoder_of(config) is not None:
         return _refusal_of_encoder(config)
     return (
         _refusal_of_family(model_type)

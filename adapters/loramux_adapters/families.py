@@ -4,7 +4,8 @@ A family that joins its layers as Llama does needs one row here, such as `Family
 small model in `tests/support/adapter_zoo.py`; the tests then compare its tokens with PEFT's and the row with
 transformers' modules. No other module names a family. This module loads neither torch nor transformers.
 
-An encoder reads a whole text in both directions and generates nothing: its row is in `ENCODERS`.
+An encoder reads a whole text in both directions and generates nothing: its row is in `ENCODERS`. A family may have a
+row in both tables; a field of config.json then says which of them applies (`encoder_of`).
 
 A model of text and images has its own row. For its text, the facts of the row of `text_type` apply, if this row exists.
 """
@@ -13,22 +14,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from loramux_kernels.layer_operators import Activation
 
-Cut = Literal["heads", "latent heads", "heads and norms over all heads", "heads and their norms", "key heads"]
+Cut = Literal["heads", "latent heads", "heads and norms over all heads", "heads and their norms", "key heads", "none"]
 """Rules by which attention is divided among ranks (`sharding.py`):
 
-    heads                           queries, keys and values by their heads latent heads                    multi-head
-    latent attention: latents are whole, and the tensors made of them are cut by heads heads and norms over all heads
-    the norms of queries and keys are over all heads together: so their weights are too heads and their norms
-    the norms' weights have a row for each head key heads                       queries come with a gate of the same
-    width; linear attention is cut by key heads
+    heads                           queries, keys and values by their heads
+    latent heads                    multi-head latent attention: latents are whole, and the tensors made of them are
+                                    cut by heads
+    heads and norms over all heads  the norms of queries and keys are over all heads together: so their weights are too
+    heads and their norms           the norms' weights have a row for each head
+    key heads                       queries come with a gate of the same width; linear attention is cut by key heads
+    none                            one rank serves the whole
 """
 
 GATES: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -111,6 +115,8 @@ class Family:
     """transformers' name of the family, as in config.json."""
     text_type: str = ""
     """The `model_type` of the text, if the family reads images too; empty: it reads text alone."""
+    loads_text_alone: bool = False
+    """True if the text's own model is made from the checkpoint: the weights of the other parts are not loaded."""
     reads_images: bool = False
     """True if images of prompts are served too: rows of the vision tower replace the embeddings of placeholders, each
     token has a position in time, height and width, and attention is causal."""
@@ -160,16 +166,16 @@ class Family:
 class Encoder:
     """One family of encoders: models that read a whole text in both directions and give its vector or its class.
 
-    The served model is transformers' class for classes of texts. Its head's linears are trained with an adapter of task
-    type SEQ_CLS, or are the checkpoint's own.
+    The served model is transformers' class for classes of texts, if the family has one, and otherwise the class without
+    a head. The head's linears are trained with an adapter of task type SEQ_CLS, or are the checkpoint's own.
     """
 
     model_type: str
     """transformers' name of the family, as in config.json."""
     body: str
-    """Name of the module that makes the hidden states."""
+    """Name of the module that makes the hidden states; empty: the model itself."""
     head: tuple[str, ...] = ("classifier",)
-    """The linears of the head, in their order; the first reads the state of the first token."""
+    """The linears of the head, in their order; the first reads the state of one token. Empty: the family has none."""
     activation: Literal["tanh", "gelu", "relu"] = "tanh"
     """The activation between two linears of the head."""
     transform: str | None = None
@@ -178,11 +184,17 @@ class Encoder:
     """Groups of sibling linears to which transformers feeds the same tensor."""
     starts_after_padding: bool = False
     """True if the first position is the one after the number of the padding token."""
-
-    @property
-    def head_of_tokens(self) -> tuple[str, ...]:
-        """The linears of the head that classifies each token (task type TOKEN_CLS)."""
-        return ("classifier",)
+    head_has_bias: bool = True
+    head_of_tokens: tuple[str, ...] = ("classifier",)
+    """The linears of the head that classifies each token (task type TOKEN_CLS); empty: the family has none."""
+    classifies_last: bool = False
+    """True if the head reads the state of the last token; else that of the first."""
+    width_field: str = "hidden_size"
+    """Field of the config with the width of the hidden states."""
+    marked_by: str = ""
+    """Field of config.json that is true in checkpoints of encoders; empty: all checkpoints of the family are."""
+    loads_text_alone: bool = False
+    """True if the text's own model is made from the checkpoint: the weights of the other parts are not loaded."""
 
     def has_transform(self, task: str | None) -> bool:
         """Return whether heads of a task read the states through `transform`: a part of the body pools a text."""
@@ -212,6 +224,8 @@ ROWS = (
     Family("gemma3_text", fuses_layers=True, norm=GEMMA_NORM, angles_by_layer=True),
     # multiplies the stream after each layer; in some sizes, layers read a separate row of each token
     Family("gemma4_text", experts=ExpertForm("router", is_optional=True)),
+    # layers keep several streams of each token; in some, a gate keeps the largest of all its outputs
+    Family("gemma3n_text", cut="none"),
     Family("phi3", fuses_layers=True),
     Family("olmo2", fuses_layers=True, norm=OLMO_NORM, cut="heads and norms over all heads"),
     Family("olmo3", fuses_layers=True, norm=OLMO_NORM, angles_by_layer=True, cut="heads and norms over all heads"),
@@ -260,6 +274,7 @@ ROWS = (
     Family("bamba", states=StateForm("mamba", "mamba 2")),
     Family("falcon_h1", states=StateForm("mamba", "mamba 2"), peft_refuses_out_proj=True),
     Family("lfm2", states=StateForm("conv", "short convolution")),
+    Family("lfm2_moe", experts=ExpertForm(), states=StateForm("conv", "short convolution")),
     Family("olmo_hybrid", states=DELTA_NET),
     Family(
         "nemotron_h",
@@ -268,6 +283,7 @@ ROWS = (
         peft_refuses_out_proj=True,
     ),
     Family("gemma3", text_type="gemma3_text"),
+    Family("gemma3n", text_type="gemma3n_text", loads_text_alone=True),  # its vision part needs the library timm
     Family("gemma4", text_type="gemma4_text"),
     Family("mistral3", text_type="mistral"),
     Family("qwen2_vl", text_type="qwen2_vl_text", reads_images=True, derives_head_width=True),
@@ -283,6 +299,9 @@ attention function and still be computed wrongly, so they are refused at start."
 
 _QUERY_KEY_VALUE = (frozenset(("query", "key", "value")),)
 _TWO_LINEARS = ("classifier.dense", "classifier.out_proj")
+EMBEDDING_GEMMA2 = Encoder(
+    "embedding_gemma2_text", "", width_field="embedding_dim", head=(), head_of_tokens=(), same_input=SIBLINGS
+)
 ENCODER_ROWS = (
     Encoder("bert", "bert", transform="bert.pooler", same_input=_QUERY_KEY_VALUE),
     Encoder("roberta", "roberta", _TWO_LINEARS, same_input=_QUERY_KEY_VALUE, starts_after_padding=True),
@@ -297,6 +316,18 @@ ENCODER_ROWS = (
         activation="relu",
         same_input=(frozenset(("q_lin", "k_lin", "v_lin")),),
     ),
+    Encoder(
+        "gemma3_text",
+        "model",
+        marked_by="use_bidirectional_attention",
+        head=("score",),
+        head_has_bias=False,
+        head_of_tokens=(),
+        classifies_last=True,
+        same_input=SIBLINGS,
+    ),
+    EMBEDDING_GEMMA2,
+    replace(EMBEDDING_GEMMA2, model_type="embedding_gemma2", loads_text_alone=True),
 )
 
 ENCODERS: Mapping[str, Encoder] = {encoder.model_type: encoder for encoder in ENCODER_ROWS}
@@ -312,7 +343,6 @@ _CHUNKED = (
     "its attention is cut into chunks of attention_chunk_size tokens, which transformers applies in a mask alone: the "
     "engine would read the whole context"
 )
-_NO_CLASSIFIER = "transformers has no class of it with a head for classes, and no test compares its vectors with PEFT's"
 NOT_SERVED: Mapping[str, str] = {
     "deepseek_v32": _INDEXED,
     "deepseek_v4": f"{_INDEXED}, and compresses the others",
@@ -327,10 +357,6 @@ NOT_SERVED: Mapping[str, str] = {
     "falcon": "its attention does not call the function that reads the page pool",
     "mistral4": "transformers has it only as the text of a model of images, and no test compares it with PEFT",
     "step3p7": "its layers differ in their number of heads and limit activations, and no test compares them with PEFT",
-    "embedding_gemma2": _NO_CLASSIFIER,
-    "embedding_gemma2_text": _NO_CLASSIFIER,
-    "gemma3n": "transformers makes its part for images with the library timm, which the server does not have",
-    "gemma3n_text": "its layers keep several streams of each token, and no test compares them with PEFT",
 }
 """Families that are refused for a known reason, by `model_type`."""
 
@@ -346,6 +372,21 @@ ROUTERS = tuple(dict.fromkeys(family.experts.router for family in ROWS if family
 def reads_other_inputs(name: str) -> bool:
     """Return whether `name` is of a module, or of a parameter of a module, that reads images or sound."""
     return OTHER_INPUTS.search(name) is not None
+
+
+def encoder_of(config: Mapping[str, Any] | PretrainedConfig) -> Encoder | None:
+    """Return the row of the encoder that a config.json describes; None: the checkpoint generates text."""
+    read = config.get if isinstance(config, Mapping) else partial(getattr, config)
+    found = ENCODERS.get(str(read("model_type", None)))
+    if found is None or (found.marked_by and read(found.marked_by, None) is not True):
+        return None
+    return found
+
+
+def loads_text_alone(model_type: str) -> bool:
+    """Return whether only the text's model is made from checkpoints of this `model_type`."""
+    row = ENCODERS.get(model_type) or FAMILIES.get(model_type)
+    return row is not None and row.loads_text_alone
 
 
 def family_of(config: PretrainedConfig) -> Family:

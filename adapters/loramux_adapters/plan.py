@@ -205,7 +205,8 @@ def _classifier(task: str, header: SafetensorsHeader, base: BaseDescription) -> 
         linears = [HeadLinear(name, 1, base.hidden_size, has_bias)]
     else:
         names = base.encoder.head if task == "SEQ_CLS" else base.encoder.head_of_tokens
-        linears = [HeadLinear(name, base.hidden_size, base.hidden_size, has_bias=True) for name in names]
+        has_bias = base.encoder.head_has_bias
+        linears = [HeadLinear(name, base.hidden_size, base.hidden_size, has_bias) for name in names]
     last = linears[-1]
     if last.key not in header.tensors:
         raise BaseMismatch(
@@ -237,6 +238,14 @@ def _check_task(config: AdapterConfig, base: BaseDescription) -> None:
         reason = (
             "This base is an encoder, which generates no text: adapters for vectors (FEATURE_EXTRACTION), for classes "
             "of texts (SEQ_CLS) and of tokens (TOKEN_CLS) are served."
+        )
+    elif not (base.encoder.head_of_tokens if config.task_type == "TOKEN_CLS" else base.encoder.head) and (
+        config.task_type in HEADS
+    ):
+        reason = (
+            "transformers has no class of this base with such a head, so PEFT cannot have trained one: "
+            f"{'adapters for classes of texts (SEQ_CLS) and ' if base.encoder.head else 'adapters '}"
+            "for vectors (FEATURE_EXTRACTION) are served."
         )
     elif base.lacks_transform and base.encoder.has_transform(config.task_type):
         reason = (

@@ -159,6 +159,11 @@ class Sharding:
                 "its output head is not one linear over the embedding's tokens, so that the vocabulary cannot be "
                 "divided: engine.tensor_parallel_size must be 1."
             )
+        if self.family.cut == "none":
+            raise CannotShard(
+                f"layers of {self.family.model_type} read all outputs of a linear at once, which ranks do not have: "
+                "engine.tensor_parallel_size must be 1."
+            )
         if "Conv1d" in base.others.values() and self.family.cut != "key heads":
             raise CannotShard(
                 "its layers keep states whose division among ranks no test compares with the whole: "
@@ -359,6 +364,7 @@ def _hybrid(text: Any) -> dict[str, Rule]:
 
 CUTS: Mapping[Cut, Callable[[Any], dict[str, Rule]]] = {
     "heads": lambda _text: {},
+    "none": lambda _text: {},
     "latent heads": _latent,
     "heads and norms over all heads": _normed,
     "heads and their norms": _normed_by_head,

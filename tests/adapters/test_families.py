@@ -15,6 +15,7 @@ from loramux_adapters.families import ENCODERS, FAMILIES, Family
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "adapters/loramux_adapters/families.py"
 WORDS = {"dots1": "dots1", "gpt_oss": "gpt.?oss", "seed_oss": "seed.?oss", "phi3": "phi.?[0-9]"}
+WORDS |= dict.fromkeys(("embedding_gemma2", "embedding_gemma2_text"), "embedding.?gemma")
 """Families whose name begins with a common word."""
 STEMS = sorted({WORDS.get(name) or re.match(r"[a-z]+", name)[0] for name in (*FAMILIES, *ENCODERS)})
 """Names of families without their versions: llama, qwen ..."""

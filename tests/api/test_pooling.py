@@ -373,3 +373,11 @@ def test_labels_that_do_not_fit_the_head_are_refused(
     with Client(site.url, api_key=site.keys[TENANT]) as client, pytest.raises(UploadRejected) as caught:
         client.uploads.push(tmp_path, "unfit")
     assert caught.value.param == file
+
+
+@pytest.mark.parametrize(("name", "task"), [("classes", "SEQ_CLS"), ("vectors", "FEATURE_EXTRACTION")])
+def test_fine_tuning_job_from_an_adapter_without_text_is_refused_by_its_task(site: Site, name: str, task: str) -> None:
+    error = refused(site, "/v1/fine_tuning/jobs", model=f"{TENANT}/{name}", training_file="file-none")
+    assert (error["code"], error["param"]) == ("unsupported_task", "model")
+    assert f"task type {task}" in error["message"]
+    assert "upload it" in error["message"]

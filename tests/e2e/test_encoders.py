@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from encoder_zoo import EncoderZoo, word_tokenizer
+from listening import until_true
 from server_process import Child, Place, served
 
 from loramux_client import Client
@@ -172,6 +174,77 @@ def test_encoder_text_is_cut_as_transformers_cuts_it(running: Served, side: str)
     inputs = tokenizer(text, truncation=True, max_length=130, return_tensors="pt")
     with torch.no_grad():
         assert close(one["embedding"], running.zoo.made["vectors"].model(**inputs).last_hidden_state[0, 0].numpy())
+
+
+def test_canary_gets_its_share_of_an_encoders_requests_and_is_guarded(running: Served) -> None:
+    with Client(running.server.url, api_key=running.key) as client:
+        client.uploads.push(running.zoo.adapters / "vectors", "narrow")
+    path, asked = "/v1/adapters/acme/narrow", {"model": "acme/narrow", "input": TEXTS[0], "normalize": False}
+    trained = {"acme/narrow@1": "narrow", "acme/narrow@2": "vectors"}
+    vectors = {model: states(running, name, TEXTS[0])[0] for model, name in trained.items()}
+    with running.server.http(running.key) as http:
+        targets = [{"revision": revision, "weight": 1} for revision in (1, 2)]
+        http.put(f"{path}/aliases/default", json={"targets": targets}).raise_for_status()
+        measures = {"measures": ["errors"]}
+        http.put(f"{path}/aliases/default/guard", json=measures).raise_for_status()
+        answers = [running.ask("/v1/embeddings", **asked, user=f"user {i}") for i in range(32)]
+        assert {answer["model"] for answer in answers} == trained.keys()
+        assert all(close(answer["data"][0]["embedding"], vectors[answer["model"]]) for answer in answers)
+
+        def counted() -> dict[str, int]:
+            return {one["model"]: one["requests"] for one in http.get(f"{path}/metrics").json()["data"]}
+
+        until_true(lambda: sum(counted().values()) >= len(answers))
+        assert all(counted()[model] for model in trained)
+        http.post(f"{path}/promote", json={"revision": 1}).raise_for_status()
+
+
+def shadow_of(running: Served, name: str, folder: Path, ask: Callable[[], Any]) -> dict[str, float]:
+    """Compare the adapter's first revision with `folder` as its second, on one request; return the measures' means."""
+    with Client(running.server.url, api_key=running.key) as client:
+        client.uploads.push(folder, name)
+    path = f"/v1/adapters/acme/{name}"
+    with running.server.http(running.key) as http:
+        http.post(f"{path}/promote", json={"revision": 1}).raise_for_status()
+        started = http.post(f"{path}/shadow", json={"revision": 2, "share": 1})
+        assert started.status_code == 201, started.text
+        ask()
+        until_true(lambda: http.get(f"{path}/shadow").json()["requests"]["compared"] == 1)
+        found = http.get(f"{path}/shadow").json()
+        http.delete(f"{path}/shadow").raise_for_status()
+    assert found["requests"]["failed"] == 0
+    return {measure: numbers["mean"] for measure, numbers in found["measures"].items()}
+
+
+def test_shadow_compares_vectors_of_two_revisions(running: Served) -> None:
+    text = TEXTS[0]
+    asked = {"model": "acme/vectors", "input": text, "pooling": "mean"}
+    found = shadow_of(
+        running, "vectors", running.zoo.adapters / "narrow", lambda: running.ask("/v1/embeddings", **asked)
+    )
+    mine, other = (states(running, name, text).mean(axis=0).astype(np.float64) for name in ("vectors", "narrow"))
+    cosine = mine @ other / (np.linalg.norm(mine) * np.linalg.norm(other))
+    assert cosine < 0.999
+    assert found == {"exact": 0, "cosine": pytest.approx(cosine, abs=1e-5)}
+
+
+def test_shadow_compares_labels_of_two_revisions(running: Served) -> None:
+    running.zoo.add("other three", 3)
+    folder = running.zoo.adapters / "other three"
+    asked = {"model": "acme/three", "input": TEXTS}
+    found = shadow_of(running, "three", folder, lambda: running.ask("/v1/classify", **asked))
+    same = [logits(running, "three", text).argmax() == logits(running, "other three", text).argmax() for text in TEXTS]
+    assert found == {"exact": 0, "same_label": np.mean(same)}
+
+
+@pytest.mark.parametrize("name", ["three", "vectors"])
+def test_evaluation_of_an_adapter_without_text_is_refused_with_the_way_out(running: Served, name: str) -> None:
+    grader = {"type": "exact"}
+    asked = {"adapter": f"acme/{name}", "revision": 1, "against": "base", "file_id": "file-none", "grader": grader}
+    answer = running.post("/v1/evaluations", **asked)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_task", "revision")
+    assert "Start a shadow" in error["message"]
 
 
 def test_adapter_for_text_generation_is_refused_on_an_encoder(running: Served) -> None:

@@ -145,6 +145,22 @@ NEWER_FAMILIES = {
             "hidden_size_per_layer_input": 10,
         },
     ),
+    "gemma3n": (
+        transformers.Gemma3nTextConfig,
+        WIDE_HEADS
+        | WINDOW
+        | {
+            "num_hidden_layers": 5,
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            "num_kv_shared_layers": 3,
+            "activation_sparsity_pattern": [0.9, 0.4, 0.9, 0.0, 0.0],
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 10,
+            "laurel_rank": 6,
+            "altup_num_inputs": 3,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
 }
 
 NEWER_MIXTURES = {
@@ -292,11 +308,19 @@ WHOLE_HYBRIDS = {
     "falcon_h1": (transformers.FalconH1Config, FALCON | {"mamba_norm_before_gate": False}),
     "falcon_h1_norm_first": (transformers.FalconH1Config, FALCON | {"mamba_rms_norm": True, "num_hidden_layers": 2}),
     "lfm2": (transformers.Lfm2Config, {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
+    "lfm2_moe": (
+        transformers.Lfm2MoeConfig,
+        SIX_EXPERTS
+        | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
     "olmo_hybrid": (transformers.OlmoHybridConfig, OLMO_HYBRID),
 }
 """Hybrids that one rank serves: with Mamba 2, convolutions, or linear attention in another form."""
 
 HYBRIDS = CUT_HYBRIDS | WHOLE_HYBRIDS
+
+UNDIVIDED = (*WHOLE_HYBRIDS, "gemma3n")
+"""Families that one rank serves."""
 
 
 def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:

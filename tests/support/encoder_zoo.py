@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from adapter_zoo import EXACT
+from safetensors.torch import save_file
 from task_adapters import TaskAdapter
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings, ModelSettings
@@ -29,7 +33,21 @@ TINY = {
     "max_position_embeddings": 130,
     "initializer_range": 0.2,
 }
-ENCODERS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] = {
+GROUPED = {"num_key_value_heads": 2, "head_dim": 20, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+GROUPED |= {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+NARROW = GROUPED | {"sliding_window": 11, "global_head_dim": 28, "num_global_key_value_heads": 1}
+NARROW |= {"hidden_size_per_layer_input": 14, "embedding_dim": 72}
+
+
+def embedding_gemma_2(**fields: Any) -> transformers.PretrainedConfig:
+    """The config of the whole model, with a part for images."""
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    vision |= {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4}
+    text = transformers.EmbeddingGemma2TextConfig(**fields).to_dict()
+    return transformers.EmbeddingGemma2Config(text_config=text, vision_config=vision, audio_config=None)
+
+
+ENCODERS: dict[str, tuple[Callable[..., transformers.PretrainedConfig], dict[str, Any]]] = {
     "bert": (transformers.BertConfig, {"pad_token_id": 0}),
     "roberta": (transformers.RobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}),
     "xlm_roberta": (transformers.XLMRobertaConfig, {"pad_token_id": 1, "type_vocab_size": 1}),
@@ -44,8 +62,14 @@ ENCODERS: dict[str, tuple[type[transformers.PretrainedConfig], dict[str, Any]]] 
         transformers.DistilBertConfig,
         {"pad_token_id": 0, "dim": 48, "hidden_dim": 72, "n_layers": 3, "n_heads": 4},
     ),
+    "gemma3_text": (
+        transformers.Gemma3TextConfig,
+        GROUPED | {"use_bidirectional_attention": True, "sliding_window": 30, "query_pre_attn_scalar": 20},
+    ),
+    "embedding_gemma2_text": (transformers.EmbeddingGemma2TextConfig, NARROW),
+    "embedding_gemma2": (embedding_gemma_2, NARROW),
 }
-"""Configurations by their families' names."""
+"""Configurations, or functions that make them, by their families' names."""
 
 
 def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
@@ -68,6 +92,28 @@ def word_tokenizer() -> transformers.PreTrainedTokenizerFast:
     )
 
 
+def write_modules(folder: Path, kinds: Sequence[str], pooling: str = "mean") -> None:
+    """Write sentence-transformers' list of modules, and the file of its pooling."""
+    modules = [
+        {"idx": i, "name": str(i), "path": f"{i}_{kind}" if i else "", "type": f"sentence_transformers.models.{kind}"}
+        for i, kind in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    if "Pooling" in kinds:
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        (folder / "1_Pooling/config.json").write_text(json.dumps({f"pooling_mode_{pooling}_tokens": True}))
+
+
+def write_dense(folder: Path, width: int, out: int, *, bias: bool, activation: str) -> torch.nn.Sequential:
+    """Save a Dense module as sentence-transformers does; return what it computes."""
+    linear = torch.nn.Linear(width, out, bias)
+    folder.mkdir(exist_ok=True)
+    config = {"in_features": width, "out_features": out, "bias": bias}
+    (folder / "config.json").write_text(json.dumps(config | {"activation_function": activation}))
+    save_file({f"linear.{name}": weight for name, weight in linear.state_dict().items()}, folder / "model.safetensors")
+    return torch.nn.Sequential(linear, getattr(torch.nn, activation.rpartition(".")[2])()).requires_grad_(False)
+
+
 class EncoderZoo:
     """One tiny base with adapters for vectors and for classes."""
 
@@ -75,8 +121,12 @@ class EncoderZoo:
         self.base, self.adapters = root / "base", root / "adapters"
         config_class, extra = ENCODERS[family]
         torch.manual_seed(1)
-        config = config_class(**{name: v for name, v in TINY.items() if hasattr(config_class, name)} | extra | fields)
-        model = transformers.AutoModelForMaskedLM.from_config(config)
+        known = {
+            name: v for name, v in TINY.items() if hasattr(config_class, name) or config_class is embedding_gemma_2
+        }
+        config = config_class(**known | extra | fields)
+        predicts = type(config) in MODEL_FOR_MASKED_LM_MAPPING
+        model = (transformers.AutoModelForMaskedLM if predicts else transformers.AutoModel).from_config(config)
         if hasattr(model, "bert"):  # a pre-trained checkpoint has the pooler too
             model = transformers.AutoModelForPreTraining.from_config(model.config)
         for parameter in model.parameters():

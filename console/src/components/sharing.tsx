@@ -152,6 +152,8 @@ const MEASURES: Record<string, string> = {
   similarity: "Likeness of the texts",
   length_ratio: "Length, against the current answer",
   same_finish_reason: "Ended for the same reason",
+  cosine: "Likeness of the vectors",
+  same_label: "The same label",
   valid_current: "Valid JSON, current revision",
   valid_candidate: "Valid JSON, candidate",
   valid_difference: "Valid JSON, difference",

@@ -51,6 +51,11 @@ from loramux.serving.service import CompletionService
 GRADED_BYTES, GRADED_BYTES_OF_TENANT = 1 << 30, 256 << 20
 """Maximum bytes of sets and answers that are graded at a time, because they are in memory until the last score."""
 
+_COMPARED = (
+    "An evaluation grades texts. Start a shadow of the revision, which compares vectors and classes, or send your own "
+    "labelled texts to both revisions by their names."
+)
+
 logger = logging.getLogger(__name__)
 _encode = msgspec.json.Encoder().encode
 
@@ -115,8 +120,9 @@ class Evaluations:
             raise InvalidGrader("'against' is another revision.", "against")
         candidate = await self._completions.resolve(principal, f"{info.name}@{revision}")
         other = candidate.base_model if against is None else f"{info.name}@{against}"
-        await self._completions.ensure_model(principal, other)
         models = (candidate.name, other)
+        for model, field in zip(models, ("revision", "against"), strict=True):
+            await self._completions.ensure_generates(principal, model, field, _COMPARED)
         file = await self._files.get(principal, file_id)
         with self._blobs.staging() as folder:
             path = await self._files.fetch(principal.tenant, file, folder)

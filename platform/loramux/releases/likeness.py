@@ -15,6 +15,8 @@ from contextlib import suppress
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from loramux.constraints.formats import AnswerFormat, JsonObject, JsonSchema, read_schema
 from loramux.releases.graders import InvalidGrader, Schema, grade_with
@@ -35,6 +37,8 @@ _BOUNDS: Mapping[str, tuple[float, float]] = {
     "similarity": (0.0, 1.0),
     LOG_RATIO: (-math.log(LARGEST_RATIO), math.log(LARGEST_RATIO)),
     "same_finish_reason": (0.0, 1.0),
+    "cosine": (-1.0, 1.0),
+    "same_label": (0.0, 1.0),
     "valid_current": (0.0, 1.0),
     "valid_candidate": (0.0, 1.0),
     "valid_difference": (-1.0, 1.0),
@@ -43,8 +47,9 @@ MEASURES = tuple(_BOUNDS)
 """Names of the measures, in the order of `_BOUNDS`.
 
 They are: equal answers; the common beginning divided by the longer answer; F1 of shared tokens; the candidate's tokens
-divided by the current revision's; equal finish reasons. The last three measures are the shares of answers that the
-request's format allows: of the current revision, of the candidate, and their difference.
+divided by the current revision's; equal finish reasons. Vectors have their cosine, and classes the share of texts, or
+of tokens, with the same likeliest label. The last three measures are the shares of answers that the request's format
+allows: of the current revision, of the candidate, and their difference.
 """
 
 
@@ -57,6 +62,10 @@ class ChoiceAnswer(msgspec.Struct, frozen=True):
     """Names and arguments of the tool calls."""
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None
+    numbers: bytes = b""
+    """The vector of a text, or the numbers of its classes or its tokens' classes, as float32s."""
+    rows: int = 1
+    """Number of tokens that have numbers; 1 if the text has them."""
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +99,8 @@ def _joined(deltas: Sequence[Delta]) -> ChoiceAnswer:
         calls=tuple((call.name or "", call.arguments) for call in calls),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         finish_reason=next((one.finish_reason for one in deltas if one.finish_reason is not None), None),
+        numbers=b"".join(delta.pooled for delta in deltas),
+        rows=sum(len(delta.tokens) for delta in deltas) or 1,
     )
 
 
@@ -99,15 +110,19 @@ def compare_answers(
     format: AnswerFormat | None,
     *,
     same_tokens: bool,
+    are_classes: bool = False,
 ) -> dict[str, float]:
     """Return one observation of each measure. With `same_tokens`, token ids have the same meaning in both answers;
-    otherwise words are compared.
+    otherwise words are compared. `are_classes`: numbers of the answers are those of classes, and not vectors.
 
     The function reads untrusted text, so call it on a thread.
     """
     check = None if format is None else FormatCheck.of(format)
     of_choices = [
-        _compare(one, other, check, same_tokens=same_tokens) for one, other in zip(current, candidate, strict=True)
+        _compare_numbers(one, other, are_classes=are_classes)
+        if one.numbers
+        else _compare(one, other, check, same_tokens=same_tokens)
+        for one, other in zip(current, candidate, strict=True)
     ]
     return {name: math.fsum(one[name] for one in of_choices) / len(of_choices) for name in of_choices[0]}
 
@@ -137,6 +152,25 @@ def _compare(
             "valid_difference": candidate_valid - valid,
         }
     return found
+
+
+def _compare_numbers(current: ChoiceAnswer, candidate: ChoiceAnswer, *, are_classes: bool) -> dict[str, float]:
+    """Compare two vectors, or the classes of a text or its tokens. Numbers of other shapes have nothing in common."""
+    mine, other = (
+        np.frombuffer(one.numbers, dtype="<f4").astype(np.float64).reshape(one.rows, -1) for one in (current, candidate)
+    )
+    exact = {"exact": float(current.numbers == candidate.numbers)}
+    if are_classes:
+        same = _likeliest(mine) == _likeliest(other) if mine.shape == other.shape else np.zeros(1)
+        return exact | {"same_label": float(np.mean(same))}
+    lengths = np.linalg.norm(mine) * np.linalg.norm(other)
+    is_comparable = mine.shape == other.shape and lengths > 0
+    return exact | {"cosine": float(np.clip(np.vdot(mine, other) / lengths, -1.0, 1.0)) if is_comparable else 0.0}
+
+
+def _likeliest(numbers: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return the likeliest label of each row; of a single label, whether it is more likely than not."""
+    return numbers.argmax(axis=1) if numbers.shape[1] > 1 else (numbers[:, 0] > 0).astype(np.int64)
 
 
 def _said(answer: ChoiceAnswer) -> tuple[str, str, tuple[tuple[str, str], ...]]:

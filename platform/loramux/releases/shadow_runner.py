@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from loramux.batches.files import SHADOW_OUTPUT, Files
 from loramux.catalog.registry.errors import ModelNotFound
@@ -45,6 +46,8 @@ IN_FLIGHT, IN_FLIGHT_BESIDE_OTHERS = 4, 1
 MAX_WAITING, MAX_WAITING_PER_TENANT = 1000, 50
 MAX_TOKENS, MAX_TOKENS_PER_TENANT = 4_000_000, 200_000
 """Tokens that the requests that wait may use, prompt and answer."""
+MAX_NUMBER_BYTES, MAX_NUMBER_BYTES_PER_TENANT = 64 << 20, 8 << 20
+"""Maximum bytes of the vectors and classes that wait to be compared."""
 MAX_WAIT_SECONDS = 600.0
 LOOK_SECONDS = 0.2
 """Maximum seconds until waiting shadows notice that other requests have ended."""
@@ -77,6 +80,11 @@ class ShadowTask:
     queued_at: float
 
     @property
+    def number_bytes(self) -> int:
+        """Bytes of the answer's vectors and classes."""
+        return sum(len(delta.pooled) for delta in self.answer)
+
+    @property
     def format(self) -> AnswerFormat | None:
         """The format that the answer must have."""
         return None if self.request.format is None else self.request.format.format
@@ -104,6 +112,7 @@ class ShadowQueue:
     def __init__(self) -> None:
         self._waiting: dict[str, deque[ShadowTask]] = {}
         self._tokens: Counter[str] = Counter()
+        self._number_bytes: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -114,10 +123,18 @@ class ShadowQueue:
         """
         tenant = task.principal.tenant
         mine = self._waiting.get(tenant, ())
-        if len(mine) >= MAX_WAITING_PER_TENANT or self._tokens[tenant] + task.tokens > MAX_TOKENS_PER_TENANT:
+        if (
+            len(mine) >= MAX_WAITING_PER_TENANT
+            or self._tokens[tenant] + task.tokens > MAX_TOKENS_PER_TENANT
+            or self._number_bytes[tenant] + task.number_bytes > MAX_NUMBER_BYTES_PER_TENANT
+        ):
             return task
         self._waiting.setdefault(tenant, deque()).append(task)
         self._tokens[tenant] += task.tokens
+        self._number_bytes[tenant] += task.number_bytes
+        if self._number_bytes.total() > MAX_NUMBER_BYTES:
+            largest = max(self._waiting, key=lambda one: self._number_bytes[one])
+            return self._removed(largest, self._waiting[largest].pop())
         if len(self) <= MAX_WAITING and self._tokens.total() <= MAX_TOKENS:
             return None
         largest = max(self._waiting, key=lambda one: self._tokens[one])
@@ -134,8 +151,9 @@ class ShadowQueue:
 
     def _removed(self, tenant: str, task: ShadowTask) -> ShadowTask:
         self._tokens[tenant] -= task.tokens
+        self._number_bytes[tenant] -= task.number_bytes
         if not self._waiting[tenant]:
-            del self._waiting[tenant], self._tokens[tenant]
+            del self._waiting[tenant], self._tokens[tenant], self._number_bytes[tenant]
         return task
 
 
@@ -323,7 +341,8 @@ def _compared(task: ShadowTask, answer: Generation, deltas: Sequence[Delta]) -> 
     current, candidate = join_answer(task.answer), join_answer(deltas)
     billed = num_tokens(current)
     same_tokens = task.base_model == answer.base_model
-    observations = compare_answers(current, candidate, task.format, same_tokens=same_tokens)
+    are_classes = answer.classes.count > 0
+    observations = compare_answers(current, candidate, task.format, same_tokens=same_tokens, are_classes=are_classes)
     sums = {
         "compared": 1,
         "current_tokens": billed,
@@ -393,4 +412,6 @@ def _choice_object(choice: ChoiceAnswer) -> dict[str, object]:
         found["reasoning"] = choice.thought
     if choice.calls:
         found["tool_calls"] = [{"name": name, "arguments": arguments} for name, arguments in choice.calls]
+    if choice.numbers:
+        found["numbers"] = np.frombuffer(choice.numbers, dtype="<f4").tolist()
     return found

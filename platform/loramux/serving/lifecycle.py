@@ -32,10 +32,11 @@ import msgspec
 from loramux.accounts.tenants.entities import Changes
 from loramux.catalog.registry.resolver import AbsentBase, BaseModel, BaseModels
 from loramux.catalog.validation.jobs import RetiredBase
-from loramux.catalog.validation.task_files import BundleRejected, bundle_of_base
+from loramux.catalog.validation.task_files import bundle_of_base
 from loramux.catalog.validation.validator import BaseValidators, Validator
 from loramux.common.bundle import Bundle, SamplingDefaults
 from loramux.common.errors import LoramuxError
+from loramux.common.sentence_files import BundleRejected
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.common.settings.serving import BaseSettings
 from loramux.data.records.bases import BaseRecord, BaseRepository, BaseUpgradeRepository

@@ -44,7 +44,7 @@ from loramux.serving.checks import (
     recorded_user,
     service_class_of,
 )
-from loramux.serving.errors import Draining, EngineDown
+from loramux.serving.errors import Draining, EngineDown, InvalidRequest
 from loramux.serving.formats import Format, Formats
 from loramux.serving.generation import Generation
 from loramux.serving.images import ImageReader
@@ -185,7 +185,7 @@ class CompletionService:
             held = resources.pop_all()
             generation.task.add_done_callback(lambda _: held.close())
         self._watch(generation)
-        choose = None if asked.pooling else self._choose_recorder
+        choose = self._choose_recorder
         if choose is not None and (recorder := choose(principal, asked, opened)) is not None:
             generation.keep_answer()
             generation.task.add_done_callback(lambda _: recorder(generation))
@@ -302,6 +302,24 @@ class CompletionService:
     async def ensure_model(self, principal: Principal, model: str) -> None:
         """Raise ModelNotFound or RevisionUnavailable unless this caller may use the model."""
         await self.resolve(principal, model)
+
+    async def ensure_generates(self, principal: Principal, model: str, field: str, purpose: str) -> None:
+        """Raise InvalidRequest for `field`, with the `purpose`, if the model generates no text and its base is loaded.
+
+        Raises as `resolve` does too.
+        """
+        resolved = await self.resolve(principal, model)
+        if (base := self.bases.get(resolved.base_model)) is None:
+            return
+        format = await self._formats.of(base.name, base.format, resolved.revision, principal.tenant)
+        if base.facts.generates and format.bundle.task is None:
+            return
+        task = f" (task type {format.bundle.task})" if format.bundle.task else ""
+        raise InvalidRequest(
+            f"'{model[:200]}' generates no text: it gives vectors or classes{task}. {purpose}",
+            field=field,
+            code="unsupported_task",
+        )
 
     async def resolve(self, principal: Principal, model: str) -> ResolvedModel:
         """Return the present meaning of a model's name. Raises as `ModelResolver.resolve` does."""

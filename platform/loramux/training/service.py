@@ -38,6 +38,10 @@ from loramux.training.errors import InvalidJob, JobConflict, JobNotFound, TooMan
 from loramux.training.worker import TrainingServer
 
 PAUSE, CANCEL = "pause", "cancel"
+_TRAINED = (
+    "A fine-tuning job trains a model to answer. Train an adapter for vectors or classes with PEFT or "
+    "sentence-transformers, and upload it."
+)
 
 
 class FineTuningJobs:
@@ -77,6 +81,7 @@ class FineTuningJobs:
         """
         self._ensure_enabled()
         start = await self._completions.resolve(principal, model)
+        await self._completions.ensure_generates(principal, start.name, "model", _TRAINED)
         base = self._completions.bases.get(start.base_model)
         if base is None or not base.tokenizer.chat_template:
             raise InvalidJob(f"The base model `{start.base_model}` has no chat template to train with.", "model")

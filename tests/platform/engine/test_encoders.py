@@ -15,9 +15,10 @@ import pytest
 import torch
 import transformers
 from adapter_zoo import EXACT
-from encoder_zoo import ENCODERS, EncoderZoo, run
+from encoder_zoo import ENCODERS, EncoderZoo, run, write_dense, write_modules
 from numpy.typing import NDArray
 
+from loramux.catalog.validation.parity_encoders import peft_outputs
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.messages import Request, SamplingParams, TokenEvent
 from loramux.engine.scheduling.sequence import Sequence, StepBuilder
@@ -29,7 +30,7 @@ from loramux_adapters.plan import PlanLimits, inspect_adapter
 TOLERANCE = 1e-5
 ADAPTERS = {
     "vectors": {},
-    "narrow": {"target_modules": ["query", "value", "Wqkv", "q_lin"], "r": 3},
+    "narrow": {"target_modules": ["query", "value", "Wqkv", "q_lin", "q_proj"], "r": 3},
     "three": {"num_labels": 3},
     "tokens": {
         "num_labels": 4,
@@ -37,17 +38,29 @@ ADAPTERS = {
         "r": 5,
         "target_modules": ["query", "dense", "Wqkv", "q_lin", "lin1"],
     },
-    "one": {"num_labels": 1, "r": 20, "target_modules": ["query", "dense", "Wo", "Wi", "out_lin"]},
+    "one": {"num_labels": 1, "r": 20, "target_modules": ["query", "dense", "Wo", "Wi", "out_lin", "o_proj", "up_proj"]},
 }
+
+
+def can_be_trained(zoo: EncoderZoo, fields: dict[str, object]) -> bool:
+    """Has transformers a class of the family for the adapter's task?"""
+    encoder = zoo.description.encoder
+    return "num_labels" not in fields or bool(encoder.head_of_tokens if "of_tokens" in fields else encoder.head)
 
 
 @pytest.fixture(scope="module", params=ENCODERS)
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EncoderZoo:
     made = EncoderZoo(request.param, tmp_path_factory.mktemp(request.param))
     for name, fields in ADAPTERS.items():
-        # PEFT's all-linear names one of this family's two linears of the head, which it then cannot save.
-        is_special = request.param == "distilbert" and name == "three"
-        made.add(name, **fields, **{"target_modules": ["q_lin", "k_lin", "v_lin", "lin1"]} if is_special else {})
+        if not can_be_trained(made, fields):
+            continue
+        others = {}
+        if request.param == "embedding_gemma2":  # PEFT cannot wrap the linears of its vision tower
+            others = {"exclude_modules": r".*vision_tower.*"}
+        elif request.param == "distilbert" and name == "three":
+            # PEFT's all-linear names one of this family's two linears of the head, which it then cannot save.
+            others = {"target_modules": ["q_lin", "k_lin", "v_lin", "lin1"]}
+        made.add(name, **fields, **others)
     return made
 
 
@@ -59,7 +72,7 @@ def prompts(count: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 def asked(zoo: EncoderZoo, texts: list[list[int]]) -> list[Request]:
     """One request a text: the base's and every adapter's, pooled in every way."""
-    names = [None, *ADAPTERS]
+    names = [None, *zoo.made]
     requests = []
     for i, text in enumerate(texts):
         adapter = names[i % len(names)]
@@ -133,6 +146,19 @@ def test_encoder_refuses_to_generate(zoo: EncoderZoo) -> None:
 def test_encoder_classes_without_a_head_are_refused(zoo: EncoderZoo) -> None:
     requests = [zoo.request("x", "vectors", [5, 6], "classify"), zoo.request("y", None, [5, 6], "classify")]
     assert {event.fault.code for event in run(zoo.engine(), requests).values()} == {"not_a_classifier"}
+
+
+def test_classifier_of_a_family_without_such_a_class_is_refused_at_upload(zoo: EncoderZoo) -> None:
+    for task, names in (("SEQ_CLS", "head"), ("TOKEN_CLS", "head_of_tokens")):
+        if getattr(zoo.description.encoder, names):
+            continue
+        config = json.loads((zoo.adapters / "narrow/adapter_config.json").read_bytes())
+        folder = Path(tempfile.mkdtemp(dir=zoo.adapters))
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"task_type": task}))
+        shutil.copy(zoo.adapters / "narrow/adapter_model.safetensors", folder)
+        with pytest.raises(ConfigRejected, match="transformers has no class of this base") as refused:
+            inspect_adapter(folder, zoo.description, PlanLimits())
+        assert refused.value.field == "task_type"
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +305,72 @@ def test_classifier_as_a_base_answers_with_its_own_head(tmp_path: Path) -> None:
         else:
             wanted = expected(zoo, request)
         assert is_close(ends[request.id], wanted)
+
+
+@pytest.mark.parametrize(
+    ("family", "parts"),
+    [
+        ("gemma3_text", [(96, False, "torch.nn.modules.linear.Identity"), (40, False, "torch.nn.Identity")]),
+        ("bert", [(31, True, "torch.nn.modules.activation.Tanh")]),
+    ],
+)
+def test_vectors_go_through_the_dense_modules_of_the_folder(tmp_path: Path, family: str, parts: list) -> None:
+    """sentence-transformers' formula: the mean of the states, then each linear with its activation."""
+    zoo = EncoderZoo(family, tmp_path)
+    zoo.add("vectors")
+    plain = zoo.engine().facts
+    write_modules(zoo.base, ["Transformer", "Pooling", *("Dense" for _ in parts), "Normalize"])
+    dense, width = torch.nn.Sequential(), 48
+    for i, (out, bias, activation) in enumerate(parts, 2):
+        dense.append(write_dense(zoo.base / f"{i}_Dense", width, out, bias=bias, activation=activation))
+        width = out
+    requests = [
+        zoo.request(f"r{i}", (None, "vectors")[i % 2], text, "mean") for i, text in enumerate(prompts(4, (40, 3)))
+    ]
+    engine = zoo.engine()
+    ends = run(engine, requests, arrivals=3)
+    for request in requests:
+        assert is_close(ends[request.id], dense(torch.from_numpy(expected(zoo, request))).numpy()), request.id
+    assert engine.facts.hidden_size == width
+    assert engine.facts.weights != plain.weights
+    text, uploaded = [7, 8, 9], zoo.adapters / "vectors uploaded"
+    folder = uploaded if uploaded.exists() else zoo.adapters / "vectors"
+    plan = inspect_adapter(zoo.adapters / "vectors", zoo.description, PlanLimits())
+    encoder = zoo.description.encoder
+    compared = peft_outputs(str(zoo.base), str(folder), encoder, "FEATURE_EXTRACTION", plan, [text])
+    first = run(engine, [zoo.request("first", "vectors", text, "cls")])["first"]
+    assert is_close(first, compared.adapted[0].numpy()), "uploads are compared through the modules too"
+
+
+def test_upload_of_an_adapter_trained_on_the_whole_model_is_compared_on_its_text(tmp_path: Path) -> None:
+    zoo = EncoderZoo("embedding_gemma2", tmp_path)
+    zoo.add("vectors", exclude_modules=r".*vision_tower.*")
+    plan = inspect_adapter(zoo.adapters / "vectors", zoo.description, PlanLimits())
+    request, encoder = zoo.request("x", "vectors", [7, 8, 9], "cls"), zoo.description.encoder
+    folder = str(zoo.adapters / "vectors")
+    compared = peft_outputs(str(zoo.base), folder, encoder, "FEATURE_EXTRACTION", plan, [request.prompt_token_ids])
+    assert is_close(run(zoo.engine(), [request])["x"], compared.adapted[0].numpy())
+    assert not torch.allclose(compared.adapted, compared.plain)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"in_features": 47}, "asks for .*47"),
+        ({"bias": True}, "linear.bias"),
+        ({"activation_function": "torch.nn.modules.activation.PReLU"}, "activation_function is not served"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name is not served"),
+        ({"in_features": "many"}, "in_features"),
+    ],
+)
+def test_dense_module_that_cannot_be_computed_is_refused_at_start(bert: EncoderZoo, change: dict, named: str) -> None:
+    write_modules(bert.base, ["Transformer", "Pooling", "Dense"])
+    write_dense(bert.base / "2_Dense", 48, 31, bias=False, activation="torch.nn.Identity")
+    file = bert.base / "2_Dense/config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UnsupportedModel, match=named):
+        bert.engine()
+    (bert.base / "modules.json").unlink()
 
 
 @pytest.mark.parametrize(

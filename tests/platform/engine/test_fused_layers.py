@@ -25,6 +25,7 @@ KEPT = (
         "gemma4_e2b",
         "gemma4_26b_a4b",
         "gemma4_images",
+        "gemma3n",
         "gpt_oss",
         "glm4_moe_lite",
         "deepseek_v2",

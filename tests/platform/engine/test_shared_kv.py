@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from adapter_zoo import RECIPES, Asked, Zoo, serve
 from safetensors.torch import load_file, save_file
 
@@ -76,6 +77,41 @@ def test_published_checkpoint_with_unused_keys_and_values_of_sharing_layers_is_s
     zoo = Zoo.__new__(Zoo)
     zoo.__dict__.update(shared.__dict__ | {"base": base})
     assert serve(zoo, zoo.engine(), [ASKED])["alone"] == shared.answer(ASKED)
+
+
+def test_text_of_a_whole_models_checkpoint_is_served_without_its_other_parts(tmp_path: Path) -> None:
+    """The text's own model is made of a folder as it is published: with parts for images and sound, and their names."""
+    zoo = Zoo("gemma3n", tmp_path)
+    zoo.make_adapter("plain", RECIPES["plain"], 1)
+    tensors = load_file(zoo.base / "model.safetensors")
+    renamed = {key.replace("model.", "model.language_model.", 1): tensor for key, tensor in tensors.items()}
+    others = (
+        "vision_tower.timm_model.a",
+        "audio_tower.conformer.0.b",
+        "embed_vision.embedding",
+        "embed_audio.embedding",
+    )
+    renamed |= {f"model.{name}.weight": torch.ones(3) for name in others}
+    whole = transformers.Gemma3nConfig(text_config=json.loads((zoo.base / "config.json").read_text()))
+    whole.save_pretrained(zoo.base)
+    save_file(renamed, zoo.base / "model.safetensors", {"format": "pt"})
+    folder, pairs = copied(zoo, "plain", tmp_path)
+    pairs = {key.replace(f"{PREFIX}model.", f"{PREFIX}model.language_model."): pair for key, pair in pairs.items()}
+    save_file(pairs, folder / WEIGHTS_NAME)
+    shutil.rmtree(zoo.adapters / "plain")
+    (zoo.adapters / "plain").mkdir()
+    assert rename_adapter(folder, zoo.adapters / "plain", describe_base(zoo.base), LIMITS) is not None
+    base = Asked("base", None, ASKED.prompt, 8)
+    assert serve(zoo, zoo.engine(), [ASKED, base]) == {one.name: zoo.answer(one) for one in (ASKED, base)}
+
+
+def test_cutoff_of_sparse_gates_is_transformers_to_the_bit(tmp_path: Path) -> None:
+    zoo = Zoo("gemma3n", tmp_path)
+    layer = transformers.Gemma3nForCausalLM.from_pretrained(zoo.base).bfloat16().model.layers[0].mlp
+    ours = load_checkpoint(zoo.base, "bfloat16", torch.device("cpu")).model.layers[0].mlp
+    gates = torch.randn(1, 5, 96, dtype=torch.bfloat16)
+    assert layer.activation_sparsity == 0.9
+    assert torch.equal(ours._gaussian_topk(gates), layer._gaussian_topk(gates))
 
 
 def test_adapter_on_unused_keys_of_sharing_layers_is_served_without_them(shared: Zoo, tmp_path: Path) -> None:

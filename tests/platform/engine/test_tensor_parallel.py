@@ -10,7 +10,18 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from adapter_zoo import FAMILIES, LINEARS, RECIPES, SERVED, SMALL, WHOLE_HYBRIDS, Asked, Zoo, serve, to_request
+from adapter_zoo import (
+    FAMILIES,
+    LINEARS,
+    RECIPES,
+    SERVED,
+    SMALL,
+    UNDIVIDED,
+    Asked,
+    Zoo,
+    serve,
+    to_request,
+)
 from eager_drafts import draft_always
 from preempting import preempting
 
@@ -22,7 +33,7 @@ from loramux_adapters.sharding import WHOLE, CannotShard, rules_of
 EVERY_MODEL = [None, *RECIPES]
 OFTEN = ("phi3", "olmo2", "gpt_oss", "deepseek_v3", "qwen3_next")
 """Families that differ in what is cut: joined projections, norms over all heads, experts, latents, states."""
-DIVIDED = [family for family in SERVED if family not in WHOLE_HYBRIDS]
+DIVIDED = [family for family in SERVED if family not in UNDIVIDED]
 
 
 def ranked(zoo: Zoo, size: int = 2, **settings: object) -> Engine:
@@ -115,6 +126,11 @@ def test_ranks_of_a_config_whose_fields_do_not_fit_each_other_are_refused_by_nam
         odd.engine()
     with pytest.raises(CannotShard, match=r"has a dimension of (32|64), .* Correct config\.json"):
         ranked(odd, 2)
+
+
+def test_ranks_of_layers_that_read_all_outputs_of_a_linear_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CannotShard, match="gemma3n_text read all outputs of a linear at once"):
+        ranked(Zoo("gemma3n", tmp_path))
 
 
 def test_ranks_of_int8_weights_are_refused(zoo_of) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from gateway_harness import Harness, in_harness, read
 from hypothesis import given
@@ -33,8 +34,9 @@ from loramux.serving.errors import Draining
 from loramux.serving.messages import Delta, GenerationRequest
 
 
-def task(tenant: str = "acme", tokens: int = 10, number: int = 0) -> Any:
-    return SimpleNamespace(principal=SimpleNamespace(tenant=tenant), tokens=tokens, request_id=f"{tenant}-{number}")
+def task(tenant: str = "acme", tokens: int = 10, number: int = 0, number_bytes: int = 0) -> Any:
+    caller, id = SimpleNamespace(tenant=tenant), f"{tenant}-{number}"
+    return SimpleNamespace(principal=caller, tokens=tokens, request_id=id, number_bytes=number_bytes)
 
 
 def taken(queue: ShadowQueue) -> list[str]:
@@ -51,6 +53,19 @@ def test_queue_of_shadows_lets_tenants_take_turns() -> None:
     queue.put(task("b"))
     assert taken(queue) == ["a-0", "b-0", "a-1", "a-2"]
     assert (len(queue), queue.take()) == (0, None)
+
+
+def test_queue_of_shadows_bounds_the_bytes_of_vectors_of_a_tenant_and_of_all() -> None:
+    queue, each = ShadowQueue(), shadow_runner.MAX_NUMBER_BYTES_PER_TENANT // 2
+    assert [queue.put(task(number=n, number_bytes=each)) is None for n in range(3)] == [True, True, False]
+    tenants = shadow_runner.MAX_NUMBER_BYTES // each
+    assert all(queue.put(task(f"t{n}", number_bytes=each)) is None for n in range(tenants - 2))
+    dropped = queue.put(task("last", number_bytes=each))
+    assert dropped is not None
+    assert dropped.request_id == "acme-1", "the tenant with the most bytes gives way"
+    while queue.take() is not None:
+        pass
+    assert queue.put(task(number_bytes=each)) is None
 
 
 def test_queue_of_shadows_drops_what_is_beyond_a_tenants_bounds() -> None:
@@ -132,6 +147,33 @@ def test_likeness_is_of_calls_and_thoughts_too() -> None:
 def test_likeness_is_the_mean_over_choices() -> None:
     found = compare_answers([said("a"), said("b")], [said("a"), said("c")], None, same_tokens=True)
     assert found["exact"] == 0.5
+
+
+def numbers(*rows: list[float]) -> ChoiceAnswer:
+    return replace_struct(said(""), numbers=np.array(rows, dtype="<f4").tobytes(), rows=len(rows))
+
+
+def test_likeness_of_vectors_is_their_cosine() -> None:
+    def compared(*pair: ChoiceAnswer) -> dict[str, float]:
+        return compare_answers([pair[0]], [pair[1]], None, same_tokens=True)
+
+    vector = numbers([3.0, 4.0])
+    assert compared(vector, vector) == {"exact": 1, "cosine": pytest.approx(1)}
+    assert compared(vector, numbers([-4.0, 3.0])) == {"exact": 0, "cosine": pytest.approx(0)}
+    assert compared(vector, numbers([-6.0, -8.0])) == {"exact": 0, "cosine": pytest.approx(-1)}
+    for other in (numbers([3.0, 4.0, 0.0]), numbers([0.0, 0.0])):
+        assert compared(vector, other) == {"exact": 0, "cosine": 0}
+
+
+def test_likeness_of_classes_is_the_share_of_equal_labels() -> None:
+    def compared(*pair: ChoiceAnswer) -> dict[str, float]:
+        return compare_answers([pair[0]], [pair[1]], None, same_tokens=True, are_classes=True)
+
+    tokens = numbers([1, 2, 3], [5, 1, 0], [0, 1, 0], [9, 9, 10])
+    assert compared(tokens, numbers([0, 0, 1], [2, 1, 0], [1, 0, 0], [0, 1, 0])) == {"exact": 0, "same_label": 0.5}
+    assert compared(tokens, numbers([0, 0, 1])) == {"exact": 0, "same_label": 0}
+    assert compared(numbers([0.3]), numbers([7.0])) == {"exact": 0, "same_label": 1}
+    assert compared(numbers([0.3]), numbers([-0.3])) == {"exact": 0, "same_label": 0}
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}

@@ -18,16 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import msgspec
 
 from loramux.catalog.validation.jobs import BundleJob, BundleSetup, Check, ReportWarning, ValidationReport
-from loramux.catalog.validation.task_files import (
-    FIRST_TOKEN,
-    BundleRejected,
-    is_encoder,
-    labels_of,
-    of_model,
-    read_object,
-    read_text,
-    sentence_pooling,
-)
+from loramux.catalog.validation.task_files import is_encoder, labels_of, of_model
 from loramux.common.bundle import (
     BUNDLE_FILE,
     GENERATION_FILE,
@@ -51,12 +42,24 @@ from loramux.common.bundle import (
     extend_tokenizer,
 )
 from loramux.common.sampling import RECOMMENDED, with_numbers
+from loramux.common.sentence_files import (
+    FIRST_TOKEN,
+    BundleRejected,
+    read_object,
+    read_text,
+    refuse_dense,
+    sentence_pooling,
+)
 from loramux.common.settings.serving import ToolParser
 from loramux.common.tokenizer_file import LoadedTokenizer, load_tokenizer, read_tokenizer, tokenizer_difference
 
 logger = logging.getLogger(__name__)
 
 BUNDLE_CHECK = "bundle"
+_DENSE_OF_BASE = (
+    "An adapter's vectors pass through the Dense modules of its base, and never through its own. Freeze them in the "
+    "training, and remove them from modules.json."
+)
 
 T = TypeVar("T")
 
@@ -228,6 +231,7 @@ def _with_task(bundle: Bundle, folder: Path, job: BundleJob, *, is_encoder: bool
     if job.task not in ("SEQ_CLS", "TOKEN_CLS"):
         if settings.pooling == "cls" and not is_encoder:
             raise BundleRejected(SETTINGS_FILE, FIRST_TOKEN, "field_unsupported")
+        refuse_dense(folder, _DENSE_OF_BASE)
         pooling = settings.pooling or sentence_pooling(folder, is_encoder=is_encoder)
         task = "FEATURE_EXTRACTION" if job.task == "FEATURE_EXTRACTION" else None
         dimensions = tuple(sorted(set(settings.matryoshka_dimensions)))

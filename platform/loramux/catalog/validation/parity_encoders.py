@@ -10,6 +10,8 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from loramux.engine.execution.checkpoint import load_checkpoint
+from loramux.engine.execution.encoders import read_dense
 from loramux_adapters.components import PREFIX, AdapterPlan
 from loramux_adapters.config import Task
 from loramux_adapters.families import Encoder
@@ -29,7 +31,7 @@ class EncoderOutputs(NamedTuple):
 def peft_outputs(
     model_dir: str, folder: str, encoder: Encoder, task: Task, plan: AdapterPlan, prompts: list[list[int]]
 ) -> EncoderOutputs:
-    """Return the numbers of each label (of each token: TOKEN_CLS), or the states of the first token of other adapters.
+    """Return the numbers of each label (of each token: TOKEN_CLS), or the vectors of the first token of other adapters.
 
     An adapter for vectors may have been trained on the model without its head, or around it: its names say which.
     """
@@ -39,11 +41,14 @@ def peft_outputs(
         labels = {} if plan.classifier is None else {"num_labels": plan.classifier.num_labels}
         kind = AutoModelForTokenClassification if task == "TOKEN_CLS" else AutoModelForSequenceClassification
         base = kind.from_pretrained(model_dir, dtype=torch.float32, ignore_mismatched_sizes=True, **labels)
-    else:
+    elif encoder.body:
         base = AutoModel.from_pretrained(model_dir, dtype=torch.float32)
+    else:  # the checkpoint may be that of a larger model
+        base = load_checkpoint(Path(model_dir), "float32", torch.device("cpu"))
     config = peft.PeftConfig.from_pretrained(folder)
     if getattr(config, "init_lora_weights", True) is False:
         config.init_lora_weights = True  # modules that the file lacks would get random weights otherwise
+    dense = read_dense(Path(model_dir), getattr(base.config.get_text_config(), encoder.width_field))
     model = peft.PeftModel.from_pretrained(base.eval(), folder, config=config).eval()
 
     def numbers(prompt: list[int]) -> torch.Tensor:
@@ -52,8 +57,8 @@ def peft_outputs(
             logits: torch.Tensor = model(input_ids=ids, attention_mask=mask).logits
             return logits.float().view(-1, logits.shape[-1])
         body = getattr(model.get_base_model(), encoder.body, model.get_base_model())
-        states: torch.Tensor = body(input_ids=ids, attention_mask=mask).last_hidden_state[0, :1]
-        return states.float()
+        vectors: torch.Tensor = dense(body(input_ids=ids, attention_mask=mask).last_hidden_state[0, :1].float())
+        return vectors
 
     adapted = torch.cat([numbers(prompt) for prompt in prompts])
     for layer in model.modules():

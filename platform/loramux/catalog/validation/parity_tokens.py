@@ -30,7 +30,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import init_empty_weights
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
+from transformers import AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from loramux.catalog.validation.checkpoint_files import BaseFiles
 from loramux.catalog.validation.jobs import EngineAnswer, ParityJob, ParitySetup
@@ -49,6 +49,7 @@ from loramux_adapters.base import (
     expert_parameters,
     expert_weights,
     mixtures,
+    served_config,
 )
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.config import AdapterConfig, LoraConfig, Task
@@ -266,8 +267,9 @@ class WholeModel:
 def _reference(setup: ParitySetup, files: BaseFiles) -> PreTrainedModel:
     """Load the base in float32 for PEFT, with the dequantized weights of quantized linears."""
     if files.form is None:
-        config = AutoConfig.from_pretrained(setup.model_dir)
-        model: PreTrainedModel = auto_class(config).from_pretrained(setup.model_dir, dtype=torch.float32).eval()
+        config = served_config(Path(setup.model_dir))
+        model: PreTrainedModel = auto_class(config).from_pretrained(setup.model_dir, config=config, dtype=torch.float32)
+        model.eval()
     else:
         model = load_checkpoint(Path(setup.model_dir), "float32", torch.device("cpu")).eval()
     if files.form is None and files.quantization == "none":
@@ -484,7 +486,7 @@ class StreamedModel:
     def __init__(self, setup: ParitySetup, files: BaseFiles) -> None:
         self._setup = setup
         self._files = files
-        config = AutoConfig.from_pretrained(setup.model_dir)
+        config = served_config(Path(setup.model_dir))
         with init_empty_weights(include_buffers=False):
             self._model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self._layer_classes = frozenset(self._model._no_split_modules or ())

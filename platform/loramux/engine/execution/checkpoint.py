@@ -26,7 +26,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO, TypeVar
 
 import torch
-from transformers import AutoConfig, Mxfp4Config, PretrainedConfig, PreTrainedModel
+from transformers import Mxfp4Config, PretrainedConfig, PreTrainedModel
 from transformers.utils.logging import set_tqdm_hook
 
 from loramux.common.bundle import SamplingDefaults
@@ -38,10 +38,10 @@ from loramux.engine.execution.quantized_checkpoint import (
     read_quantized,
 )
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare, load_share_of
-from loramux_adapters.base import MODEL_LOCK, auto_class
+from loramux_adapters.base import MODEL_LOCK, auto_class, served_config
 from loramux_adapters.base_weights import QuantizedLinear
 from loramux_adapters.checkpoint_config import is_classifier, is_published_in_mxfp4, refusal_of_config
-from loramux_adapters.families import ENCODERS, SWITCHING_ROPES, Encoder, family_of
+from loramux_adapters.families import SWITCHING_ROPES, Encoder, encoder_of, family_of, reads_other_inputs
 from loramux_kernels.device import multiplies_in_hardware
 
 logger = logging.getLogger(__name__)
@@ -82,11 +82,14 @@ def load_checkpoint(
     config = read_config(directory)
     chosen = _widened(config, dtype, device)
     wanted = chosen or ("auto" if dtype == "auto" else getattr(torch, dtype))
-    form: dict[str, Any] = {}
+    form: dict[str, Any] = {"config": config}
+    is_part = _is_part_of(directory, config)
+    if is_part:  # the names of the whole model's tensors
+        form["key_mapping"] = {r"^language_model\.": ""}
     quantized: list[str] = []
     if (stored := None if is_mxfp4(config) else format_of(vars(config))) is not None:
         quantized = quantized_linears(directory, stored)
-        form = {"config": loading_config(config, quantized)}
+        form["config"] = loading_config(config, quantized)
     elif is_mxfp4(config):
         form = {"quantization_config": Mxfp4Config(dequantize=True)}
         logger.warning("the checkpoint's experts are MXFP4 and are held in %s: about four times their bytes", wanted)
@@ -110,8 +113,10 @@ def load_checkpoint(
     if stored is not None:
         read = read_quantized(model, directory, stored, share, partial(progress.track, "quantized weights"))
         report["unexpected_keys"] = set(report["unexpected_keys"]) - read
-    if (encoder := ENCODERS.get(config.model_type)) is not None:
+    if (encoder := encoder_of(config)) is not None:
         _settle_encoder(model, encoder, report, has_head=is_classifier(config.to_dict()))
+    if is_part:
+        report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not reads_other_inputs(name)}
     _ensure_complete(directory, report)
     if dtype == "auto" and _is_emulated(model.dtype, device):  # the config did not name the dtype
         model, chosen = model.float(), torch.float32
@@ -125,6 +130,7 @@ def load_checkpoint(
     elif _is_emulated(model.dtype, device):
         logger.warning("model.dtype = %s is emulated on this processor, several times slower than float32", dtype)
     _freeze_rope(model)
+    _freeze_cutoffs(model)
     # Other outputs that a config may request would only cost memory, and a tuple has no `.logits`.
     model.config.return_dict = True
     model.config.output_hidden_states = model.config.output_attentions = False
@@ -183,12 +189,18 @@ def read_config(directory: Path) -> PretrainedConfig:
             f"model.path = {str(directory)!r} holds no config.json; give the local folder of a transformers checkpoint."
         )
     try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config = served_config(directory)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UnsupportedModel(f"{directory / 'config.json'} cannot be read: {_first_sentence(error)}") from error
     if (refusal := refusal_of_config(config.to_dict())) is not None:
         raise UnsupportedModel(refusal)
     return config
+
+
+def _is_part_of(directory: Path, config: PretrainedConfig) -> bool:
+    """Return whether `config` is that of a part of the model in `directory`."""
+    saved = json.loads((directory / "config.json").read_bytes())
+    return bool(saved["model_type"] != config.model_type)
 
 
 def is_mxfp4(config: PretrainedConfig) -> bool:
@@ -240,6 +252,24 @@ def _keep_factors(rotary: Any) -> None:
         rotary.attention_scaling = rope["short_mscale"]
         rotary.config = SimpleNamespace(rope_parameters=rope | {"rope_type": "default"})
     rotary.rope_init_fn = lambda _config: (rotary.inv_freq, rotary.attention_scaling)
+
+
+def _freeze_cutoffs(model: PreTrainedModel) -> None:
+    """Let gates that keep their largest outputs read the normal quantile of their share as a number.
+
+    transformers computes it on the host in every forward, which a CUDA graph cannot contain.
+    """
+    for module in model.modules():
+        if (share := getattr(module, "activation_sparsity", 0.0)) > 0.0:
+            quantile = torch.distributions.Normal(0.0, 1.0).icdf(torch.tensor(share)).to(model.dtype)
+            module._gaussian_topk = partial(_above_cutoff, float(quantile))
+
+
+def _above_cutoff(quantile: float, inputs: torch.Tensor) -> torch.Tensor:
+    """Return `inputs` `[..., n]` less the value that a normal distribution of their mean and deviation has at
+    `quantile`, and zero below it."""
+    mean, deviation = inputs.mean(-1, keepdim=True), inputs.std(-1, keepdim=True, unbiased=False)
+    return (inputs - (mean + deviation * quantile)).relu()
 
 
 def sampling_defaults(directory: Path) -> SamplingDefaults:

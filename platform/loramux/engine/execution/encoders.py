@@ -5,8 +5,9 @@ base. transformers' own modules compute the hidden states on `[1, total_tokens]`
 over the prompt's own rows. No KV is kept: a prompt begins and ends in one step, and holds one page for this time, so
 that the pool bounds the prompts of a step.
 
-A vector is pooled from the states as the request says. Classes come from one state of each text: it goes through the
-checkpoint's own module before the head, if the family has one, and through the head of the request's adapter.
+A vector is pooled from the states as the request says, and then goes through the Dense modules of the checkpoint's
+folder, if it has any. Classes come from one state of each text: it goes through the checkpoint's own module before the
+head, if the family has one, and through the head of the request's adapter.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
+from safetensors import safe_open
 from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
+from loramux.common.sentence_files import BundleRejected, dense_modules
 from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import allocate_pool, choose_format, sites_of, widest_tile
 from loramux.engine.execution.attention import UnsupportedModel
@@ -37,7 +41,7 @@ from loramux.engine.execution.runner import (
     StepGraphs,
     pack,
 )
-from loramux.engine.messages import ModelFacts, StepLimits
+from loramux.engine.messages import ModelFacts, Pooling, StepLimits
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import MODEL_LOCK, BaseDescription, auto_class
@@ -224,10 +228,15 @@ class EncoderRunner:
     runs_ahead = False
     graphs = StepGraphs()
 
-    def __init__(self, forward: EncoderForward, config: PretrainedConfig, block_size: int) -> None:
+    def __init__(
+        self, forward: EncoderForward, dense: nn.Sequential, config: PretrainedConfig, family: Encoder, block_size: int
+    ) -> None:
+        """`dense`: what pooled vectors go through."""
         self.bank = forward.bank
         self._forward = forward
-        self._reads_mean = getattr(config, "classifier_pooling", "cls") == "mean"
+        self._dense = dense
+        reads_mean = getattr(config, "classifier_pooling", "cls") == "mean"
+        self._classified: Pooling = "mean" if reads_mean else "last" if family.classifies_last else "cls"
         self._block_size = block_size
 
     @torch.inference_mode()
@@ -241,13 +250,13 @@ class EncoderRunner:
             rows, name = states[first : first + chunk.length], chunk.sequence.id
             match chunk.sequence.request.pooling:
                 case "classify":
-                    state = rows.mean(dim=0, keepdim=True) if self._reads_mean else rows[:1]
-                    classified.append((first, chunk, state))
+                    classified.append((first, chunk, pooled(rows, self._classified).to(rows.dtype)[None]))
                 case "token_classify":
                     numbers = self._forward.classes_of_tokens(rows, packed, first, chunk.slot)
                     found.append(PooledChunk(name, _on_host(numbers), (chunk.start, chunk.end)))
                 case pooling:
-                    found.append(PooledChunk(name, _on_host(pooled(rows, pooling or "mean"))))
+                    vector = self._dense(pooled(rows, pooling or "mean").float())
+                    found.append(PooledChunk(name, _on_host(vector)))
         found += self._classes(packed, classified)
         if states.device.type == "cuda":
             torch.cuda.current_stream(states.device).synchronize()
@@ -312,6 +321,10 @@ def assemble_encoder(
     family = base.encoder
     assert family is not None, "the caller has asked"
     model.eval().requires_grad_(False)
+    model.config.use_cache = False
+    width = getattr(model.config, family.width_field)
+    dense = read_dense(Path(settings.model.path), width).to(model.device)
+    model.add_module("dense_modules", dense)  # a part of the model's digest and of its bytes
     max_model_len = _max_model_len(settings, model.config, family)
     limits = limits_on(model.device, settings.engine)
     sites = sites_of(base, None)
@@ -337,12 +350,12 @@ def assemble_encoder(
         block_size=max_model_len,
         kv_cache_dtype="auto",
         weights=digest,
-        hidden_size=base.hidden_size,
+        hidden_size=next((one.out_features for one in reversed(dense) if isinstance(one, nn.Linear)), width),
         limits=limits,
         generates=False,
     )
     others = sum(p.numel() * p.element_size() for p in model.parameters())
-    runner = EncoderRunner(forward, model.config, max_model_len)
+    runner = EncoderRunner(forward, dense, model.config, family, max_model_len)
     return AssembledEncoder(runner, weights, facts, others + weights.packed_bytes, choice)
 
 
@@ -368,6 +381,32 @@ def plan_encoder(
     largest = msgspec.structs.replace(limits, max_num_batched_tokens=longest)
     step = replace(StepMemory.of(base, itemsize), per_sequence=0)  # no logits over the vocabulary
     return fit_on_card(plan, step, settings, card, largest)
+
+
+def read_dense(directory: Path, width: int) -> nn.Sequential:
+    """Return the Dense modules of an encoder's folder, in float32; `width` is that of the pooled vectors.
+
+    Raises UnsupportedModel if they do not fit each other, their files or the model.
+    """
+    try:
+        described = dense_modules(directory)
+    except BundleRejected as rejected:
+        raise UnsupportedModel(f"{directory}: {rejected.rejection.message}") from None
+    parts: list[nn.Module] = []
+    for dense in described:
+        linear = nn.Linear(dense.in_features, dense.out_features, dense.bias)
+        wanted = {f"linear.{name}": list(weight.shape) for name, weight in linear.named_parameters()}
+        with safe_open(directory / dense.weights_file, "pt") as file:
+            found = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 - no mapping
+            if found != wanted or dense.in_features != width:
+                raise UnsupportedModel(
+                    f"{directory / dense.weights_file} has {found}; its config.json asks for {wanted}, and the vectors "
+                    f"before it have {width} numbers. Give the folder as sentence-transformers saved it."
+                )
+            linear.load_state_dict({name: file.get_tensor(f"linear.{name}") for name in linear.state_dict()})
+        parts += [linear, getattr(nn, dense.activation)()]
+        width = dense.out_features
+    return nn.Sequential(*parts).requires_grad_(False)
 
 
 @torch.inference_mode()

@@ -53,10 +53,10 @@ from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import holds_safetensors
 from loramux.engine.execution.vision import Tower, images_refused, open_tower, reads_images_too
 from loramux.engine.messages import LinearFacts, ModelFacts
-from loramux_adapters.base import BaseDescription, describe_base
+from loramux_adapters.base import BaseDescription, describe_base, served_config
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
-from loramux_adapters.families import ENCODERS, family_of
+from loramux_adapters.families import encoder_of, family_of
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.device import runs_triton
 
@@ -91,7 +91,7 @@ def load_model(settings: Settings) -> LoadedModel:
     """
     directory = Path(settings.model.path)
     config = read_config(directory)
-    if config.model_type in ENCODERS:
+    if encoder_of(config) is not None:
         return _load_encoder(settings, config)
     if settings.engine.tensor_parallel_size == 1:
         torch.set_num_threads(settings.engine.num_threads or len(os.sched_getaffinity(0)))
@@ -150,7 +150,7 @@ def _load_encoder(settings: Settings, config: PretrainedConfig) -> LoadedModel:
         if device.type == "cuda":
             card, limits = Card.of(device, settings.engine), limits_on(device, settings.engine)
             itemsize = itemsize_of(config, settings.model.dtype, device)
-            plan = plan_encoder(config, base, itemsize, settings, card, limits)
+            plan = plan_encoder(served_config(directory), base, itemsize, settings, card, limits)
             logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
         made = assemble_encoder(model, base, settings, has_head=is_classifier(config.to_dict()))

@@ -223,6 +223,17 @@ def test_bundle_reads_pooling_of_sentence_transformers_or_refuses_it(base: BaseT
         assert report.refusal.field == expected
 
 
+def test_bundle_of_an_adapter_with_dense_modules_of_its_own_is_refused_with_the_way_out(
+    base: BaseText, tmp_path: Path
+) -> None:
+    (tmp_path / MODULES_FILE).write_text(json.dumps([{"path": "2_Dense", "type": "a.models.Dense"}]))
+    (tmp_path / "loramux.toml").write_text('pooling = "mean"\n')
+    report = examine(BundleJob(folder=str(tmp_path), num_tokens=300, task="FEATURE_EXTRACTION"), base)
+    assert report.refusal is not None
+    assert (report.refusal.field, report.refusal.code) == (MODULES_FILE, "field_unsupported")
+    assert "Dense modules of its base" in report.refusal.message
+
+
 def test_bundle_notes_that_long_texts_are_not_cut(base: BaseText, tmp_path: Path) -> None:
     (tmp_path / LENGTH_FILE).write_text(json.dumps({"max_seq_length": 512, "do_lower_case": False}))
     report = examine(BundleJob(folder=str(tmp_path), num_tokens=300, task="FEATURE_EXTRACTION"), base)

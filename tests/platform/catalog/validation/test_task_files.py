@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from loramux.catalog.validation.task_files import BundleRejected, bundle_of_base, sentence_pooling
+from loramux.catalog.validation.task_files import bundle_of_base
 from loramux.common.bundle import Bundle
+from loramux.common.sentence_files import BundleRejected, sentence_pooling
 
 MODULES = [{"path": "", "type": "sentence_transformers.models.Transformer"}]
 POOLING = {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
@@ -42,11 +43,46 @@ def test_encoder_base_pools_as_its_files_say(tmp_path: Path, pooling: dict[str, 
     assert bundle_of_base(folder) == Bundle(task="FEATURE_EXTRACTION", pooling=expected)
 
 
-def test_encoder_base_with_a_module_that_is_not_served_is_refused(tmp_path: Path) -> None:
-    dense = {"path": "2_Dense", "type": "sentence_transformers.models.Dense"}
-    folder = folder_of(tmp_path, {"model_type": "bert"}, {"pooling_mode": "mean"}, modules=[*MODULES, POOLING, dense])
-    with pytest.raises(BundleRejected, match="'Dense'"):
-        bundle_of_base(folder)
+DENSE = {"path": "2_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
+
+
+def with_dense(root: Path, model_type: str = "bert", **fields: Any) -> Path:
+    (root / "2_Dense").mkdir()
+    config = {"in_features": 8, "out_features": 4, "activation_function": "torch.nn.modules.linear.Identity"}
+    (root / "2_Dense/config.json").write_text(json.dumps(config | fields))
+    (root / "2_Dense/model.safetensors").write_bytes(b"")
+    return folder_of(root, {"model_type": model_type}, {"pooling_mode": "mean"}, modules=[*MODULES, POOLING, DENSE])
+
+
+def test_encoder_base_with_dense_modules_pools_before_them(tmp_path: Path) -> None:
+    assert bundle_of_base(with_dense(tmp_path)).pooling == "mean"
+    (tmp_path / "2_Dense/model.safetensors").unlink()
+    with pytest.raises(BundleRejected, match=r"no 2_Dense/model\.safetensors"):
+        bundle_of_base(tmp_path)
+
+
+def test_base_that_generates_has_no_dense_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert bundle_of_base(with_dense(tmp_path, "qwen3")) == Bundle()
+    assert "Such modules are served on encoders" in caplog.text
+
+
+NORMALIZE = {"path": "3_Normalize", "type": "sentence_transformers.models.Normalize"}
+
+
+@pytest.mark.parametrize(
+    ("modules", "message"),
+    [
+        ([*MODULES, POOLING, {"path": "2_LSTM", "type": "a.LSTM"}], "'LSTM'"),
+        ([*MODULES, POOLING, NORMALIZE, DENSE], "Its modules are Transformer, Pooling, Normalize, Dense"),
+        ([*MODULES, DENSE, POOLING], "Its modules are Transformer, Dense, Pooling"),
+        ([*MODULES, POOLING, POOLING], "Its modules are"),
+        ([*MODULES, POOLING, DENSE | {"path": "../2_Dense"}], "no folder's name"),
+    ],
+)
+def test_encoder_base_with_modules_that_are_not_served_is_refused(tmp_path: Path, modules: list, message: str) -> None:
+    (with_dense(tmp_path) / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(BundleRejected, match=message):
+        bundle_of_base(tmp_path)
 
 
 def test_classifier_base_has_the_labels_of_its_config(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ TWO_LAYERS = {
     "falcon_h1": {},
     "falcon_h1_norm_first": {},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
 }
 
 
