@@ -336,7 +336,7 @@ WITH_IMAGES = {
         with_images(
             transformers.Mistral3Config,
             transformers.MistralConfig,
-            PATCHES | {"model_type": "pixtral", "head_dim": 8, "patch_size": 4},
+            PATCHES | {"model_type": "pixtral", "head_dim": 8, "patch_size": 2},
         ),
         WIDE_HEADS,
     ),

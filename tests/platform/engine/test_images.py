@@ -23,7 +23,7 @@ from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
 from loramux.engine.worker import request_fault
 from loramux_adapters.base import describe_base
-from loramux_adapters.families import ImageForm, reads_other_inputs
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.sharding import Sharding
 
 FAMILIES = (
@@ -133,11 +133,13 @@ def test_prefix_of_an_equal_image_is_found_and_of_another_image_of_its_size_is_n
         Pictured("again", "plain", (text, first, (*more, 50, 51, 52)), 5),
         Pictured("other", "plain", (text, other, (*more, 50, 51, 52)), 5),
     ]
+    shared = len(zoo.request(asked[0]).prompt_token_ids) // 16 * 16
+    assert shared >= 32
     engine = zoo.zoo.engine()
     try:
         for one in asked:
             assert serve(zoo, engine, [one]) == {one.name: zoo.answer(one)}
-            found = {"first": 0, "again": 32, "other": 32 + 16}[one.name]
+            found = {"first": 0, "again": shared, "other": shared + 16}[one.name]
             assert engine.stats().cached_tokens == (0 if zoo.keeps_states else found), (
                 "prompts of states are not reused"
             )
@@ -145,6 +147,19 @@ def test_prefix_of_an_equal_image_is_found_and_of_another_image_of_its_size_is_n
         assert engine.stats().images_found == 1
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("size", [(4, 4), (8, 8), (5, 70)])
+def test_tower_computes_one_image_as_transformers_computes_it_next_to_another(zoo: ImageZoo, size: Any) -> None:
+    asked = Pictured("one", None, (picture(1, *size), picture(2, 16, 20)), 1)
+    first, _ = zoo.request(asked).images
+    loaded, _ = load(zoo.zoo.base)
+    assert loaded.tower is not None
+    model = zoo.zoo.auto.from_pretrained(zoo.zoo.base)
+    with torch.no_grad():
+        wanted = model.get_image_features(**zoo.pixels_of(asked)).pooler_output[0]
+    assert loaded.tower.fault_of(first) is None
+    assert torch.allclose(loaded.tower.encode(first)[0], wanted, atol=1e-5)
 
 
 def test_choices_share_an_image_and_tenants_do_not(zoo: ImageZoo) -> None:
@@ -271,7 +286,7 @@ def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: dict[str, Any]
 ) -> None:
     made = Zoo("qwen2_5_vl", tmp_path)
-    save_processor(made.base, ImageForm())
+    save_processor(made.base)
     if missing := chosen.pop("without", None):
         (made.base / missing).unlink()
     engine = made.engine(**chosen)

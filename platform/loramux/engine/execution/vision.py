@@ -155,11 +155,13 @@ class Tower:
         if in_patches:
             inputs = {"pixel_values": pixels.flatten(1), "image_grid_thw": torch.tensor([image.grid])}
         else:
-            size = [side * self._patch for side in image.grid[1:]]
-            inputs = {"pixel_values": pixels.unflatten(2, size), "image_sizes": torch.tensor([size])}
+            # Of all images together transformers drops the dimension of a single row: two equal pictures have two.
+            size, copies = [side * self._patch for side in image.grid[1:]], 1 + (image.num_placeholders == 1)
+            pictures = pixels.unflatten(2, size).expand(copies, -1, -1, -1)
+            inputs = {"pixel_values": pictures, "image_sizes": torch.tensor([size] * copies)}
         output = self._model.get_image_features(**inputs)
         deep_rows = getattr(output, "deepstack_features", None) or ()
-        return torch.stack([rows for (rows,) in (output.pooler_output, *deep_rows)])  # there is one image
+        return torch.stack([by_image[0] for by_image in (output.pooler_output, *deep_rows)])
 
 
 def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, num_ranks: int) -> str | None:
