@@ -27,14 +27,29 @@ from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.sharding import Sharding
 
 FAMILIES = (
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "mistral3_images"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl_moe", "qwen3_5_moe_images")),
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5_images",
+    "mistral3_images",
+    "qwen3_vl_moe",
+    "qwen3_5_moe_images",
 )
+OTHER_TEXTS = ("qwen3_vl_moe", "qwen3_5_moe_images")
+"""Families whose images are those of another family, with a mixture as text."""
+
+
+def without(*left_out: str) -> list[Any]:
+    """Return the families but some, as parameters."""
+    found = [name for name in FAMILIES if name not in left_out]
+    return [pytest.param(name, marks=pytest.mark.slow) if name in OTHER_TEXTS else name for name in found]
+
+
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
 RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, "lora_alpha": 6, "use_rslora": True}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=without())
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageZoo:
     made = Zoo(request.param, tmp_path_factory.mktemp(request.param))
     for seed, (name, recipe) in enumerate(RECIPES.items()):
@@ -113,13 +128,14 @@ def test_chunks_cut_inside_images_and_preemptions_change_no_answer(
     assert stats.images_encoded == sum(len(zoo.request(one).images) for one in asked), "once, in spite of preemptions"
 
 
+@pytest.mark.parametrize("zoo", without("qwen3_5_images", "qwen3_5_moe_images"), indirect=True)
 def test_drafts_after_images_change_no_answer(zoo: ImageZoo, answers: dict[str, list[int]]) -> None:
     asked = [one for one in mixed_prompts(9) if isinstance(one, Pictured)]
     engine = zoo.zoo.engine(max_num_batched_tokens=48, speculation="ngram")
     draft_always(engine.scheduler, lambda sequence: answers[sequence.id])
     try:
         assert serve(zoo, engine, asked) == {one.name: answers[one.name] for one in asked}
-        assert (engine.stats().accepted_tokens > 0) != zoo.keeps_states, "nothing is drafted after states"
+        assert engine.stats().accepted_tokens > 0
     finally:
         engine.close()
 
@@ -310,7 +326,7 @@ def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytes
     assert loaded.weight_bytes <= plan.weight_bytes - tower, "a step does not read the tower"
 
 
-@pytest.mark.parametrize("zoo", [name for name in FAMILIES if name != "mistral3_images"], indirect=True)
+@pytest.mark.parametrize("zoo", without("mistral3_images"), indirect=True)
 def test_positions_are_transformers_for_every_cut(zoo: ImageZoo) -> None:
     model = zoo.zoo.auto.from_pretrained(zoo.zoo.base).model
     request = zoo.request(mixed_prompts(20)[14])
