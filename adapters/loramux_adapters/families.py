@@ -361,9 +361,9 @@ ROUTERS = tuple(dict.fromkeys(family.experts.router for family in ROWS if family
 """Names of the modules that choose experts, of all families."""
 
 
-def images_of(model_type: object) -> ImageForm | None:
+def images_of(model_type: str) -> ImageForm | None:
     """Return the images of the prompts of a family; None if it reads text alone, or its text alone is served."""
-    family = FAMILIES.get(str(model_type))
+    family = FAMILIES.get(model_type)
     return None if family is None else family.images
 
 

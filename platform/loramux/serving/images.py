@@ -431,13 +431,13 @@ def _input_of(decoded: DecodedImage, format: ImageFormat, max_tokens: int) -> Im
     """Return the engine's form of an image; None if the process that decoded it, which is not trusted, does not keep
     its bounds.
     """
-    count, num_lines = math.prod(decoded.grid), 0
-    num_tokens, rest = divmod(count, format.merge**2)
-    if format.line_ends is not None:
-        num_lines, part = divmod(decoded.grid[1], format.merge)
-        num_tokens, rest = num_tokens + num_lines, rest or part
-    is_sound = min(decoded.grid) > 0 and not rest and num_tokens <= max_tokens
-    if not is_sound or len(decoded.patches) != count * format.patch_bytes:
+    lines, columns = (side // format.merge for side in decoded.grid[1:])
+    num_lines = 0 if format.line_ends is None else lines
+    num_tokens = lines * columns + num_lines
+    is_whole = decoded.grid == (1, lines * format.merge, columns * format.merge)
+    if not is_whole or min(lines, columns) < 1 or num_tokens > max_tokens:
+        return None
+    if len(decoded.patches) != math.prod(decoded.grid) * format.patch_bytes:
         return None
     digest = hashlib.sha256(struct.pack("<3q", *decoded.grid) + decoded.patches).hexdigest()
     return ImageInput(
