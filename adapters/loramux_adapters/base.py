@@ -22,6 +22,7 @@ from loramux_adapters.families import (
     UNGATED_PARAMETERS,
     Encoder,
     encoder_of,
+    images_of,
     loads_text_alone,
 )
 from loramux_adapters.joined import JoinedLinear, joined_linears
@@ -160,8 +161,8 @@ def served_config(model_dir: Path) -> PretrainedConfig:
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Return transformers' class for the model of `config`: the class for classes of texts of an encoder, or the one
-    without a head; the class of the text model if it exists, otherwise the class for text and images, of which only the
-    text part is served.
+    without a head; the class for text and images of a family whose images are served. For other families, the class of
+    the text model if it exists, otherwise the class for text and images, of which only the text part is served.
     """
     from transformers import (
         AutoModel,
@@ -173,7 +174,8 @@ def auto_class(config: PretrainedConfig) -> Any:
 
     if (encoder := encoder_of(config)) is not None:
         return AutoModelForSequenceClassification if encoder.head else AutoModel
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and images_of(config.model_type) is None
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def describe_base(model_dir: Path) -> BaseDescription:

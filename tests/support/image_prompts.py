@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +14,32 @@ import torch
 from adapter_zoo import Asked, Zoo, to_request
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.messages import ImageInput, Request, ServiceClass
+from loramux_adapters.families import ImageForm, family_of, images_of
 
 PAD, START, END = 90, 92, 93
 """Tokens of `adapter_zoo.with_images`: the placeholder, and the marks around an image's placeholders."""
+AFTER_LINE, AT_END = 94, 95
+"""Tokens after a line of placeholders, and after the last line."""
+MERGE = 2
 
 
-def save_processor(base: Path, patch_size: int = 4) -> None:
-    """Save the processor of images of at most 1,024 pixels into a base's folder."""
-    size = {"shortest_edge": 64, "longest_edge": 1024}
-    Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, size=size).save_pretrained(base)
+def save_processor(base: Path) -> None:
+    """Save the processor of small images into a base's folder: of at most 1,024 pixels, or 16 pixels a side."""
+    config = read_config(base)
+    form, patch = images_of(config.model_type), config.vision_config.patch_size
+    assert form is not None
+    if form.tower_reads == "patches":
+        size = {"shortest_edge": 64, "longest_edge": 1024}
+        Qwen2VLImageProcessorPil(patch_size=patch, merge_size=MERGE, size=size).save_pretrained(base)
+    else:
+        cell = {"height": patch * MERGE, "width": patch * MERGE}
+        PixtralImageProcessorPil(patch_size=cell, size={"longest_edge": 16}).save_pretrained(base)
+        (base / "processor_config.json").write_text(json.dumps({"patch_size": patch, "spatial_merge_size": MERGE}))
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -50,6 +65,12 @@ class ImageZoo:
 
     def __init__(self, zoo: Zoo) -> None:
         self.zoo = zoo
+        config = read_config(zoo.base)
+        form = images_of(config.model_type)
+        assert form is not None
+        self.form: ImageForm = form
+        self.keeps_states = family_of(config).states is not None
+        self._patch = int(config.vision_config.patch_size)
         save_processor(zoo.base)
         self._processor: Any = AutoImageProcessor.from_pretrained(zoo.base, backend="pil")
 
@@ -63,13 +84,23 @@ class ImageZoo:
             if isinstance(part, tuple):
                 tokens += part
                 continue
-            patches, grid = self._patches(part, do_rescale=False, do_normalize=False)
-            data = patches.astype(np.uint8).tobytes()
-            count = int(np.prod(grid)) // 4
+            data, grid = self._bytes(part)
+            lines, columns = grid[1] // MERGE, grid[2] // MERGE
             digest = hashlib.sha256(repr(grid).encode() + data).hexdigest()
-            start = len(tokens) + 1
-            images.append(ImageInput(digest=digest, patches=data, grid=grid, start=start, num_tokens=count))
-            tokens += [START, *[PAD] * count, END]
+            line = [*[PAD] * columns, *[AFTER_LINE] * self.form.breaks_lines]
+            own = line * lines
+            if self.form.breaks_lines:
+                own[-1] = AT_END
+            image = ImageInput(
+                digest=digest,
+                patches=data,
+                grid=grid,
+                start=len(tokens) + 1,
+                num_tokens=len(own),
+                num_lines=lines if self.form.breaks_lines else 0,
+            )
+            images.append(image)
+            tokens += [START, *own, END]
         plain = to_request(self.zoo, Asked(asked.name, asked.adapter, tuple(tokens), asked.output), **fields)
         return Request(
             id=plain.id,
@@ -87,11 +118,8 @@ class ImageZoo:
         if isinstance(asked, Asked):
             return self.zoo.answer(asked)
         prompt = torch.tensor([self.request(asked).prompt_token_ids])
-        found = [self._patches(part) for part in asked.parts if not isinstance(part, tuple)]
-        inputs: dict[str, Any] = {}
-        if found:
-            inputs["pixel_values"] = torch.from_numpy(np.concatenate([patches for patches, _ in found]))
-            inputs["image_grid_thw"] = torch.tensor([grid for _, grid in found])
+        inputs = self.pixels_of(asked)
+        if inputs and self.form.has_places:
             inputs["mm_token_type_ids"] = (prompt == PAD).int()
         model: Any = self.zoo._reference
         if asked.adapter is not None:
@@ -108,7 +136,17 @@ class ImageZoo:
         answer: list[int] = made[0, prompt.shape[1] :].tolist()
         return answer
 
-    def _patches(self, image: Image.Image, **options: bool) -> tuple[np.ndarray, tuple[int, int, int]]:
-        made = self._processor(image, return_tensors="np", **options)
-        time, height, width = (int(side) for side in made["image_grid_thw"][0])
-        return made["pixel_values"], (time, height, width)
+    def pixels_of(self, asked: Pictured) -> dict[str, Any]:
+        """Return what transformers' model gets of the request's images."""
+        found = [part for part in asked.parts if not isinstance(part, tuple)]
+        return dict(self._processor(found, return_tensors="pt")) if found else {}
+
+    def _bytes(self, image: Image.Image) -> tuple[bytes, tuple[int, int, int]]:
+        """Return an image as the engine gets it, and its grid."""
+        made = self._processor(image, return_tensors="np", do_rescale=False, do_normalize=False)
+        data = made["pixel_values"].astype(np.uint8).tobytes()
+        if self.form.tower_reads == "patches":
+            time, height, width = (int(side) for side in made["image_grid_thw"][0])
+            return data, (time, height, width)
+        height, width = (int(side) // self._patch for side in made["image_sizes"][0])
+        return data, (1, height, width)

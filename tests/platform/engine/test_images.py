@@ -23,14 +23,33 @@ from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
 from loramux.engine.worker import request_fault
 from loramux_adapters.base import describe_base
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.sharding import Sharding
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+FAMILIES = (
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_5_images",
+    "mistral3_images",
+    "qwen3_vl_moe",
+    "qwen3_5_moe_images",
+)
+OTHER_TEXTS = ("qwen3_vl_moe", "qwen3_5_moe_images")
+"""Families whose images are those of another family, with a mixture as text."""
+
+
+def without(*left_out: str) -> list[Any]:
+    """Return the families but some, as parameters."""
+    found = [name for name in FAMILIES if name not in left_out]
+    return [pytest.param(name, marks=pytest.mark.slow) if name in OTHER_TEXTS else name for name in found]
+
+
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
 RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, "lora_alpha": 6, "use_rslora": True}}
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=without())
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageZoo:
     made = Zoo(request.param, tmp_path_factory.mktemp(request.param))
     for seed, (name, recipe) in enumerate(RECIPES.items()):
@@ -109,6 +128,7 @@ def test_chunks_cut_inside_images_and_preemptions_change_no_answer(
     assert stats.images_encoded == sum(len(zoo.request(one).images) for one in asked), "once, in spite of preemptions"
 
 
+@pytest.mark.parametrize("zoo", without("qwen3_5_images", "qwen3_5_moe_images"), indirect=True)
 def test_drafts_after_images_change_no_answer(zoo: ImageZoo, answers: dict[str, list[int]]) -> None:
     asked = [one for one in mixed_prompts(9) if isinstance(one, Pictured)]
     engine = zoo.zoo.engine(max_num_batched_tokens=48, speculation="ngram")
@@ -129,16 +149,33 @@ def test_prefix_of_an_equal_image_is_found_and_of_another_image_of_its_size_is_n
         Pictured("again", "plain", (text, first, (*more, 50, 51, 52)), 5),
         Pictured("other", "plain", (text, other, (*more, 50, 51, 52)), 5),
     ]
+    shared = len(zoo.request(asked[0]).prompt_token_ids) // 16 * 16
+    assert shared >= 32
     engine = zoo.zoo.engine()
     try:
         for one in asked:
             assert serve(zoo, engine, [one]) == {one.name: zoo.answer(one)}
-            engine_found = engine.stats().cached_tokens
-            assert engine_found == {"first": 0, "again": 32, "other": 32 + 16}[one.name]
+            found = {"first": 0, "again": shared, "other": shared + 16}[one.name]
+            assert engine.stats().cached_tokens == (0 if zoo.keeps_states else found), (
+                "prompts of states are not reused"
+            )
         assert engine.stats().images_encoded == 2
         assert engine.stats().images_found == 1
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("size", [(4, 4), (8, 8), (5, 70)])
+def test_tower_computes_one_image_as_transformers_computes_it_next_to_another(zoo: ImageZoo, size: Any) -> None:
+    asked = Pictured("one", None, (picture(1, *size), picture(2, 16, 20)), 1)
+    first, _ = zoo.request(asked).images
+    loaded, _ = load(zoo.zoo.base)
+    assert loaded.tower is not None
+    model = zoo.zoo.auto.from_pretrained(zoo.zoo.base)
+    with torch.no_grad():
+        wanted = model.get_image_features(**zoo.pixels_of(asked)).pooler_output[0]
+    assert loaded.tower.fault_of(first) is None
+    assert torch.allclose(loaded.tower.encode(first)[0], wanted, atol=1e-5)
 
 
 def test_choices_share_an_image_and_tenants_do_not(zoo: ImageZoo) -> None:
@@ -180,7 +217,7 @@ def test_adapter_of_the_tower_answers_text_and_is_refused_by_name_for_images(zoo
         engine.close()
     assert ended[0].fault is not None
     assert ended[0].fault.code == "images_not_supported"
-    assert "visual." in ended[0].fault.message
+    assert reads_other_inputs(ended[0].fault.message)
 
 
 def test_images_larger_than_their_memory_are_refused_with_the_setting(zoo: ImageZoo) -> None:
@@ -259,23 +296,31 @@ def until_ended(engine: Engine, name: str) -> list[TokenEvent]:
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"tensor_parallel_size": 2}, {"without": "preprocessor_config.json"}], ids=["ranks", "no processor"]
+    ("family", "chosen", "reason"),
+    [
+        ("qwen2_5_vl", {"tensor_parallel_size": 2}, "images are served by one rank"),
+        ("qwen2_5_vl", {"without": "preprocessor_config.json"}, "the checkpoint holds no preprocessor_config.json"),
+        ("mistral3_images", {"without": "processor_config.json"}, "the checkpoint holds no processor_config.json"),
+    ],
+    ids=["ranks", "no processor", "no tokens after lines"],
 )
 def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: dict[str, Any]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, chosen: dict[str, Any], reason: str
 ) -> None:
-    made = Zoo("qwen2_5_vl", tmp_path)
+    made = Zoo(family, tmp_path)
     save_processor(made.base)
-    if missing := chosen.pop("without", None):
+    settings = dict(chosen)
+    if missing := settings.pop("without", None):
         (made.base / missing).unlink()
-    engine = made.engine(**chosen)
+    engine = made.engine(**settings)
     try:
         assert not engine.facts.images
-        assert f"images in prompts of base are refused: {'the checkpoint' if missing else 'images'}" in caplog.text
+        assert f"images in prompts of base are refused: {reason}" in caplog.text
     finally:
         engine.close()
 
 
+@pytest.mark.parametrize("zoo", without(*OTHER_TEXTS), indirect=True)  # tiny experts are padded when they are packed
 def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         loaded, _ = load(zoo.zoo.base, image_bytes=300_000_000)
@@ -283,11 +328,13 @@ def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytes
     assert line.endswith("on all linears, images 0.3 GB")
     config, base = read_config(zoo.zoo.base), describe_base(zoo.zoo.base)
     plan = plan_memory(zoo.zoo.base, base, Sharding(config, 1), 4, 1 << 20, 16)
-    tower = 4 * sum(part.numel() for part in loaded.runner._forward.model.model.visual.parameters())
+    parameters = loaded.runner._forward.model.named_parameters()
+    tower = 4 * sum(part.numel() for name, part in parameters if reads_other_inputs(name))
     assert tower > 0
     assert loaded.weight_bytes <= plan.weight_bytes - tower, "a step does not read the tower"
 
 
+@pytest.mark.parametrize("zoo", without("mistral3_images"), indirect=True)
 def test_positions_are_transformers_for_every_cut(zoo: ImageZoo) -> None:
     model = zoo.zoo.auto.from_pretrained(zoo.zoo.base).model
     request = zoo.request(mixed_prompts(20)[14])
