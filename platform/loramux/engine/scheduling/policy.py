@@ -56,6 +56,8 @@ class SchedulerLimits:
     """Rows that a product takes at once: a tile that is begun costs as much as a full one."""
     whole_prompts: bool = False
     """True if each prompt is computed whole in one step, because its tokens see later ones."""
+    whole_images: bool = False
+    """True if each image of a prompt is computed whole in one step, because its tokens see later ones of the image."""
 
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.
@@ -71,13 +73,28 @@ class SchedulerLimits:
 
     @classmethod
     def from_settings(
-        cls, engine: EngineSettings, max_model_len: int, *, on_cpu: bool, whole_prompts: bool = False
+        cls,
+        engine: EngineSettings,
+        max_model_len: int,
+        *,
+        on_cpu: bool,
+        whole_prompts: bool = False,
+        whole_image_tokens: int = 0,
     ) -> SchedulerLimits:
-        """Return the operator's settings, with the defaults of the device. A step holds the longest whole prompt."""
+        """Return the operator's settings, with the defaults of the device.
+
+        A step holds the longest whole prompt. Next to any number of decoding sequences, a step holds an image of
+        `whole_image_tokens`, the most of an image that cannot be cut; 0: images can be cut.
+        """
         mixed = engine.max_mixed_prefill_tokens or default_mixed_prefill_tokens(on_cpu=on_cpu)
         tile = 1 if on_cpu else GPU_ROW_TILE
-        tokens = max(engine.max_num_batched_tokens, max_model_len if whole_prompts else 0)
-        return cls(engine.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts)
+        least = max_model_len if whole_prompts else 0
+        if whole_image_tokens:
+            least, mixed = whole_image_tokens + engine.max_num_seqs, max(mixed, whole_image_tokens)
+        tokens = max(engine.max_num_batched_tokens, least)
+        return cls(
+            engine.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts, whole_images=whole_image_tokens > 0
+        )
 
 
 def _shares() -> dict[ServiceClass, float]:
