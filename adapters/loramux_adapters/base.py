@@ -15,7 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loramux_adapters.errors import BaseUnusable
-from loramux_adapters.families import ENCODERS, EXPERT_PARAMETERS, ROUTERS, SAME_INPUT, UNGATED_PARAMETERS, Encoder
+from loramux_adapters.families import (
+    ENCODERS,
+    EXPERT_PARAMETERS,
+    ROUTERS,
+    SAME_INPUT,
+    UNGATED_PARAMETERS,
+    Encoder,
+    images_of,
+)
 from loramux_adapters.joined import JoinedLinear, joined_linears
 
 if TYPE_CHECKING:
@@ -140,15 +148,17 @@ def siblings(module: str, modules: Iterable[str]) -> list[str]:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """Return transformers' class for the model of `config`: the class for classes of texts of an encoder, the class of
-    the text model if it exists, otherwise the class for text and images, of which only the text part is served.
+    """Return transformers' class for the model of `config`: the class for classes of texts of an encoder, the class for
+    text and images of a family whose images are served. For other families, the class of the text model if it exists,
+    otherwise the class for text and images, of which only the text part is served.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if config.model_type in ENCODERS:
         return AutoModelForSequenceClassification
-    return AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING and images_of(config.model_type) is None
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
 
 
 def describe_base(model_dir: Path) -> BaseDescription:

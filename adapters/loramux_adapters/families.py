@@ -104,6 +104,19 @@ class StateForm:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageForm:
+    """The images of a family's prompts: rows of the vision tower replace the embeddings of placeholders."""
+
+    tower_reads: Literal["patches", "a picture"] = "patches"
+    """The tower's input: patches in the order of the image processor with their grid, or a picture with its size."""
+    has_places: bool = True
+    """True if each token has a position in time, height and width (M-RoPE); False: positions count tokens."""
+    breaks_lines: bool = False
+    """True if a token of text follows each line of placeholders: the processor's break token, after the last line its
+    end token."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One model family."""
 
@@ -111,9 +124,8 @@ class Family:
     """transformers' name of the family, as in config.json."""
     text_type: str = ""
     """The `model_type` of the text, if the family reads images too; empty: it reads text alone."""
-    reads_images: bool = False
-    """True if images of prompts are served too: rows of the vision tower replace the embeddings of placeholders, each
-    token has a position in time, height and width, and attention is causal."""
+    images: ImageForm | None = None
+    """The images of prompts, if they are served too; None: the family's text alone is served."""
     fuses_layers: bool = False
     """True if the layer is two sublayers on one residual stream, as `fused_layers.py` describes them, with queries and
     keys rotated by halves. Other layers may have the same parts and join them differently."""
@@ -147,7 +159,7 @@ class Family:
     def kind(self) -> str:
         """The kind of model, as docs/models.md names it."""
         if self.text_type:
-            return "text and images" if self.reads_images else "the text of a model of text and images"
+            return "text and images" if self.images else "the text of a model of text and images"
         size = "dense"
         if self.experts:
             size = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
@@ -199,6 +211,7 @@ HYBRID_SIBLINGS = (
     frozenset(("in_proj_qkvz", "in_proj_ba")),
 )
 DELTA_NET = StateForm("linear_attn")
+M_ROPE = ImageForm()
 
 ROWS = (
     Family("llama", fuses_layers=True),
@@ -269,12 +282,17 @@ ROWS = (
     ),
     Family("gemma3", text_type="gemma3_text"),
     Family("gemma4", text_type="gemma4_text"),
-    Family("mistral3", text_type="mistral"),
-    Family("qwen2_vl", text_type="qwen2_vl_text", reads_images=True, derives_head_width=True),
-    Family("qwen2_5_vl", text_type="qwen2_5_vl_text", reads_images=True, derives_head_width=True),
-    Family("qwen3_vl", text_type="qwen3_vl_text", reads_images=True),
-    Family("qwen3_5", text_type="qwen3_5_text"),
-    Family("qwen3_5_moe", text_type="qwen3_5_moe_text"),
+    Family(
+        "mistral3",
+        text_type="mistral",
+        images=ImageForm(tower_reads="a picture", has_places=False, breaks_lines=True),
+    ),
+    Family("qwen2_vl", text_type="qwen2_vl_text", images=M_ROPE, derives_head_width=True),
+    Family("qwen2_5_vl", text_type="qwen2_5_vl_text", images=M_ROPE, derives_head_width=True),
+    Family("qwen3_vl", text_type="qwen3_vl_text", images=M_ROPE),
+    Family("qwen3_vl_moe", text_type="qwen3_vl_moe_text", images=M_ROPE, experts=ExpertForm()),
+    Family("qwen3_5", text_type="qwen3_5_text", images=M_ROPE),
+    Family("qwen3_5_moe", text_type="qwen3_5_moe_text", images=M_ROPE),
 )
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in ROWS}
@@ -341,6 +359,12 @@ MXFP4_FAMILIES = tuple(family.model_type for family in ROWS if family.experts an
 
 ROUTERS = tuple(dict.fromkeys(family.experts.router for family in ROWS if family.experts))
 """Names of the modules that choose experts, of all families."""
+
+
+def images_of(model_type: object) -> ImageForm | None:
+    """Return the images of the prompts of a family; None if it reads text alone, or its text alone is served."""
+    family = FAMILIES.get(str(model_type))
+    return None if family is None else family.images
 
 
 def reads_other_inputs(name: str) -> bool:

@@ -106,21 +106,30 @@ class KvIdentity(NamedTuple):
 
 
 class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
-    """One image of a prompt: resized, and cut into patches."""
+    """One image of a prompt, resized."""
 
     digest: str
     """SHA-256 of the image's pixels as the engine gets them and of their grid, in hexadecimal digits. Never an address.
     """
     patches: bytes
     """The patches, one byte a value: uint8 [temporal * height * width, channels * temporal_patch * patch * patch], as
-    the checkpoint's image processor orders them before it scales and normalises values.
+    the checkpoint's image processor orders them before it scales and normalises values. If the family's tower reads
+    pictures, the picture: uint8 [channels, height * patch, width * patch].
     """
     grid: tuple[int, int, int]
     """Temporal, height and width, in patches."""
     start: int
     """Position of the image's first placeholder in `prompt_token_ids`."""
     num_tokens: int
-    """Number of its placeholders: the product of `grid` divided by the square of the merge size."""
+    """Number of its tokens: its placeholders, which are the product of `grid` divided by the square of the merge size,
+    and `num_lines` tokens between them."""
+    num_lines: int = 0
+    """Number of lines of placeholders, each followed by one token of text; 0: placeholders follow each other."""
+
+    @property
+    def num_placeholders(self) -> int:
+        """Number of its tokens whose embeddings are replaced."""
+        return self.num_tokens - self.num_lines
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +143,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """
     sampling: SamplingParams
     images: tuple[ImageInput, ...] = ()
-    """Images of the prompt, in order of `start`; their placeholders do not overlap."""
+    """Images of the prompt, in order of `start`; their tokens do not overlap."""
     adapter: AdapterRef | None = None
     """Revision that answers the request; None: the base model."""
     service_class: ServiceClass = ServiceClass.STANDARD

@@ -2,7 +2,8 @@
 
 An image is a customer's file, and its decoder is native code. Each image is decoded in a separate process, with the
 kernel's limits on time and memory, and without rights. Bounds are checked in the image's header before its pixels are
-decoded. The checkpoint's own image processor then resizes the image and cuts it into patches, as in training.
+decoded. The checkpoint's own image processor then resizes the image and, if the tower reads patches, cuts it into them,
+as in training.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import binascii
 import io
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +31,17 @@ MAX_SCANS = 100
 """Scans of a JPEG. Each scan takes a pass over all pixels; encoders write about ten whatever the size."""
 
 
+class DecodingSetup(msgspec.Struct, frozen=True):
+    """The checkpoint whose images are decoded."""
+
+    folder: str
+    """Folder with the files of its image processor."""
+    patch: int = 0
+    """Side of a patch in pixels, if the tower reads pictures; 0: the image processor cuts them into patches."""
+    merge: int = 0
+    """Patches along an edge of the square that becomes one token of a picture."""
+
+
 class DecodingJob(msgspec.Struct, frozen=True):
     """One image."""
 
@@ -42,7 +55,7 @@ class DecodingJob(msgspec.Struct, frozen=True):
 
 
 class DecodedImage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The patches of an image and their grid, as in `ImageInput`; or a fault."""
+    """The patches of an image, or its picture, and their grid, as in `ImageInput`; or a fault."""
 
     patches: bytes = b""
     grid: tuple[int, int, int] = (0, 0, 0)
@@ -57,20 +70,25 @@ class _Refused(Exception):
         self.fault, self.size = fault, size
 
 
+Resize = Callable[[Image.Image, int], DecodedImage]
+"""Function from an image and the maximum number of its tokens to its patches."""
+
+
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
-    """Return the function for one job. `setup` is the folder of the checkpoint, whose image processor is loaded."""
+    """Return the function for one job. `setup` is a DecodingSetup; the checkpoint's image processor is loaded."""
     from transformers import AutoImageProcessor
 
-    processor = AutoImageProcessor.from_pretrained(Path(setup.decode()), backend="pil", trust_remote_code=False)
+    chosen = msgspec.json.decode(setup, type=DecodingSetup)
+    processor = AutoImageProcessor.from_pretrained(Path(chosen.folder), backend="pil", trust_remote_code=False)
     Image.init()  # import the formats' modules now, because a job cannot open files
-    return lambda job: msgspec.json.encode(decode(msgspec.json.decode(job, type=DecodingJob), processor))
+    resize = _picture_maker(processor, chosen) if chosen.patch else partial(_patches, processor)
+    return lambda job: msgspec.json.encode(_decode(msgspec.json.decode(job, type=DecodingJob), resize))
 
 
-def decode(job: DecodingJob, processor: Any) -> DecodedImage:
+def _decode(job: DecodingJob, resize: Resize) -> DecodedImage:
     """Decode an image, and return its patches or a fault."""
     try:
-        image = _opened(job)
-        return _patches(_upright(image), processor, job.max_tokens)
+        return resize(_upright(_opened(job)), job.max_tokens)
     except _Refused as refused:
         return DecodedImage(fault=refused.fault, size=refused.size)
 
@@ -115,7 +133,7 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _patches(image: Image.Image, processor: Any, max_tokens: int) -> DecodedImage:
+def _patches(processor: Any, image: Image.Image, max_tokens: int) -> DecodedImage:
     """Return the patches before their values are scaled, so that each value is a byte."""
     side = processor.patch_size * processor.merge_size
     size = dict(processor.size)
@@ -125,7 +143,40 @@ def _patches(image: Image.Image, processor: Any, max_tokens: int) -> DecodedImag
         made = processor(images=[image], size=size, do_rescale=False, do_normalize=False)
     except ValueError:  # the processor refuses an image whose sides differ by more than a factor of 200
         raise _Refused("too_narrow", image.size) from None
-    patches = np.asarray(made["pixel_values"])
     grid = tuple(int(n) for n in made["image_grid_thw"][0])
-    assert ((patches >= 0) & (patches <= 255)).all(), "the processor resizes bytes"
-    return DecodedImage(patches.astype(np.uint8).tobytes(), (grid[0], grid[1], grid[2]), size=image.size)
+    return DecodedImage(_bytes_of(made["pixel_values"]), (grid[0], grid[1], grid[2]), size=image.size)
+
+
+def _picture_maker(processor: Any, setup: DecodingSetup) -> Resize:
+    """Return a function that resizes a picture to whole tokens. One token more follows each of its lines."""
+    from transformers.image_utils import ChannelDimension
+    from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
+
+    side = setup.patch * setup.merge
+
+    def cells_of(image: Image.Image, edges: Any) -> tuple[int, int]:
+        """Return the lines and columns of tokens of an image that is resized to at most `edges`."""
+        pixels = np.empty((0, image.height, image.width), np.uint8)
+        height, width = get_resize_output_image_size(pixels, edges, side, ChannelDimension.FIRST)
+        return height // side, width // side
+
+    def resize(image: Image.Image, max_tokens: int) -> DecodedImage:
+        size = dict(processor.size)
+        lines, columns = cells_of(image, size.get("longest_edge") or (size["height"], size["width"]))
+        while lines * (columns + 1) > max_tokens:
+            size = {"longest_edge": (max(lines, columns) - 1) * side}
+            lines, columns = cells_of(image, size["longest_edge"])
+        if not lines * columns:
+            raise _Refused("too_narrow", image.size)
+        cell = {"height": side, "width": side}
+        made = processor(images=[image], size=size, patch_size=cell, do_rescale=False, do_normalize=False)
+        grid = (1, lines * setup.merge, columns * setup.merge)
+        return DecodedImage(_bytes_of(made["pixel_values"]), grid, size=image.size)
+
+    return resize
+
+
+def _bytes_of(values: Any) -> bytes:
+    pixels = np.asarray(values)
+    assert ((pixels >= 0) & (pixels <= 255)).all(), "the processor resizes bytes"
+    return pixels.astype(np.uint8).tobytes()

@@ -1,7 +1,7 @@
 """Images of prompts, from what a caller sends to what the engine gets.
 
     ImageSource: base64, an address, or the id of a file ── fetch ──> bytes ── a limited process ──> patches
-    template: one pad token an image ── one placeholder a token of the image ──> prompt_token_ids, ImageInputs
+    template: one pad token an image ── the tokens of the image ──> prompt_token_ids, ImageInputs
 
 Every bound is checked before the bytes that it bounds are used: number and size of the images, then the header of each
 (`image_decoding`). A tenant has shares of the calls to other machines, of the decoding processes, and of the memory
@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import math
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,9 +44,10 @@ from loramux.common.sandbox.sandbox import JobLimits, Sandbox, SandboxDied, Sand
 from loramux.common.settings.serving import ImageSettings
 from loramux.engine.messages import ImageInput
 from loramux.serving.errors import InvalidRequest, Unavailable
-from loramux.serving.image_decoding import FORMATS, DecodedImage, DecodingJob, ImageFault
+from loramux.serving.image_decoding import FORMATS, DecodedImage, DecodingJob, DecodingSetup, ImageFault
 from loramux.serving.messages import ChatOptions, Conversation, GenerationRequest, ImageSource, Truncation
 from loramux.serving.tokenizer import Tokenizer
+from loramux_adapters.families import images_of
 
 INVALID_IMAGE = "invalid_image"
 INVALID_URL = "invalid_image_url"
@@ -93,11 +95,22 @@ class _Processor(msgspec.Struct):
 
 
 class _Checkpoint(msgspec.Struct):
+    model_type: str = ""
     image_token_id: int | None = None
 
 
 class _ProcessorFile(msgspec.Struct):
     image_processor: _Processor = msgspec.field(default_factory=_Processor)
+
+
+class _PictureFile(msgspec.Struct):
+    """The facts of a processor of texts and pictures, with transformers' defaults for the texts of tokens."""
+
+    patch: int = msgspec.field(default=0, name="patch_size")
+    merge: int = msgspec.field(default=0, name="spatial_merge_size")
+    placeholder: str = msgspec.field(default="[IMG]", name="image_token")
+    after_line: str = msgspec.field(default="[IMG_BREAK]", name="image_break_token")
+    at_end: str = msgspec.field(default="[IMG_END]", name="image_end_token")
 
 
 @dataclass(frozen=True)
@@ -109,26 +122,47 @@ class ImageFormat:
     token: str
     patch_bytes: int
     """Bytes of a patch, one for each value."""
-    merged: int
-    """Number of patches of a placeholder."""
+    merge: int
+    """Patches along an edge of the square that becomes one placeholder."""
     sandbox: Sandbox
+    line_ends: tuple[int, int] | None = None
+    """Token after a line of placeholders, and token after the last line; None: placeholders follow each other."""
 
     @classmethod
     def load(cls, model_dir: Path, tokenizer: Tokenizer) -> ImageFormat | None:
         """Return the form that a checkpoint's files describe; None if it is none that this server decodes."""
-        token_id = _read(model_dir / "config.json", _Checkpoint).image_token_id
+        checkpoint, file = _read(model_dir / "config.json", _Checkpoint), model_dir / "processor_config.json"
+        form = images_of(checkpoint.model_type)
+        if form is not None and form.tower_reads == "a picture":
+            return cls._of_pictures(model_dir, tokenizer, _read(file, _PictureFile))
         processor = _read(model_dir / "preprocessor_config.json", _Processor)
         if not processor.merge_size:
-            processor = _read(model_dir / "processor_config.json", _ProcessorFile).image_processor
-        if token_id is None or not (processor.patch_size and processor.temporal_patch_size and processor.merge_size):
+            processor = _read(file, _ProcessorFile).image_processor
+        token_id, patch, depth = checkpoint.image_token_id, processor.patch_size, processor.temporal_patch_size
+        if token_id is None or not (patch and depth and processor.merge_size):
             return None
-        return cls(
-            token_id,
-            tokenizer.pieces([token_id])[0],
-            3 * processor.temporal_patch_size * processor.patch_size**2,
-            processor.merge_size**2,
-            Sandbox("loramux.serving.image_decoding", str(model_dir).encode(), niceness=5),
-        )
+        sandbox = _sandbox(DecodingSetup(str(model_dir)))
+        return cls(token_id, tokenizer.pieces([token_id])[0], 3 * depth * patch**2, processor.merge_size, sandbox)
+
+    @classmethod
+    def _of_pictures(cls, model_dir: Path, tokenizer: Tokenizer, facts: _PictureFile) -> ImageFormat | None:
+        """Return the form of pictures with tokens after their lines."""
+        patch, merge = facts.patch, facts.merge
+        texts = (facts.placeholder, facts.after_line, facts.at_end)
+        token_ids = [token for text in texts if (token := tokenizer.token_id(text)) is not None]
+        if len(token_ids) < len(texts) or not (patch and merge):
+            return None
+        sandbox = _sandbox(DecodingSetup(str(model_dir), patch, merge))
+        return cls(token_ids[0], facts.placeholder, 3 * patch**2, merge, sandbox, (token_ids[1], token_ids[2]))
+
+    def tokens_of(self, image: ImageInput) -> list[int]:
+        """Return the tokens of an image in a prompt."""
+        if self.line_ends is None:
+            return [self.token_id] * image.num_tokens
+        after_line, at_end = self.line_ends
+        columns = image.num_placeholders // image.num_lines
+        line = [*[self.token_id] * columns, after_line]
+        return [*(line * image.num_lines)[:-1], at_end]
 
     def check_unplaced(self, token_ids: Sequence[int], field: str) -> None:
         """Refuse a prompt without images that has the pad token. Raises InvalidRequest."""
@@ -138,6 +172,10 @@ class ImageFormat:
     def close(self) -> None:
         """Stop the process that decodes."""
         self.sandbox.close()
+
+
+def _sandbox(setup: DecodingSetup) -> Sandbox:
+    return Sandbox("loramux.serving.image_decoding", msgspec.json.encode(setup), niceness=5)
 
 
 def _read(path: Path, kind: type[T]) -> T:
@@ -214,7 +252,7 @@ class ImageReader:
             position = token_ids.index(format.token_id, begin)
             placed += token_ids[begin:position]
             images.append(msgspec.structs.replace(image, start=len(placed)))
-            placed += [format.token_id] * image.num_tokens
+            placed += format.tokens_of(image)
             begin = position + 1
         return placed + token_ids[begin:], tuple(images)
 
@@ -297,7 +335,7 @@ class ImageReader:
         """Decode an image in a limited process. Runs on a thread. Raises InvalidRequest or Unavailable."""
         bounds = self._settings
         max_tokens = min(bounds.max_tokens, SMALL_TOKENS) if source.is_small else bounds.max_tokens
-        result_bytes = max_tokens * format.merged * format.patch_bytes
+        result_bytes = max_tokens * format.merge**2 * format.patch_bytes
         text = data if isinstance(data, str) else base64.b64encode(data).decode()
         job = DecodingJob(text, bounds.max_bytes, bounds.max_pixels, max_tokens)
         memory = PROCESS_BYTES + 16 * result_bytes + BYTES_PER_PIXEL * bounds.max_pixels
@@ -393,13 +431,23 @@ def _input_of(decoded: DecodedImage, format: ImageFormat, max_tokens: int) -> Im
     """Return the engine's form of an image; None if the process that decoded it, which is not trusted, does not keep
     its bounds.
     """
-    count = decoded.grid[0] * decoded.grid[1] * decoded.grid[2]
-    num_tokens, rest = divmod(count, format.merged)
+    count, num_lines = math.prod(decoded.grid), 0
+    num_tokens, rest = divmod(count, format.merge**2)
+    if format.line_ends is not None:
+        num_lines, part = divmod(decoded.grid[1], format.merge)
+        num_tokens, rest = num_tokens + num_lines, rest or part
     is_sound = min(decoded.grid) > 0 and not rest and num_tokens <= max_tokens
     if not is_sound or len(decoded.patches) != count * format.patch_bytes:
         return None
     digest = hashlib.sha256(struct.pack("<3q", *decoded.grid) + decoded.patches).hexdigest()
-    return ImageInput(digest=digest, patches=decoded.patches, grid=decoded.grid, start=0, num_tokens=num_tokens)
+    return ImageInput(
+        digest=digest,
+        patches=decoded.patches,
+        grid=decoded.grid,
+        start=0,
+        num_tokens=num_tokens,
+        num_lines=num_lines,
+    )
 
 
 def _invalid(source: ImageSource, why: str) -> InvalidRequest:

@@ -44,6 +44,7 @@ from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
 from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
 from loramux_adapters.bank import AdapterBank, ResidentClassifier, StepExtras
+from loramux_adapters.families import ImageForm, images_of
 from loramux_kernels.device import to_host
 from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
 
@@ -129,8 +130,8 @@ class PackedStep:
     table_rows: Ints | None = None
     """int64[S]; the row of both tables of each chunk. None: chunk s has row s."""
     rotary_positions: Ints | None = None
-    """int64[3, T]; positions by time, height and width. None if no sequence of the step has images: all three are then
-    `position_ids`."""
+    """int64[3, T]; positions by time, height and width. None if no sequence of the step has images, or if the family's
+    positions count tokens: all three are then `position_ids`."""
     images: tuple[RowsOfImage, ...] = ()
     """The rows of images."""
 
@@ -150,10 +151,16 @@ class BlockTableStore(Protocol):
         """Return the row of each chunk's sequence, int64[S], after the row has the sequence's pages."""
 
 
-def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockTableStore | None = None) -> PackedStep:
+def pack(
+    step: Step,
+    block_size: int,
+    state_pages: int = 0,
+    block_tables: BlockTableStore | None = None,
+    images: ImageForm | None = None,
+) -> PackedStep:
     """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states.
 
-    If `block_tables` is given, it holds the step's tables.
+    If `block_tables` is given, it holds the step's tables. `images`: the form of images in prompts.
     """
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
@@ -171,7 +178,8 @@ def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockT
         block_table = held[:, state_pages:]
     owners = np.repeat(np.arange(len(chunks)) if table_rows is None else table_rows, lengths)
     pages = block_table[owners, positions // block_size].astype(np.int64)
-    rotary, images = _place_images(chunks, cu_seqlens.tolist(), positions)
+    firsts = cu_seqlens.tolist()
+    rotary = _rotary_positions(chunks, firsts, positions) if images is not None and images.has_places else None
     sampled: list[int] = []
     scored = ScoredRows()
     for end, c in zip(cu_seqlens[1:].tolist(), chunks, strict=True):
@@ -194,23 +202,23 @@ def pack(step: Step, block_size: int, state_pages: int = 0, block_tables: BlockT
         scored=scored if scored.rows else None,
         table_rows=table_rows,
         rotary_positions=rotary,
-        images=images,
+        images=tuple(
+            rows
+            for first, chunk in zip(firsts, chunks, strict=False)
+            for rows in rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
+        ),
     )
 
 
-def _place_images(
-    chunks: Sequence[Chunk], firsts: list[int], positions: Ints
-) -> tuple[Ints | None, tuple[RowsOfImage, ...]]:
-    """Return the positions by time, height and width, and the rows of images, of chunks with these first rows."""
+def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Ints) -> Ints | None:
+    """Return the positions by time, height and width of chunks with these first rows; None if no chunk has images."""
     if not any(chunk.sequence.request.images for chunk in chunks):
-        return None, ()
+        return None
     rotary = np.tile(positions, (3, 1))
-    found: list[RowsOfImage] = []
     for first, chunk in zip(firsts, chunks, strict=False):
         if images := chunk.sequence.request.images:
             rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
-            found += rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
-    return rotary, tuple(found)
+    return rotary
 
 
 def _segments(step: Step) -> Segments | None:
@@ -233,7 +241,7 @@ class StepInputs:
     sampled_rows: torch.Tensor
     """int64: the rows whose logits are needed."""
     images: StepImages | None = None
-    """Images of the step; None if no sequence of the step has images."""
+    """Images of the step; None if it has no rows of images, and positions count tokens."""
 
 
 Decode = Callable[[torch.Tensor], torch.Tensor]
@@ -300,7 +308,8 @@ class Forward:
             embeddings = self.model.get_input_embeddings()(inputs.input_ids[None])
             embeddings[0, images.rows] = images.features[0]
             tokens = {"inputs_embeds": embeddings}
-        return tokens | {"position_ids": images.positions[:, None]}
+        positions = inputs.position_ids[None] if images.positions is None else images.positions[:, None]
+        return tokens | {"position_ids": positions}
 
     def _add_deep_rows(self, depth: int, _module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> None:
         """Add the rows of images that belong after the layer number `depth`, counted from 1."""
@@ -531,6 +540,7 @@ class CpuRunner:
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self.image_rows: ImageRows[torch.Tensor] | None = None
         """Rows of images, if the model reads images."""
+        self._image_form = images_of(forward.model.config.model_type)
         self._forward = forward
         self._block_size = block_size
         self._state_pages = state_pages
@@ -538,7 +548,7 @@ class CpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> CompletedStep:
         """Run one forward and choose the tokens of `step.sampling`."""
-        packed = pack(step, self._block_size, self._state_pages)
+        packed = pack(step, self._block_size, self._state_pages, images=self._image_form)
         if self._team is not None:
             self._team.run(packed)
         masks = self._start_masks(step.sampling)
@@ -565,7 +575,7 @@ class CpuRunner:
 
     def _images_of(self, packed: PackedStep) -> StepImages | None:
         """Return the images of a step, with their rows."""
-        if packed.rotary_positions is None:
+        if packed.rotary_positions is None and not packed.images:
             return None
         assert self.image_rows is not None, "requests with images are refused otherwise"
         rows = [(place, self.image_rows.rows_of(place.tenant, place.digest)) for place in packed.images]

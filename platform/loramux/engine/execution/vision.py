@@ -3,13 +3,14 @@
 The vision tower is transformers' own module, with the connector that makes rows of the text's width. It computes one
 image a call, outside the steps (`memory.image_rows`). In a step, an image's rows replace the embeddings of its
 placeholders. Some towers also make rows for the first decoder layers, which are added to the layers' results
-(DeepStack, Meng et al., 2024).
+(DeepStack, Meng et al., 2024). In some families, a token of text ends each line of an image's placeholders. `ImageForm`
+says what a family does.
 
-**Positions.** Each token has three: time, height and width (M-RoPE, Wang et al., 2024). Those of text are equal. An
-image's rows count up from the position of its first token: one by time, its line and its column. The text after it
-begins at the largest of them plus one, so positions after an image are less than the number of tokens. They are a
-function of the tokens and grids before them alone. The model's rotary module reads them; pages and attention count
-tokens.
+**Positions.** In most families each token has three: time, height and width (M-RoPE, Wang et al., 2024). Those of text
+are equal. An image's rows count up from the position of its first token: one by time, its line and its column. The text
+after it begins at the largest of them plus one, so positions after an image are less than the number of tokens. They
+are a function of the tokens and grids before them alone. The model's rotary module reads them; pages and attention
+count tokens.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.messages import ImageInput, Request
-from loramux_adapters.families import FAMILIES, reads_other_inputs
+from loramux_adapters.families import FAMILIES, ImageForm, images_of, reads_other_inputs
 from loramux_adapters.modules import LoraLinear
 
 Ints = NDArray[np.signedinteger[Any]]
 
+CHANNELS = 3
+"""Red, green and blue."""
 TOWER_ATTENTION = "sdpa"
 """transformers' attention that the tower uses; the text's reads the pool's pages."""
 
@@ -53,8 +55,8 @@ class RowsOfImage(NamedTuple):
 class StepImages:
     """The images of a step."""
 
-    positions: torch.Tensor
-    """int64[3, T]: positions of all rows of the step, by time, height and width."""
+    positions: torch.Tensor | None
+    """int64[3, T]: positions of all rows of the step, by time, height and width. None: positions count tokens."""
     rows: torch.Tensor
     """int64[n]: the rows that are placeholders."""
     features: torch.Tensor | None
@@ -62,14 +64,14 @@ class StepImages:
     n = 0, as in steps that decode."""
 
     @classmethod
-    def of(cls, positions: Ints, found: Iterable[tuple[RowsOfImage, torch.Tensor]]) -> StepImages:
+    def of(cls, positions: Ints | None, found: Iterable[tuple[RowsOfImage, torch.Tensor]]) -> StepImages:
         """Make a step's images from its positions and its rows, each with all rows of its image."""
         places, features = [torch.empty(0, dtype=torch.int64)], []
         for place, rows in found:
             places.append(torch.arange(place.row, place.row + place.length))
             features.append(rows[:, place.first : place.first + place.length])
         joined = torch.cat(features, dim=1) if features else None
-        return cls(torch.from_numpy(positions), torch.cat(places), joined)
+        return cls(None if positions is None else torch.from_numpy(positions), torch.cat(places), joined)
 
 
 def merge_size(image: ImageInput) -> int:
@@ -101,52 +103,70 @@ def rotary_positions(images: Sequence[ImageInput], start: int, end: int) -> Ints
 def rows_of_images(request: Request, start: int, end: int, row: int) -> Iterator[RowsOfImage]:
     """Yield the rows of a chunk [start, end) of `request`, whose first row in the step is `row`, that are of images."""
     for image in request.images:
-        first, last = max(image.start, start), min(image.start + image.num_tokens, end)
-        if first < last:
-            yield RowsOfImage(row + first - start, request.tenant, image.digest, first - image.start, last - first)
+        if image.start >= end or image.start + image.num_tokens <= start:
+            continue
+        num_lines = max(1, image.num_lines)
+        own, whole = image.num_placeholders // num_lines, image.num_tokens // num_lines
+        for line in range(num_lines):
+            begin = image.start + line * whole
+            first, last = max(begin, start), min(begin + own, end)
+            if first < last:
+                number = line * own + first - begin
+                yield RowsOfImage(row + first - start, request.tenant, image.digest, number, last - first)
 
 
 class Tower:
     """The vision tower of a model, and the scaling of its inputs."""
 
-    def __init__(self, module: nn.Module, scale: torch.Tensor, offset: torch.Tensor, depth: int) -> None:
-        """`scale` and `offset` `[values of a patch]` make the tower's inputs from bytes. `depth`: rows that the tower
-        makes for each token."""
-        self._module: Any = module
+    def __init__(self, model: PreTrainedModel, form: ImageForm, scale: torch.Tensor, offset: torch.Tensor) -> None:
+        """`scale` and `offset` `[channels, 1]` make the tower's inputs from bytes."""
+        self._model: Any = model
+        self._form = form
         self._scale, self._offset = scale, offset
-        config: Any = self._module.config
-        self._merge = int(config.spatial_merge_size)
-        dtype = next(module.parameters()).dtype
-        self._row_bytes = depth * int(_out_width(config)) * dtype.itemsize
+        config: Any = model.config
+        vision = config.vision_config
+        self._patch = int(vision.patch_size)
+        self._patch_bytes = len(scale) * getattr(vision, "temporal_patch_size", 1) * self._patch**2
+        self._merge = int(getattr(vision, "spatial_merge_size", None) or config.spatial_merge_size)
+        self._row_bytes = (1 + num_deep_rows(config)) * int(config.get_text_config().hidden_size) * model.dtype.itemsize
 
     def fault_of(self, image: ImageInput) -> str | None:
         """Return why the tower cannot compute `image`."""
         patches, unit = math.prod(image.grid), self._merge
         if min(image.grid) < 1 or image.grid[0] != 1 or image.grid[1] % unit or image.grid[2] % unit:
             return f"An image's grid is {image.grid}, which is not one picture of squares of {unit} x {unit} patches."
-        if patches != image.num_tokens * unit**2 or len(image.patches) != patches * len(self._scale):
+        num_lines = image.grid[1] // unit if self._form.breaks_lines else 0
+        is_whole = patches == image.num_placeholders * unit**2 and image.num_lines == num_lines
+        if not is_whole or len(image.patches) != patches * self._patch_bytes:
             return f"An image with the grid {image.grid} has {image.num_tokens} tokens and {len(image.patches)} bytes."
         return None
 
     def bytes_of(self, image: ImageInput) -> int:
         """Return the bytes of the rows of `image`."""
-        return image.num_tokens * self._row_bytes
+        return image.num_placeholders * self._row_bytes
 
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> torch.Tensor:
-        """Return the rows `[1 + d, num_tokens, hidden]` of `image`, in the model's dtype."""
-        patches = torch.frombuffer(bytearray(image.patches), dtype=torch.uint8).view(-1, len(self._scale))
-        pixels = patches.float().mul_(self._scale).add_(self._offset)
-        output = self._module(pixels.to(self._module.dtype), grid_thw=torch.tensor([image.grid]), return_dict=True)
+        """Return the rows `[1 + d, num_placeholders, hidden]` of `image`, in the model's dtype."""
+        in_patches = self._form.tower_reads == "patches"
+        values = torch.frombuffer(bytearray(image.patches), dtype=torch.uint8)
+        by_channel = values.view(math.prod(image.grid) if in_patches else 1, len(self._scale), -1)
+        pixels = by_channel.float().mul_(self._scale).add_(self._offset).to(self._model.dtype)
+        if in_patches:
+            inputs = {"pixel_values": pixels.flatten(1), "image_grid_thw": torch.tensor([image.grid])}
+        else:
+            size = [side * self._patch for side in image.grid[1:]]
+            inputs = {"pixel_values": pixels.unflatten(2, size), "image_sizes": torch.tensor([size])}
+        output = self._model.get_image_features(**inputs)
         deep_rows = getattr(output, "deepstack_features", None) or ()
-        return torch.stack((output.pooler_output, *deep_rows))
+        return torch.stack([rows for (rows,) in (output.pooler_output, *deep_rows)])  # there is one image
 
 
 def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, num_ranks: int) -> str | None:
     """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
     if not reads_images_too(config):
         return "the model reads text alone"
-    if not FAMILIES[config.model_type].reads_images:
+    if images_of(config.model_type) is None:
         return "the engine serves the text of this family alone"
     if not on_cpu:
         return 'images are served on CPUs; set engine.device = "cpu"'
@@ -164,28 +184,25 @@ def reads_images_too(config: PretrainedConfig) -> bool:
 
 def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     """Return the tower of `model`, whose images are not refused. Raises UnsupportedModel if the tower is quantized."""
-    module: Any = next(m for name, m in model.named_modules() if reads_other_inputs(f"{name}."))
-    if any(isinstance(part, LoraLinear) for part in module.modules()):
+    form = images_of(model.config.model_type)
+    assert form is not None, "the images of other families are refused"
+    parts = [part for name, part in model.named_modules() if reads_other_inputs(f"{name}.")]
+    if any(isinstance(part, LoraLinear) for part in parts):
         raise UnsupportedModel("the checkpoint's vision tower is quantized")
-    module.set_attn_implementation(TOWER_ATTENTION)
+    for part in parts:
+        if isinstance(part, PreTrainedModel):
+            part.set_attn_implementation(TOWER_ATTENTION)
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
-    channels = int(module.config.in_channels)
-    mean, deviation, factor = [0.0] * channels, [1.0] * channels, 1.0
+    mean, deviation, factor = [0.0] * CHANNELS, [1.0] * CHANNELS, 1.0
     if processor.do_normalize:
         mean, deviation = list(processor.image_mean), list(processor.image_std)
     if processor.do_rescale:
         factor = float(processor.rescale_factor)
-    values = module.config.temporal_patch_size * module.config.patch_size**2
-    by_channel = torch.tensor([mean, deviation], dtype=torch.float64).repeat_interleave(values, dim=1)
+    by_channel = torch.tensor([mean, deviation], dtype=torch.float64)[..., None]
     scale, offset = factor / by_channel[1], -by_channel[0] / by_channel[1]
-    return Tower(module, scale.float(), offset.float(), 1 + num_deep_rows(model.config))
+    return Tower(model, form, scale.float(), offset.float())
 
 
 def num_deep_rows(config: PretrainedConfig) -> int:
     """Return the number of decoder layers to whose results rows of images are added."""
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
-
-
-def _out_width(config: Any) -> int:
-    width: int = getattr(config, "out_hidden_size", None) or config.hidden_size
-    return width
