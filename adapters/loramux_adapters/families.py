@@ -107,10 +107,16 @@ class StateForm:
 class ImageForm:
     """The images of a family's prompts: rows of the vision tower replace the embeddings of placeholders."""
 
-    tower_reads: Literal["patches", "a picture"] = "patches"
-    """The tower's input: patches in the order of the image processor with their grid, or a picture with its size."""
+    tower_reads: Literal["patches", "a picture", "a square", "placed patches"] = "patches"
+    """The tower's input: patches in the order of the image processor with their grid, a picture with its size, a
+    picture of one size, or patches with the column and line of each."""
     has_places: bool = True
     """True if each token has a position in time, height and width (M-RoPE); False: positions count tokens."""
+    sees_ahead: Literal["nowhere", "in every layer", "in windows"] = "nowhere"
+    """Layers in which a token of an image sees the image's later tokens too: none, all, or those with a window if the
+    config says `use_bidirectional_attention = "vision"`. A step then computes the whole of an image."""
+    pads_placeholders: bool = False
+    """True if a placeholder has the embedding of the padding token, as far as no image replaces it."""
     breaks_lines: bool = False
     """True if a token of text follows each line of placeholders: the processor's break token, after the last line its
     end token."""
@@ -280,8 +286,18 @@ ROWS = (
         states=StateForm("mixer", "mamba 2"),
         peft_refuses_out_proj=True,
     ),
-    Family("gemma3", text_type="gemma3_text"),
-    Family("gemma4", text_type="gemma4_text"),
+    Family(
+        "gemma3",
+        text_type="gemma3_text",
+        images=ImageForm(tower_reads="a square", has_places=False, sees_ahead="in every layer"),
+    ),
+    Family(
+        "gemma4",
+        text_type="gemma4_text",
+        images=ImageForm(
+            tower_reads="placed patches", has_places=False, sees_ahead="in windows", pads_placeholders=True
+        ),
+    ),
     Family(
         "mistral3",
         text_type="mistral",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -38,7 +38,9 @@ from loramux.engine.execution.vision import (
     StepImages,
     num_deep_rows,
     rotary_positions,
+    row_ends,
     rows_of_images,
+    sees_ahead,
 )
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
@@ -269,6 +271,9 @@ class Forward:
         self._keeps_hidden = False
         self._hidden: torch.Tensor | None = None
         self._decoder.register_forward_hook(self._keep)
+        self._form = images_of(model.config.model_type)
+        self.sees_ahead = sees_ahead(model.config)
+        """Layers in which a token of an image sees the image's later tokens."""
         self._images: StepImages | None = None
         for depth in range(1, 1 + num_deep_rows(model.config)):
             self._decoder.get_submodule(f"layers.{depth - 1}").register_forward_hook(
@@ -305,9 +310,10 @@ class Forward:
         if images is None:
             return tokens | {"position_ids": inputs.position_ids[None]}
         if images.features is not None:
-            embeddings = self.model.get_input_embeddings()(inputs.input_ids[None])
+            input_ids = self._known_ids(inputs.input_ids)
+            embeddings = self.model.get_input_embeddings()(input_ids[None])
             embeddings[0, images.rows] = images.features[0]
-            tokens = {"inputs_embeds": embeddings}
+            tokens = {"inputs_embeds": embeddings} | self._inputs_by_layer(input_ids)
         positions = inputs.position_ids[None] if images.positions is None else images.positions[:, None]
         return tokens | {"position_ids": positions}
 
@@ -334,15 +340,23 @@ class Forward:
         """Return what some models' layers read of each token in addition to its embedding."""
         if not getattr(self._decoder, "hidden_size_per_layer_input", 0):
             return {}
+        return {"per_layer_inputs": self._decoder.get_per_layer_inputs(self._known_ids(input_ids)[None])}
+
+    def _known_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the tokens with the padding token for each placeholder, if the model reads placeholders so."""
+        if self._form is None or not self._form.pads_placeholders:
+            return input_ids
         padding = self.model.config.get_text_config().pad_token_id
-        for kind in ("image", "video", "audio"):  # as these models do with placeholders
+        for kind in ("image", "video", "audio"):
             if (placeholder := getattr(self.model.config, f"{kind}_token_id", None)) is not None:
                 input_ids = input_ids.masked_fill(input_ids == placeholder, padding)
-        return {"per_layer_inputs": self._decoder.get_per_layer_inputs(input_ids[None])}
+        return input_ids
 
     def _attention_step(self, inputs: StepInputs) -> AttentionStep:
         kept_rows = None if self._keeps_hidden else inputs.sampled_rows
-        return AttentionStep(self.layers, inputs.batch, self.states, kept_rows)
+        is_mixed = self.sees_ahead == "in windows" and inputs.batch.row_ends is not None
+        causal_batch = replace(inputs.batch, row_ends=None) if is_mixed else None
+        return AttentionStep(self.layers, inputs.batch, self.states, kept_rows, causal_batch)
 
     @contextmanager
     def _decoding_by(self, decode: Decode | None) -> Iterator[None]:
@@ -508,7 +522,7 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
         position_ids=torch.from_numpy(packed.position_ids),
-        batch=AttentionBatch(*map(torch.from_numpy, tables)),
+        batch=AttentionBatch(*map(torch.from_numpy, tables), row_ends=None if images is None else images.row_ends),
         sampled_rows=torch.from_numpy(packed.sampled_rows),
         images=images,
     )
@@ -579,7 +593,9 @@ class CpuRunner:
             return None
         assert self.image_rows is not None, "requests with images are refused otherwise"
         rows = [(place, self.image_rows.rows_of(place.tenant, place.digest)) for place in packed.images]
-        return StepImages.of(packed.rotary_positions, rows)
+        looks = packed.images and self._forward.sees_ahead != "nowhere"
+        ends = row_ends(packed.position_ids, packed.images) if looks else None
+        return StepImages.of(packed.rotary_positions, rows, ends)
 
     def _start_masks(self, chunks: list[Chunk]) -> Future[TokenMasks | None] | None:
         """Fill the masks on another thread while the model runs."""
