@@ -11,6 +11,7 @@ A model of text and images has its own row. For its text, the facts of the row o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ Cut = Literal["heads", "latent heads", "heads and norms over all heads", "heads 
     the norms' weights have a row for each head key heads                       queries come with a gate of the same
     width; linear attention is cut by key heads
 """
+
+TowerInput = Literal["patches", "a picture", "a square", "placed patches"]
+"""Input of a vision tower: patches in the order of the image processor with their grid, a picture with its size, a
+picture of one size, or patches with the column and the line of each."""
 
 GATES: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of gated networks, by transformers' names, and the kernels' names of them."""
@@ -107,9 +112,7 @@ class StateForm:
 class ImageForm:
     """The images of a family's prompts: rows of the vision tower replace the embeddings of placeholders."""
 
-    tower_reads: Literal["patches", "a picture", "a square", "placed patches"] = "patches"
-    """The tower's input: patches in the order of the image processor with their grid, a picture with its size, a
-    picture of one size, or patches with the column and line of each."""
+    tower_reads: TowerInput = "patches"
     has_places: bool = True
     """True if each token has a position in time, height and width (M-RoPE); False: positions count tokens."""
     sees_ahead: Literal["nowhere", "in every layer", "in windows"] = "nowhere"
@@ -381,6 +384,17 @@ def images_of(model_type: object) -> ImageForm | None:
     """Return the images of the prompts of a family; None if it reads text alone, or its text alone is served."""
     family = FAMILIES.get(str(model_type))
     return None if family is None else family.images
+
+
+def merge_of(config: PretrainedConfig, form: ImageForm) -> int:
+    """Return the patches along an edge of the square that becomes one placeholder of a model with images of `form`."""
+    vision = config.vision_config
+    match form.tower_reads:
+        case "placed patches":
+            return int(vision.pooling_kernel_size)
+        case "a square":
+            return int(vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image))
+    return int(getattr(vision, "spatial_merge_size", None) or config.spatial_merge_size)
 
 
 def reads_other_inputs(name: str) -> bool:

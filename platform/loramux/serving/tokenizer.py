@@ -258,7 +258,7 @@ class Tokenizer:
         return await self._threads.run(tenant, work)
 
     def _encode_chat(self, conversation: Conversation, limit: int, options: ChatOptions) -> RenderedChat:
-        text = self.render(conversation, options)
+        text = options.with_images(self.render(conversation, options))
         token_ids = self.encode_now(text, limit, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 

@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.messages import ImageInput, Request
-from loramux_adapters.families import FAMILIES, ImageForm, images_of, reads_other_inputs
+from loramux_adapters.families import FAMILIES, ImageForm, images_of, merge_of, reads_other_inputs
 from loramux_adapters.modules import LoraLinear
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -152,7 +152,7 @@ class Tower:
         self, model: PreTrainedModel, form: ImageForm, scale: torch.Tensor, offset: torch.Tensor, most_tokens: int
     ) -> None:
         """`scale` and `offset` `[channels, 1]` make the tower's inputs from bytes. `most_tokens`: those of the largest
-        image of the checkpoint's image processor, if it is known. Raises UnsupportedModel."""
+        image of the checkpoint's image processor, if it is known."""
         self._model: Any = model
         self._form = form
         self._by_pixel = form.tower_reads == "placed patches"
@@ -162,7 +162,7 @@ class Tower:
         vision = config.vision_config
         self._patch = int(vision.patch_size)
         self._patch_bytes = len(scale) * getattr(vision, "temporal_patch_size", 1) * self._patch**2
-        self._merge = _merge_of(config, form)
+        self._merge = merge_of(config, form)
         self._side = int(vision.image_size) // self._patch if form.tower_reads == "a square" else None
         self.whole_tokens = most_tokens if sees_ahead(config) != "nowhere" else 0
         """Most tokens of an image, whose tokens one step must compute together; 0: they need not be."""
@@ -216,22 +216,6 @@ def _places(image: ImageInput) -> torch.Tensor:
     return torch.stack((columns, lines), dim=-1).view(1, -1, 2)
 
 
-def _merge_of(config: Any, form: ImageForm) -> int:
-    """Return the patches along an edge of the square that becomes one token. Raises UnsupportedModel."""
-    vision = config.vision_config
-    if form.tower_reads == "placed patches":
-        return int(vision.pooling_kernel_size)
-    if form.tower_reads != "a square":
-        return int(getattr(vision, "spatial_merge_size", None) or config.spatial_merge_size)
-    tokens, patches = math.isqrt(config.mm_tokens_per_image), vision.image_size // vision.patch_size
-    if tokens**2 != config.mm_tokens_per_image or vision.image_size % vision.patch_size or patches % tokens:
-        raise UnsupportedModel(
-            f"config.json's mm_tokens_per_image = {config.mm_tokens_per_image} does not divide pictures of "
-            f"{vision.image_size} x {vision.image_size} pixels in patches of {vision.patch_size}"
-        )
-    return int(patches // tokens)
-
-
 def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, num_ranks: int) -> str | None:
     """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
     if not reads_images_too(config):
@@ -264,7 +248,7 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
             part.set_attn_implementation(TOWER_ATTENTION)
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
     if form.tower_reads == "a square":
-        _check_square(processor, int(model.config.vision_config.image_size))
+        _check_square(processor, model.config)
     most_tokens = getattr(model.config, "mm_tokens_per_image", None) or getattr(processor, "max_soft_tokens", 0)
     mean, deviation, factor = [0.0] * CHANNELS, [1.0] * CHANNELS, 1.0
     if processor.do_normalize:
@@ -276,9 +260,16 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     return Tower(model, form, scale.float(), offset.float(), int(most_tokens))
 
 
-def _check_square(processor: Any, side: int) -> None:
-    """Raise UnsupportedModel if the image processor makes anything else of an image than one square of `side`
-    pixels."""
+def _check_square(processor: Any, config: Any) -> None:
+    """Raise UnsupportedModel if the image processor makes anything else of an image than the square that the tower
+    reads, or if the tower's patches are no whole tokens."""
+    side, patch, tokens = config.vision_config.image_size, config.vision_config.patch_size, config.mm_tokens_per_image
+    merge, edge = side // patch // math.isqrt(tokens), math.isqrt(tokens)
+    if edge**2 != tokens or merge * edge * patch != side:
+        raise UnsupportedModel(
+            f"config.json's mm_tokens_per_image = {tokens} does not divide pictures of {side} x {side} pixels in "
+            f"patches of {patch}"
+        )
     if processor.do_pan_and_scan:
         raise UnsupportedModel("preprocessor_config.json's do_pan_and_scan cuts an image into several; set it to false")
     if dict(processor.size) != {"height": side, "width": side}:
