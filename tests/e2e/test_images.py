@@ -12,50 +12,69 @@ import peft
 import pytest
 import torch
 import transformers
-from image_base import image_tokenizer, picture, saved
+from image_base import image_tokenizer, make_picture_files, picture, saved
 from PIL import Image
 from server_process import Child, Place, served
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TOKENS = 12
 SIZES = ((56, 28), (33, 80), (120, 40), (64, 64))
-CONFIG = transformers.Qwen2_5_VLConfig(
-    text_config={
-        "vocab_size": 261,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 257,
-        "eos_token_id": 256,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-    },
-    vision_config={
-        "depth": 2,
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_heads": 2,
-        "out_hidden_size": 64,
-        "patch_size": 4,
-        "window_size": 24,
-        "fullatt_block_indexes": [1],
-    },
-    image_token_id=260,
-    vision_start_token_id=258,
-    vision_end_token_id=259,
+TEXT = {
+    "vocab_size": 261,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 257,
+    "eos_token_id": 256,
+}
+M_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+CONFIGS = {
+    "patches": transformers.Qwen2_5_VLConfig(
+        text_config=TEXT | M_ROPE,
+        vision_config=VISION
+        | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "window_size": 24, "fullatt_block_indexes": [1]},
+        image_token_id=260,
+        vision_start_token_id=258,
+        vision_end_token_id=259,
+    ),
+    "states": transformers.Qwen3_5Config(
+        text_config=TEXT
+        | {"head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        | {"linear_key_head_dim": 8, "linear_value_head_dim": 20}
+        | {"rope_parameters": M_ROPE["rope_parameters"] | {"partial_rotary_factor": 1.0}},
+        vision_config=VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "num_position_embeddings": 16},
+        image_token_id=260,
+        vision_start_token_id=258,
+        vision_end_token_id=259,
+    ),
+    "a picture": transformers.Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=VISION | {"model_type": "pixtral", "num_hidden_layers": 2, "num_attention_heads": 2},
+        image_token_index=260,
+    ),
+}
+"""Bases by what is special of their images."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=["patches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("states", "a picture"))],
 )
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base")
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, config = tmp_path_factory.mktemp("base"), CONFIGS[request.param]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        transformers.Qwen2_5_VLForConditionalGeneration(CONFIG).save_pretrained(folder)
-    size = {"shortest_edge": 64, "longest_edge": 2048}
-    Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
+        transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    if request.param == "a picture":
+        make_picture_files(folder, patch_size=4, longest_edge=64)
+    else:
+        size = {"shortest_edge": 64, "longest_edge": 2048}
+        Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
     image_tokenizer().save_pretrained(folder)
     return folder
 
@@ -64,7 +83,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
     targets = r".*language_model.*\.(q_proj|v_proj|down_proj)"
-    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(base)
     with torch.random.fork_rng():
         torch.manual_seed(1)
         wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets))
@@ -97,7 +116,7 @@ class Reference:
     def __init__(self, base: Path, adapter: Path | None) -> None:
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         self.processor: Any = transformers.AutoImageProcessor.from_pretrained(base, backend="pil")
-        self.model: Any = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base)
+        self.model: Any = transformers.AutoModelForImageTextToText.from_pretrained(base)
         if adapter is not None:
             self.model = peft.PeftModel.from_pretrained(self.model, adapter)
 
@@ -109,15 +128,25 @@ class Reference:
             parts += [{"type": "image"}, {"type": "text", "text": "and"}]
         messages = [{"role": "user", "content": parts}]
         text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        pixels = self.processor(images, return_tensors="pt")
-        for grid in pixels["image_grid_thw"]:
-            text = text.replace("<|image_pad|>", "<|placeholder|>" * (int(grid.prod()) // 4), 1)
-        text = text.replace("<|placeholder|>", "<|image_pad|>")
-        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        kinds = (ids == 260).int()
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].tolist()
+        inputs = {}
+        if self.model.config.model_type == "mistral3":
+            pixels = self.processor(images, return_tensors="pt", patch_size={"height": 8, "width": 8})
+            shown = [placeholders(*(int(side) // 8 for side in size)) for size in pixels["image_sizes"]]
+        else:
+            pixels = self.processor(images, return_tensors="pt")
+            shown = [[260] * (int(grid.prod()) // 4) for grid in pixels["image_grid_thw"]]
+        placed = torch.tensor([[token for one in ids for token in (shown.pop(0) if one == 260 else [one])]])
+        if "image_grid_thw" in pixels:
+            inputs["mm_token_type_ids"] = (placed == 260).int()
         options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        made = self.model.generate(input_ids=ids, mm_token_type_ids=kinds, **pixels, **options)
-        return made[0, ids.shape[1] :].tolist()
+        made = self.model.generate(input_ids=placed, **inputs, **pixels, **options)
+        return made[0, placed.shape[1] :].tolist()
+
+
+def placeholders(lines: int, columns: int) -> list[int]:
+    """The tokens of a picture."""
+    return [*([*[260] * columns, 258] * lines)[:-1], 259]
 
 
 def answered(client: openai.OpenAI, model: str, images: list[Image.Image]) -> tuple[list[int], Any]:

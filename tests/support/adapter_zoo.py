@@ -313,6 +313,9 @@ VISION = {"hidden_size": 16, "intermediate_size": 16}
 PATCHES = VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 BLOCKS = VISION | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "patch_size": 4}
 SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+HALF_SECTIONS = {
+    "rope_parameters": SECTIONS["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
+}
 
 WITH_IMAGES = {
     "gemma3_images": (
@@ -331,7 +334,9 @@ WITH_IMAGES = {
     ),
     "mistral3_images": (
         with_images(
-            transformers.Mistral3Config, transformers.MistralConfig, PATCHES | {"model_type": "pixtral", "head_dim": 8}
+            transformers.Mistral3Config,
+            transformers.MistralConfig,
+            PATCHES | {"model_type": "pixtral", "head_dim": 8, "patch_size": 4},
         ),
         WIDE_HEADS,
     ),
@@ -359,20 +364,28 @@ WITH_IMAGES = {
         ),
         SECTIONS | {"head_dim": 16},
     ),
+    "qwen3_vl_moe": (
+        with_images(
+            transformers.Qwen3VLMoeConfig,
+            transformers.Qwen3VLMoeTextConfig,
+            BLOCKS | {"num_position_embeddings": 16, "deepstack_visual_indexes": [1]},
+        ),
+        SECTIONS | SIX_EXPERTS | {"head_dim": 16, "mlp_only_layers": [1]},
+    ),
     "qwen3_5_images": (
         with_images(
             transformers.Qwen3_5Config, transformers.Qwen3_5TextConfig, BLOCKS | {"num_position_embeddings": 16}
         ),
-        HYBRID,
+        HYBRID | HALF_SECTIONS,
     ),
     "qwen3_5_moe_images": (
         with_images(
             transformers.Qwen3_5MoeConfig, transformers.Qwen3_5MoeTextConfig, BLOCKS | {"num_position_embeddings": 16}
         ),
-        HYBRID | SIX_EXPERTS | {"shared_expert_intermediate_size": 48},
+        HYBRID | HALF_SECTIONS | SIX_EXPERTS | {"shared_expert_intermediate_size": 48},
     ),
 }
-"""Models of text and images, whose text is served."""
+"""Models of text and images."""
 
 REFUSED_FAMILIES = {
     "falcon": (transformers.FalconConfig, {"new_decoder_architecture": True}),

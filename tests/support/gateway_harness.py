@@ -67,9 +67,14 @@ class AnyName:
 
 @asynccontextmanager
 async def harness(
-    folder: Path, *, share_base_cache: bool = False, images: ImageSettings | None = None, **engine: Any
+    folder: Path,
+    *,
+    share_base_cache: bool = False,
+    images: ImageSettings | None = None,
+    of_pictures: bool = False,
+    **engine: Any,
 ) -> AsyncIterator[Harness]:
-    """`images` are the settings of a base that reads images."""
+    """`images` are the settings of a base that reads images; `of_pictures`: its tower reads pictures, not patches."""
     if images is not None:
         engine = {
             "facts": msgspec.structs.replace(FACTS, vocab_size=261, pages_total=1024, max_model_len=8192)
@@ -82,7 +87,7 @@ async def harness(
     principal = await tenants.authenticator.authenticate((await tenants.create_key("acme"))[1])
     await usage.start()
     tokenizer, facts = Tokenizer(byte_tokenizer() if images is None else image_tokenizer()), await scripted.start()
-    form = None if images is None else image_format()
+    form = None if images is None else image_format(of_pictures=of_pictures)
     reader = None if images is None else ImageReader(images)
     trials = GrammarTrials(tokenizer, facts)
     base = ServedBase("tiny", cast(Any, scripted), facts, tokenizer, trials, share_cache=share_base_cache, images=form)

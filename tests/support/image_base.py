@@ -14,6 +14,7 @@ import numpy as np
 import transformers
 from PIL import Image
 from tiny_base import byte_tokenizer, make_base
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from loramux.serving.images import ImageFormat
 from loramux.serving.tokenizer import Tokenizer
@@ -63,10 +64,24 @@ def make_image_base(folder: Path) -> Path:
     return folder
 
 
+def make_picture_files(folder: Path, patch_size: int = 14, longest_edge: int = 1540) -> Path:
+    """Write the files that describe images whose tower reads pictures; 258 is after a line, and 259 after the last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not (folder / "config.json").is_file():
+        (folder / "config.json").write_text(json.dumps({"model_type": "mistral3", "image_token_index": IMAGE_TOKEN_ID}))
+    size = {"longest_edge": longest_edge}
+    cell = {"height": patch_size, "width": patch_size}
+    PixtralImageProcessorPil(patch_size=cell, size=size).save_pretrained(folder)
+    tokens = {"image_token": PAD, "image_break_token": "<|vision_start|>", "image_end_token": "<|vision_end|>"}
+    facts = {"processor_class": "PixtralProcessor", "patch_size": patch_size, "spatial_merge_size": 2}
+    (folder / "processor_config.json").write_text(json.dumps(facts | tokens))
+    return folder
+
+
 @cache
-def image_format() -> ImageFormat:
+def image_format(*, of_pictures: bool = False) -> ImageFormat:
     """The form of images of such a base, whose process starts once in a run of tests."""
-    folder = make_image_files(Path(tempfile.mkdtemp()))
+    folder = (make_picture_files if of_pictures else make_image_files)(Path(tempfile.mkdtemp()))
     found = ImageFormat.load(folder, Tokenizer(image_tokenizer()))
     assert found is not None
     atexit.register(shutil.rmtree, folder)

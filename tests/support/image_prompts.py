@@ -13,18 +13,29 @@ import torch
 from adapter_zoo import Asked, Zoo, to_request
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.messages import ImageInput, Request, ServiceClass
+from loramux_adapters.families import ImageForm, family_of, images_of
 
 PAD, START, END = 90, 92, 93
 """Tokens of `adapter_zoo.with_images`: the placeholder, and the marks around an image's placeholders."""
+AFTER_LINE, AT_END = 94, 95
+"""Tokens after a line of placeholders, and after the last line."""
+PATCH, MERGE = 4, 2
+CELL = {"height": PATCH * MERGE, "width": PATCH * MERGE}
+"""The pixels of a placeholder."""
 
 
-def save_processor(base: Path, patch_size: int = 4) -> None:
-    """Save the processor of images of at most 1,024 pixels into a base's folder."""
-    size = {"shortest_edge": 64, "longest_edge": 1024}
-    Qwen2VLImageProcessorPil(patch_size=patch_size, merge_size=2, size=size).save_pretrained(base)
+def save_processor(base: Path, form: ImageForm) -> None:
+    """Save the processor of small images into a base's folder: of at most 1,024 pixels, or 32 pixels a side."""
+    if form.tower_reads == "patches":
+        size = {"shortest_edge": 64, "longest_edge": 1024}
+        Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size).save_pretrained(base)
+    else:
+        PixtralImageProcessorPil(patch_size=CELL, size={"longest_edge": 32}).save_pretrained(base)
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -50,7 +61,12 @@ class ImageZoo:
 
     def __init__(self, zoo: Zoo) -> None:
         self.zoo = zoo
-        save_processor(zoo.base)
+        config = read_config(zoo.base)
+        form = images_of(config.model_type)
+        assert form is not None
+        self.form: ImageForm = form
+        self.keeps_states = family_of(config).states is not None
+        save_processor(zoo.base, form)
         self._processor: Any = AutoImageProcessor.from_pretrained(zoo.base, backend="pil")
 
     def request(self, asked: Pictured | Asked, **fields: Any) -> Request:
@@ -63,13 +79,23 @@ class ImageZoo:
             if isinstance(part, tuple):
                 tokens += part
                 continue
-            patches, grid = self._patches(part, do_rescale=False, do_normalize=False)
-            data = patches.astype(np.uint8).tobytes()
-            count = int(np.prod(grid)) // 4
+            data, grid = self._bytes(part)
+            lines, columns = grid[1] // MERGE, grid[2] // MERGE
             digest = hashlib.sha256(repr(grid).encode() + data).hexdigest()
-            start = len(tokens) + 1
-            images.append(ImageInput(digest=digest, patches=data, grid=grid, start=start, num_tokens=count))
-            tokens += [START, *[PAD] * count, END]
+            line = [*[PAD] * columns, *[AFTER_LINE] * self.form.breaks_lines]
+            own = line * lines
+            if self.form.breaks_lines:
+                own[-1] = AT_END
+            image = ImageInput(
+                digest=digest,
+                patches=data,
+                grid=grid,
+                start=len(tokens) + 1,
+                num_tokens=len(own),
+                num_lines=lines if self.form.breaks_lines else 0,
+            )
+            images.append(image)
+            tokens += [START, *own, END]
         plain = to_request(self.zoo, Asked(asked.name, asked.adapter, tuple(tokens), asked.output), **fields)
         return Request(
             id=plain.id,
@@ -87,11 +113,9 @@ class ImageZoo:
         if isinstance(asked, Asked):
             return self.zoo.answer(asked)
         prompt = torch.tensor([self.request(asked).prompt_token_ids])
-        found = [self._patches(part) for part in asked.parts if not isinstance(part, tuple)]
-        inputs: dict[str, Any] = {}
-        if found:
-            inputs["pixel_values"] = torch.from_numpy(np.concatenate([patches for patches, _ in found]))
-            inputs["image_grid_thw"] = torch.tensor([grid for _, grid in found])
+        found = [part for part in asked.parts if not isinstance(part, tuple)]
+        inputs: dict[str, Any] = dict(self._processor(found, return_tensors="pt")) if found else {}
+        if found and self.form.has_places:
             inputs["mm_token_type_ids"] = (prompt == PAD).int()
         model: Any = self.zoo._reference
         if asked.adapter is not None:
@@ -108,7 +132,12 @@ class ImageZoo:
         answer: list[int] = made[0, prompt.shape[1] :].tolist()
         return answer
 
-    def _patches(self, image: Image.Image, **options: bool) -> tuple[np.ndarray, tuple[int, int, int]]:
-        made = self._processor(image, return_tensors="np", **options)
-        time, height, width = (int(side) for side in made["image_grid_thw"][0])
-        return made["pixel_values"], (time, height, width)
+    def _bytes(self, image: Image.Image) -> tuple[bytes, tuple[int, int, int]]:
+        """Return an image as the engine gets it, and its grid."""
+        made = self._processor(image, return_tensors="np", do_rescale=False, do_normalize=False)
+        data = made["pixel_values"].astype(np.uint8).tobytes()
+        if self.form.tower_reads == "patches":
+            time, height, width = (int(side) for side in made["image_grid_thw"][0])
+            return data, (time, height, width)
+        height, width = (int(side) // PATCH for side in made["image_sizes"][0])
+        return data, (1, height, width)

@@ -33,7 +33,7 @@ KEPT = (
     *("exaone_moe", "granitemoe_swa", "cohere2_moe", "granite4_micro"),
     *("granitemoe", "granitemoeshared", "olmoe", "phimoe", "ernie4_5_moe"),
     *HYBRIDS,
-    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "qwen3_5_moe_images"),
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5_images", "qwen3_5_moe_images"),
 )
 """Families whose layers stay transformers' own."""
 MIXTURES = tuple(family for family in SERVED if family_of(FAMILIES[family][0](**SMALL | FAMILIES[family][1])).experts)

@@ -18,6 +18,7 @@ from gateway_harness import Harness, in_harness, read
 from image_base import IMAGE_TOKEN_ID, PAD, picture, saved
 from PIL import Image
 from scripted_engine import FACTS
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loramux.common.public_http import PublicTransport, Resolver
@@ -93,6 +94,56 @@ def test_images_reach_the_engine_as_transformers_cuts_them_in_the_order_of_the_p
         assert entry[1] == len(request.prompt_token_ids) > 72
 
     in_images(test, tmp_path)
+
+
+PICTURE_SIZES = ((56, 84), (1000, 300), (33, 29), (17, 900), (1400, 1300), (28, 28))
+
+
+def test_pictures_reach_the_engine_as_transformers_resizes_them_with_a_token_after_each_line(tmp_path: Path) -> None:
+    pictures = [picture(*size, seed) for seed, size in enumerate(PICTURE_SIZES)]
+    processor = PixtralImageProcessorPil(size={"longest_edge": 1540}, do_rescale=False, do_normalize=False)
+
+    async def test(made: Harness) -> None:
+        parts = [(0, source(saved(one))) for one in pictures]
+        await read(await made.begin(**chat(turn("a", *parts)), max_tokens=1))
+        (request,) = made.engine.requests
+        for image, given in zip(request.images, pictures, strict=True):
+            lines, columns = image.grid[1] // 2, image.grid[2] // 2
+            shown = processor([given], patch_size={"height": 28, "width": 28}, return_tensors="np")
+            np.testing.assert_equal(shown["image_sizes"][0], (lines * 28, columns * 28))
+            assert image.patches == shown["pixel_values"].astype(np.uint8).tobytes()
+            own = request.prompt_token_ids[image.start : image.start + image.num_tokens]
+            line = [*[IMAGE_TOKEN_ID] * columns, 258]
+            assert own == [*(line * lines)[:-1], 259]
+            assert (image.num_lines, image.num_placeholders) == (lines, lines * columns)
+
+    in_images(test, tmp_path, ImageSettings(max_pixels=4_000_000), of_pictures=True)
+
+
+@pytest.mark.parametrize("size", [(1400, 1400), (3000, 200), (200, 1999), (56, 29)])
+def test_a_picture_is_resized_to_the_most_tokens(tmp_path: Path, size: tuple[int, int]) -> None:
+    """The result is what the processor makes with a lower bound for edges, and not much smaller than allowed."""
+    given = Image.new("RGB", size, "red")
+
+    async def test(made: Harness) -> None:
+        await read(await made.begin(**chat(turn("a", (0, source(saved(given)))))))
+        (image,) = made.engine.requests[0].images
+        lines, columns = image.grid[1] // 2, image.grid[2] // 2
+        assert image.num_tokens == lines * (columns + 1) <= 64
+        assert (lines + 1) * (columns + 2) > 64 or size == (56, 29)
+        edge = 28 * max(lines, columns)
+        processor = PixtralImageProcessorPil(size={"longest_edge": edge}, patch_size={"height": 28, "width": 28})
+        assert tuple(processor([given])["image_sizes"][0]) == (28 * lines, 28 * columns)
+
+    in_images(test, tmp_path, of_pictures=True)
+
+
+def test_a_picture_without_a_line_is_refused(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        with pytest.raises(InvalidRequest, match="more than 200 times"):
+            await made.begin(**chat(turn("a", (0, source(saved(picture(3000, 1)))))))
+
+    in_images(test, tmp_path, of_pictures=True)
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
