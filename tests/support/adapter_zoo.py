@@ -299,12 +299,14 @@ WHOLE_HYBRIDS = {
 HYBRIDS = CUT_HYBRIDS | WHOLE_HYBRIDS
 
 
-def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:
+def with_images(
+    config_class: type, text_class: type, vision: Mapping[str, object], **more: object
+) -> Callable[..., object]:
     """Make configs of a model of text and images from the fields of its text."""
     tokens = {f"{name}_token_id": 90 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
 
     def make(**fields: object) -> object:
-        return config_class(text_config=text_class(**fields).to_dict(), vision_config=vision, **tokens)
+        return config_class(text_config=text_class(**fields).to_dict(), vision_config=vision, **tokens, **more)
 
     return make
 
@@ -319,7 +321,12 @@ HALF_SECTIONS = {
 
 WITH_IMAGES = {
     "gemma3_images": (
-        with_images(transformers.Gemma3Config, transformers.Gemma3TextConfig, PATCHES),
+        with_images(
+            transformers.Gemma3Config,
+            transformers.Gemma3TextConfig,
+            PATCHES | {"image_size": 24, "patch_size": 4},
+            mm_tokens_per_image=9,
+        ),
         WIDE_HEADS | WINDOW | {"query_pre_attn_scalar": 24},
     ),
     "gemma4_images": (

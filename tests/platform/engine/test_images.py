@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from pathlib import Path
@@ -20,14 +21,20 @@ from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.execution.memory_plan import plan_memory
 from loramux.engine.execution.vision import rotary_positions
-from loramux.engine.messages import TokenEvent
+from loramux.engine.messages import ServiceClass, TokenEvent
+from loramux.engine.scheduling.sequence import Step
 from loramux.engine.worker import request_fault
 from loramux_adapters.base import describe_base
 from loramux_adapters.families import ImageForm, reads_other_inputs
 from loramux_adapters.sharding import Sharding
 
+WHOLE = ("gemma3_images", "gemma4_images")
+"""Families in which tokens of an image see later ones."""
+COUNTED = (*WHOLE, "mistral3_images")
+"""Families whose positions count tokens."""
 FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5_images", "mistral3_images"),
+    *WHOLE,
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl_moe", "qwen3_5_moe_images")),
 )
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
@@ -36,7 +43,7 @@ RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageZoo:
-    made = Zoo(request.param, tmp_path_factory.mktemp(request.param))
+    made = Zoo(request.param, tmp_path_factory.mktemp(request.param), max_position_embeddings=512)
     for seed, (name, recipe) in enumerate(RECIPES.items()):
         made.make_adapter(name, recipe, seed)
     return ImageZoo(made)
@@ -113,6 +120,31 @@ def test_chunks_cut_inside_images_and_preemptions_change_no_answer(
     assert stats.images_encoded == sum(len(zoo.request(one).images) for one in asked), "once, in spite of preemptions"
 
 
+@pytest.mark.parametrize("zoo", WHOLE, indirect=True)
+def test_image_whose_tokens_see_ahead_is_computed_in_one_step(zoo: ImageZoo, answers: dict[str, list[int]]) -> None:
+    """Next to decoding rows, of class batch too, and although an image has more tokens than a step is to have."""
+    asked = mixed_prompts(9)
+    for one, service_class in zip(asked, 3 * tuple(ServiceClass), strict=True):
+        if isinstance(one, Pictured):
+            asked[asked.index(one)] = dataclasses.replace(one, service_class=service_class)
+    engine = zoo.zoo.engine(max_num_batched_tokens=8, max_mixed_prefill_tokens=4, max_num_seqs=4)
+    plan, inside = engine.scheduler.plan, []
+
+    def recorded() -> Step:
+        step = plan()
+        for chunk in step.chunks:
+            images = [(one.start, one.start + one.num_tokens) for one in chunk.sequence.request.images]
+            inside.extend(chunk for first, end in images if first < chunk.end < end)
+        return step
+
+    engine.scheduler.plan = recorded
+    try:
+        assert serve(zoo, engine, asked, [2 * i for i in range(9)]) == {one.name: answers[one.name] for one in asked}
+        assert not inside
+    finally:
+        engine.close()
+
+
 def test_drafts_after_images_change_no_answer(zoo: ImageZoo, answers: dict[str, list[int]]) -> None:
     asked = [one for one in mixed_prompts(9) if isinstance(one, Pictured)]
     engine = zoo.zoo.engine(max_num_batched_tokens=48, speculation="ngram")
@@ -125,24 +157,32 @@ def test_drafts_after_images_change_no_answer(zoo: ImageZoo, answers: dict[str, 
 
 
 def test_prefix_of_an_equal_image_is_found_and_of_another_image_of_its_size_is_not(zoo: ImageZoo) -> None:
-    """The second request begins like the first, the third has the same tokens with another image."""
-    text, more = tuple(range(3, 20)), tuple(range(30, 41))
+    """The second request begins like the first. The third differs after the image: its found pages end inside it. The
+    last has the tokens of the second with another image."""
+    text, more = tuple(range(3, 29)), tuple(range(30, 41))
     first, other = picture(1, 40, 24), picture(2, 40, 24)
     asked = [
         Pictured("first", "plain", (text, first, more), 5),
         Pictured("again", "plain", (text, first, (*more, 50, 51, 52)), 5),
+        Pictured("after", "plain", (text, first, (60, 61, 62)), 5),
         Pictured("other", "plain", (text, other, (*more, 50, 51, 52)), 5),
     ]
+    whole = zoo.request(asked[0])
+    (image,) = whole.images
+    end = image.start + image.num_tokens
+    equal = {"first": 0, "again": len(whole.prompt_token_ids), "after": end + 1, "other": image.start}
+    found = 0
+    assert image.start < equal["after"] // 16 * 16 < end
     engine = zoo.zoo.engine()
     try:
         for one in asked:
             assert serve(zoo, engine, [one]) == {one.name: zoo.answer(one)}
-            found = {"first": 0, "again": 32, "other": 32 + 16}[one.name]
+            found += equal[one.name] // 16 * 16
             assert engine.stats().cached_tokens == (0 if zoo.keeps_states else found), (
                 "prompts of states are not reused"
             )
         assert engine.stats().images_encoded == 2
-        assert engine.stats().images_found == 1
+        assert engine.stats().images_found == 2
     finally:
         engine.close()
 
@@ -203,9 +243,10 @@ def test_images_larger_than_their_memory_are_refused_with_the_setting(zoo: Image
 def test_request_that_waits_for_memory_of_images_goes_on_without_a_command(zoo: ImageZoo) -> None:
     """The engine waits as its worker does: for a command, of which there is none, or for a wake-up."""
     woken = threading.Semaphore(0)
-    loaded, settings = load(zoo.zoo.base, image_bytes=16 * 3 * 64 * 4)
-    engine = build_engine(loaded, settings, wake=woken.release)
     asked = [Pictured(f"r{i}", None, ((5, 6), picture(i, 32, 32), (7,)), 3) for i in range(3)]
+    image_bytes = max(3 * 16, zoo.request(asked[0]).images[0].num_tokens) * 64 * 4
+    loaded, settings = load(zoo.zoo.base, image_bytes=image_bytes)
+    engine = build_engine(loaded, settings, wake=woken.release)
     ended = set()
     try:
         for one in asked:
@@ -295,7 +336,7 @@ def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytes
     assert loaded.weight_bytes <= plan.weight_bytes - tower, "a step does not read the tower"
 
 
-@pytest.mark.parametrize("zoo", [name for name in FAMILIES if name != "mistral3_images"], indirect=True)
+@pytest.mark.parametrize("zoo", [name for name in FAMILIES if name not in COUNTED], indirect=True)
 def test_positions_are_transformers_for_every_cut(zoo: ImageZoo) -> None:
     model = zoo.zoo.auto.from_pretrained(zoo.zoo.base).model
     request = zoo.request(mixed_prompts(20)[14])

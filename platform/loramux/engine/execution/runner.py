@@ -519,10 +519,13 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
         *(packed.cu_seqlens, packed.context_lens, packed.block_table, packed.slot_mapping),
         *(packed.state_tables, packed.prompt_lens),
     )
+    batch = AttentionBatch(*map(torch.from_numpy, tables))
+    if images is not None and images.row_ends is not None:
+        batch = replace(batch, row_ends=images.row_ends)
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
         position_ids=torch.from_numpy(packed.position_ids),
-        batch=AttentionBatch(*map(torch.from_numpy, tables), row_ends=None if images is None else images.row_ends),
+        batch=batch,
         sampled_rows=torch.from_numpy(packed.sampled_rows),
         images=images,
     )

@@ -249,7 +249,7 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
     if form.tower_reads == "a square":
         _check_square(processor, model.config)
-    most_tokens = getattr(model.config, "mm_tokens_per_image", None) or getattr(processor, "max_soft_tokens", 0)
+    most_tokens: int = getattr(model.config, "mm_tokens_per_image", None) or getattr(processor, "max_soft_tokens", 0)
     mean, deviation, factor = [0.0] * CHANNELS, [1.0] * CHANNELS, 1.0
     if processor.do_normalize:
         mean, deviation = list(processor.image_mean), list(processor.image_std)
@@ -257,7 +257,7 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
         factor = float(processor.rescale_factor)
     by_channel = torch.tensor([mean, deviation], dtype=torch.float64)[..., None]
     scale, offset = factor / by_channel[1], -by_channel[0] / by_channel[1]
-    return Tower(model, form, scale.float(), offset.float(), int(most_tokens))
+    return Tower(model, form, scale.float(), offset.float(), most_tokens)
 
 
 def _check_square(processor: Any, config: Any) -> None:
