@@ -187,7 +187,7 @@ class ImageFormat:
     def check_unplaced(self, token_ids: Sequence[int], field: str) -> None:
         """Refuse a prompt without images that has the pad token. Raises InvalidRequest."""
         if self.token_id in token_ids:
-            raise _spelled(self, field)
+            raise _spelled(f"{self.token} (token {self.token_id})", field)
 
     def close(self) -> None:
         """Stop the process that decodes."""
@@ -412,9 +412,10 @@ def check_images(
         )
     texts = [turn.content for turn in conversation]
     texts += [msgspec.json.encode(one).decode() for one in (options.template, *(turn.fields for turn in conversation))]
-    reserved = {format.token, *(format.texts or ())[:1]}
-    if any(token in text for text in texts for token in reserved):
-        raise _spelled(format, "messages")
+    if any(format.token in text for text in texts):
+        raise _spelled(f"{format.token} (token {format.token_id})", "messages")
+    if format.texts is not None and any(format.texts[0] in text for text in texts):
+        raise _spelled(format.texts[0], "messages")
     return replace(options, image_texts=format.texts)
 
 
@@ -422,10 +423,10 @@ def _sources(conversation: Conversation) -> list[ImageSource]:
     return [image.source for turn in conversation for image in turn.images]
 
 
-def _spelled(format: ImageFormat, field: str) -> InvalidRequest:
+def _spelled(mark: str, field: str) -> InvalidRequest:
     return InvalidRequest(
-        f"'{field}' holds {format.token} (token {format.token_id}), which marks the place of an image for this model. "
-        "Leave it out of texts, and send an image as a part of a message.",
+        f"'{field}' holds {mark}, which marks the place of an image for this model. Leave it out of texts, and send an "
+        "image as a part of a message.",
         field=field,
         code="invalid_value",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import threading
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from adapter_zoo import Asked, Zoo, load
 from eager_drafts import draft_always
 from image_prompts import PAD, ImageZoo, Pictured, picture, save_processor
@@ -18,11 +20,12 @@ from msgspec.structs import replace
 from preempting import preempting
 
 from loramux.engine.engine import Engine, build_engine
+from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.execution.memory_plan import plan_memory
-from loramux.engine.execution.vision import rotary_positions
-from loramux.engine.messages import ServiceClass, TokenEvent
-from loramux.engine.scheduling.sequence import Step
+from loramux.engine.execution.vision import open_tower, rotary_positions
+from loramux.engine.messages import ImageInput, Request, SamplingParams, ServiceClass, TokenEvent
+from loramux.engine.scheduling.sequence import Sequence, Step, StepBuilder
 from loramux.engine.worker import request_fault
 from loramux_adapters.base import describe_base
 from loramux_adapters.families import ImageForm, reads_other_inputs
@@ -141,6 +144,69 @@ def test_image_whose_tokens_see_ahead_is_computed_in_one_step(zoo: ImageZoo, ans
     try:
         assert serve(zoo, engine, asked, [2 * i for i in range(9)]) == {one.name: answers[one.name] for one in asked}
         assert not inside
+    finally:
+        engine.close()
+
+
+def test_step_takes_the_whole_of_an_image_whose_tokens_see_ahead_or_none_of_it() -> None:
+    """Bounds of a kind of prompt tokens that are not used up are exceeded by an image that they would cut first."""
+    image = ImageInput(digest="d", patches=b"", grid=(1, 4, 5), start=10, num_tokens=20)
+    prompt = Request(
+        id="r", tenant="t", prompt_token_ids=[5] * 40, images=(image,), sampling=SamplingParams(max_tokens=1)
+    )
+    sequence = Sequence(prompt, 0.0)
+
+    def room(tokens_left: int, computed: int, **fields: Any) -> int:
+        sequence.num_computed = computed
+        return StepBuilder(tokens_left, 8, whole_images=True, **fields).room_for(sequence)
+
+    assert [room(tokens, 0) for tokens in (9, 10, 11, 29, 30, 31, 99)] == [9, 10, 10, 10, 30, 31, 40]
+    assert [room(tokens, 10) for tokens in (1, 19, 20, 21)] == [0, 0, 20, 21]
+    assert [room(tokens, 17) for tokens in (1, 12, 13, 14)] == [0, 0, 13, 14], "after a page that ends inside it"
+    background = {"background": sequence.flow.group}
+    assert [room(99, 10, background_left=left, **background) for left in (0, 1, 25)] == [0, 20, 25]
+    assert room(19, 10, background_left=1, **background) == 0
+    sequence.num_computed = 10
+    assert not StepBuilder(19, 8, whole_images=True).has_tokens_for(sequence)
+    assert StepBuilder(20, 8, whole_images=True).has_tokens_for(sequence)
+
+
+@pytest.mark.parametrize(
+    ("processor", "vision", "why"),
+    [
+        ({"do_pan_and_scan": True}, {}, "do_pan_and_scan"),
+        ({"size": {"height": 28, "width": 28}}, {}, "vision_config.image_size 24"),
+        ({}, {"image_size": 28}, "mm_tokens_per_image = 9 does not divide"),
+    ],
+)
+def test_squares_that_the_tower_would_read_otherwise_than_the_processor_makes_them_are_refused_at_start(
+    tmp_path: Path, processor: dict[str, Any], vision: dict[str, Any], why: str
+) -> None:
+    made = ImageZoo(Zoo("gemma3_images", tmp_path)).zoo
+    for name, changes in (("preprocessor_config.json", processor), ("config.json", {"vision_config": vision})):
+        facts = json.loads((made.base / name).read_text())
+        for key, value in changes.items():
+            facts[key] = facts[key] | value if isinstance(value, dict) else value
+        (made.base / name).write_text(json.dumps(facts))
+    model = read_config(made.base)
+    with pytest.raises(UnsupportedModel) as refused:
+        open_tower(transformers.AutoModelForImageTextToText.from_config(model), made.base)
+    assert why in str(refused.value)
+
+
+@pytest.mark.slow
+def test_images_of_a_gemma_4_without_attention_ahead_are_cut_and_answered_as_transformers(tmp_path: Path) -> None:
+    """The last layers read the keys and values of earlier ones, as in the small sizes."""
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    fields = layers | {"num_kv_shared_layers": 2, "use_bidirectional_attention": None, "max_position_embeddings": 512}
+    made = Zoo("gemma4_images", tmp_path, **fields)
+    for seed, (name, recipe) in enumerate(RECIPES.items()):
+        made.make_adapter(name, recipe, seed)
+    zoo, asked = ImageZoo(made), mixed_prompts(6)
+    engine = made.engine(max_num_batched_tokens=13)
+    try:
+        assert engine.scheduler.state.limits.max_num_batched_tokens == 13
+        assert serve(zoo, engine, asked, [i // 2 for i in range(6)]) == {one.name: zoo.answer(one) for one in asked}
     finally:
         engine.close()
 

@@ -169,7 +169,7 @@ class AttentionStep:
     kept_rows: torch.Tensor | None = None
     """int64[n], ascending: the rows whose hidden states are read after the last layer; None: all."""
     causal_batch: AttentionBatch | None = None
-    """`batch` without `row_ends`, for layers without a window; None: all layers read `batch`."""
+    """Tables of layers without a window: `batch` without `row_ends`. None: all layers read `batch`."""
 
     def batch_of(self, sliding_window: int | None) -> AttentionBatch:
         """Return the tables for a layer with this window."""
