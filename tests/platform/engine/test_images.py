@@ -23,12 +23,12 @@ from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.execution.memory_plan import plan_memory
-from loramux.engine.execution.vision import open_tower, rotary_positions
+from loramux.engine.execution.vision import images_refused, open_tower, rotary_positions
 from loramux.engine.messages import ImageInput, Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.engine.scheduling.sequence import Sequence, Step, StepBuilder
 from loramux.engine.worker import request_fault
 from loramux_adapters.base import describe_base
-from loramux_adapters.families import ImageForm, reads_other_inputs
+from loramux_adapters.families import ImageForm, images_of, reads_other_inputs
 from loramux_adapters.sharding import Sharding
 
 WHOLE = ("gemma3_images", "gemma4_images")
@@ -192,6 +192,23 @@ def test_squares_that_the_tower_would_read_otherwise_than_the_processor_makes_th
     with pytest.raises(UnsupportedModel) as refused:
         open_tower(transformers.AutoModelForImageTextToText.from_config(model), made.base)
     assert why in str(refused.value)
+
+
+def test_tower_opens_next_to_one_that_hears(tmp_path: Path) -> None:
+    sound = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "subsampling_conv_channels": [4, 4]}
+    config: Any = transformers.Gemma4Config(
+        text_config={"num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 97, "vocab_size_per_layer_input": 97},
+        vision_config={"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "patch_size": 4},
+        audio_config=sound,
+    )
+    form = images_of("gemma4")
+    assert form is not None
+    save_processor(tmp_path, form)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    assert open_tower(model, tmp_path).whole_tokens == 0
+    config.vision_config = None
+    assert images_refused(tmp_path, config, on_cpu=True, num_ranks=1) == "the checkpoint has no vision tower"
 
 
 @pytest.mark.slow

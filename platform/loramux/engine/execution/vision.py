@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.messages import ImageInput, Request
-from loramux_adapters.families import FAMILIES, ImageForm, images_of, merge_of, reads_other_inputs
+from loramux_adapters.families import ImageForm, images_of, merge_of, reads_other_inputs
 from loramux_adapters.modules import LoraLinear
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -220,8 +220,8 @@ def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, n
     """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
     if not reads_images_too(config):
         return "the model reads text alone"
-    if images_of(config.model_type) is None:
-        return "the engine serves the text of this family alone"
+    if getattr(config, "vision_config", None) is None:
+        return "the checkpoint has no vision tower"
     if not on_cpu:
         return 'images are served on CPUs; set engine.device = "cpu"'
     if num_ranks > 1:
@@ -233,18 +233,18 @@ def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, n
 
 def reads_images_too(config: PretrainedConfig) -> bool:
     """Return whether the model of `config` reads images in addition to text."""
-    return config.model_type in FAMILIES and bool(FAMILIES[config.model_type].text_type)
+    return images_of(config.model_type) is not None
 
 
 def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     """Return the tower of `model`, whose images are not refused. Raises UnsupportedModel if the tower is quantized."""
     form = images_of(model.config.model_type)
     assert form is not None, "the images of other families are refused"
-    parts = [part for name, part in model.named_modules() if reads_other_inputs(f"{name}.")]
-    if any(isinstance(part, LoraLinear) for part in parts):
+    parts = {name: part for name, part in model.named_modules() if reads_other_inputs(f"{name}.")}
+    if any(isinstance(part, LoraLinear) for part in parts.values()):
         raise UnsupportedModel("the checkpoint's vision tower is quantized")
-    for part in parts:
-        if isinstance(part, PreTrainedModel):
+    for name, part in parts.items():
+        if isinstance(part, PreTrainedModel) and "audio" not in name:
             part.set_attn_implementation(TOWER_ATTENTION)
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
     if form.tower_reads == "a square":
