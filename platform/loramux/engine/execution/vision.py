@@ -247,9 +247,10 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
         if isinstance(part, PreTrainedModel) and "audio" not in name:
             part.set_attn_implementation(TOWER_ATTENTION)
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
+    most_tokens = int(getattr(processor, "max_soft_tokens", 0))
     if form.tower_reads == "a square":
         _check_square(processor, model.config)
-    most_tokens: int = getattr(model.config, "mm_tokens_per_image", None) or getattr(processor, "max_soft_tokens", 0)
+        most_tokens = int(model.config.mm_tokens_per_image)
     mean, deviation, factor = [0.0] * CHANNELS, [1.0] * CHANNELS, 1.0
     if processor.do_normalize:
         mean, deviation = list(processor.image_mean), list(processor.image_std)
