@@ -118,8 +118,6 @@ class ImageForm:
     sees_ahead: Literal["nowhere", "in every layer", "in windows"] = "nowhere"
     """Layers in which a token of an image sees the image's later tokens too: none, all, or those with a window if the
     config says `use_bidirectional_attention = "vision"`. A step then computes the whole of an image."""
-    pads_placeholders: bool = False
-    """True if a placeholder has the embedding of the padding token, as far as no image replaces it."""
     breaks_lines: bool = False
     """True if a token of text follows each line of placeholders: the processor's break token, after the last line its
     end token."""
@@ -297,9 +295,7 @@ ROWS = (
     Family(
         "gemma4",
         text_type="gemma4_text",
-        images=ImageForm(
-            tower_reads="placed patches", has_places=False, sees_ahead="in windows", pads_placeholders=True
-        ),
+        images=ImageForm(tower_reads="placed patches", has_places=False, sees_ahead="in windows"),
     ),
     Family(
         "mistral3",

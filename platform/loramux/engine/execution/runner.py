@@ -271,10 +271,11 @@ class Forward:
         self._keeps_hidden = False
         self._hidden: torch.Tensor | None = None
         self._decoder.register_forward_hook(self._keep)
-        self._form = images_of(model.config.model_type)
         self.sees_ahead = sees_ahead(model.config)
         """Layers in which a token of an image sees the image's later tokens."""
         self._images: StepImages | None = None
+        if images_of(model.config.model_type) is not None:
+            self._decoder.register_forward_pre_hook(self._place_images, with_kwargs=True)
         for depth in range(1, 1 + num_deep_rows(model.config)):
             self._decoder.get_submodule(f"layers.{depth - 1}").register_forward_hook(
                 partial(self._add_deep_rows, depth)
@@ -293,9 +294,11 @@ class Forward:
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
         self._images = inputs.images
+        by_axis = None if inputs.images is None else inputs.images.positions
         with self.bank.serving(segments, extras, inputs.batch.slot_mapping), self._decoding_by(decode):
             logits: torch.Tensor = self.model(
-                **self._tokens(inputs),
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.position_ids[None] if by_axis is None else by_axis[:, None],
                 use_cache=False,
                 logits_to_keep=inputs.sampled_rows,
                 attention_step=self._attention_step(inputs),
@@ -304,18 +307,10 @@ class Forward:
             extras.forbid_unknown(logits, self.bank.num_tokens)
         return logits
 
-    def _tokens(self, inputs: StepInputs) -> dict[str, torch.Tensor]:
-        """Return the tokens, or their embeddings, and the positions that the model reads."""
-        images, tokens = inputs.images, {"input_ids": inputs.input_ids[None]}
-        if images is None:
-            return tokens | {"position_ids": inputs.position_ids[None]}
-        if images.features is not None:
-            input_ids = self._known_ids(inputs.input_ids)
-            embeddings = self.model.get_input_embeddings()(input_ids[None])
-            embeddings[0, images.rows] = images.features[0]
-            tokens = {"inputs_embeds": embeddings} | self._inputs_by_layer(input_ids)
-        positions = inputs.position_ids[None] if images.positions is None else images.positions[:, None]
-        return tokens | {"position_ids": positions}
+    def _place_images(self, _module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
+        """Put the rows of images in the place of their placeholders' embeddings."""
+        if self._images is not None and self._images.features is not None:
+            inputs["inputs_embeds"][0, self._images.rows] = self._images.features[0]
 
     def _add_deep_rows(self, depth: int, _module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> None:
         """Add the rows of images that belong after the layer number `depth`, counted from 1."""
@@ -340,17 +335,11 @@ class Forward:
         """Return what some models' layers read of each token in addition to its embedding."""
         if not getattr(self._decoder, "hidden_size_per_layer_input", 0):
             return {}
-        return {"per_layer_inputs": self._decoder.get_per_layer_inputs(self._known_ids(input_ids)[None])}
-
-    def _known_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the tokens with the padding token for each placeholder, if the model reads placeholders so."""
-        if self._form is None or not self._form.pads_placeholders:
-            return input_ids
         padding = self.model.config.get_text_config().pad_token_id
-        for kind in ("image", "video", "audio"):
+        for kind in ("image", "video", "audio"):  # as these models do with placeholders
             if (placeholder := getattr(self.model.config, f"{kind}_token_id", None)) is not None:
                 input_ids = input_ids.masked_fill(input_ids == placeholder, padding)
-        return input_ids
+        return {"per_layer_inputs": self._decoder.get_per_layer_inputs(input_ids[None])}
 
     def _attention_step(self, inputs: StepInputs) -> AttentionStep:
         kept_rows = None if self._keeps_hidden else inputs.sampled_rows
