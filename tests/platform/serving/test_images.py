@@ -109,7 +109,7 @@ def test_pictures_reach_the_engine_as_transformers_resizes_them_with_a_token_aft
 
     async def test(made: Harness) -> None:
         parts = [(0, source(saved(one))) for one in pictures]
-        await read(await made.begin(**chat(turn("a", *parts)), max_tokens=1))
+        await read(await made.begin(**chat(turn("a", *parts))))
         (request,) = made.engine.requests
         for image, given in zip(request.images, pictures, strict=True):
             lines, columns = image.grid[1] // 2, image.grid[2] // 2
@@ -166,7 +166,7 @@ def test_squares_reach_the_engine_as_transformers_resizes_them_with_empty_lines_
     processor = Gemma3ImageProcessorPil(size={"height": 24, "width": 24}, do_rescale=False, do_normalize=False)
 
     async def test(made: Harness) -> None:
-        await read(await made.begin(**chat(turn("ab", *((1, source(saved(one))) for one in pictures))), max_tokens=1))
+        await read(await made.begin(**chat(turn("ab", *((1, source(saved(one))) for one in pictures)))))
         (request,) = made.engine.requests
         own = [*b"\n\n", 258, *[IMAGE_TOKEN_ID] * 9, 259, *b"\n\n"]
         assert request.prompt_token_ids == [*b"user: a", *own * 4, *b"b\nassistant:"]
@@ -188,7 +188,7 @@ def test_placed_patches_reach_the_engine_as_transformers_cuts_them_within_the_bo
 
     async def test(made: Harness, count: int) -> None:
         processor = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=count)
-        await read(await made.begin(**chat(turn("", *parts)), max_tokens=1))
+        await read(await made.begin(**chat(turn("", *parts))))
         (request,) = made.engine.requests
         for image, one in zip(request.images, given, strict=True):
             values, lines, columns = shown(processor, one)
@@ -218,7 +218,7 @@ def test_text_that_spells_the_mark_of_an_image_is_refused_next_to_an_image(tmp_p
     async def test(made: Harness) -> None:
         with pytest.raises(InvalidRequest, match="marks the place of an image"):
             await made.begin(**chat(turn("a<|vision_start|>", (0, source(saved(picture()))))))
-        await read(await made.begin(**chat(turn("a<|vision_start|>")), max_tokens=1))
+        await read(await made.begin(**chat(turn("a<|vision_start|>"))))
 
     in_images(test, tmp_path, tower_reads="a square")
 
@@ -361,7 +361,7 @@ def test_images_count_in_the_context_and_a_truncation_cuts_none(tmp_path: Path) 
         (placed,) = made.engine.requests[1].images
         assert made.engine.requests[1].prompt_token_ids[placed.start : placed.start + 50] == [IMAGE_TOKEN_ID] * 50
         with pytest.raises(InvalidRequest, match="would cut an image"):
-            await made.begin(**chat(turn(text, (0, image)), truncation=Truncation(60), max_tokens=1))
+            await made.begin(**chat(turn(text, (0, image)), truncation=Truncation(60)))
 
     in_images(test, tmp_path, facts=msgspec.structs.replace(FACTS, vocab_size=261, max_model_len=64))
 
