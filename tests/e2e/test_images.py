@@ -76,7 +76,7 @@ CONFIGS = {
         text_config=TEXT
         | {"head_dim": 16, "global_head_dim": 16, "sliding_window": 20, "use_bidirectional_attention": "vision"}
         | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 261}
-        | {"layer_types": ["sliding_attention", "full_attention"]},
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         vision_config=VISION
         | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
         audio_config=None,

@@ -319,6 +319,9 @@ HALF_SECTIONS = {
     "rope_parameters": SECTIONS["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
 }
 
+FULL_FIRST = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+"""Layers of which the last does not hide what those before it see."""
+
 WITH_IMAGES = {
     "gemma3_images": (
         with_images(
@@ -327,7 +330,7 @@ WITH_IMAGES = {
             PATCHES | {"image_size": 24, "patch_size": 4},
             mm_tokens_per_image=9,
         ),
-        WIDE_HEADS | WINDOW | {"query_pre_attn_scalar": 24},
+        WIDE_HEADS | WINDOW | FULL_FIRST | {"query_pre_attn_scalar": 24},
     ),
     "gemma4_images": (
         with_images(
@@ -336,6 +339,7 @@ WITH_IMAGES = {
             PATCHES | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4},
         ),
         TWO_WIDTHS
+        | FULL_FIRST
         | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 97}
         | {"hidden_size_per_layer_input": 10},
     ),
@@ -343,7 +347,7 @@ WITH_IMAGES = {
         with_images(
             transformers.Mistral3Config,
             transformers.MistralConfig,
-            PATCHES | {"model_type": "pixtral", "head_dim": 8, "patch_size": 4},
+            PATCHES | {"model_type": "pixtral", "head_dim": 8, "patch_size": 2},
         ),
         WIDE_HEADS,
     ),

@@ -26,22 +26,24 @@ PAD, START, END = 90, 92, 93
 """Tokens of `adapter_zoo.with_images`: the placeholder, and the marks around an image's placeholders."""
 AFTER_LINE, AT_END = 94, 95
 """Tokens after a line of placeholders, and after the last line."""
-PATCH, MERGE = 4, 2
-CELL = {"height": PATCH * MERGE, "width": PATCH * MERGE}
-"""The pixels of a placeholder."""
+MERGE = 2
 
 
-def save_processor(base: Path, form: ImageForm) -> None:
-    """Save the processor of small images into a base's folder: of at most 1,024 pixels, or 32 pixels a side."""
+def save_processor(base: Path) -> None:
+    """Save the processor of small images into a base's folder: of at most 1,024 pixels, or 16 pixels a side."""
+    config = read_config(base)
+    form, patch = images_of(config.model_type), config.vision_config.patch_size
+    assert form is not None
     if form.tower_reads == "patches":
         size = {"shortest_edge": 64, "longest_edge": 1024}
-        Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=MERGE, size=size).save_pretrained(base)
+        Qwen2VLImageProcessorPil(patch_size=patch, merge_size=MERGE, size=size).save_pretrained(base)
     elif form.tower_reads == "a square":
         Gemma3ImageProcessorPil(size={"height": 24, "width": 24}).save_pretrained(base)
     elif form.tower_reads == "placed patches":
-        Gemma4ImageProcessorPil(patch_size=PATCH, max_soft_tokens=70).save_pretrained(base)
+        Gemma4ImageProcessorPil(patch_size=patch, max_soft_tokens=70).save_pretrained(base)
     else:
-        PixtralImageProcessorPil(patch_size=CELL, size={"longest_edge": 32}).save_pretrained(base)
+        cell = {"height": patch * MERGE, "width": patch * MERGE}
+        PixtralImageProcessorPil(patch_size=cell, size={"longest_edge": 16}).save_pretrained(base)
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:
@@ -73,7 +75,8 @@ class ImageZoo:
         self.form: ImageForm = form
         self.merge = 3 if form.tower_reads == "placed patches" else MERGE
         self.keeps_states = family_of(config).states is not None
-        save_processor(zoo.base, form)
+        self._patch = int(config.vision_config.patch_size)
+        save_processor(zoo.base)
         self._processor: Any = AutoImageProcessor.from_pretrained(zoo.base, backend="pil")
 
     def request(self, asked: Pictured | Asked, **fields: Any) -> Request:
@@ -120,11 +123,10 @@ class ImageZoo:
         if isinstance(asked, Asked):
             return self.zoo.answer(asked)
         prompt = torch.tensor([self.request(asked).prompt_token_ids])
-        found = [part for part in asked.parts if not isinstance(part, tuple)]
-        inputs: dict[str, Any] = dict(self._processor(found, return_tensors="pt")) if found else {}
+        inputs = self.pixels_of(asked)
         inputs.pop("num_crops", None)
         inputs.pop("num_soft_tokens_per_image", None)
-        if found and (self.form.has_places or self.form.sees_ahead != "nowhere"):
+        if inputs and (self.form.has_places or self.form.sees_ahead != "nowhere"):
             name = "token_type_ids" if self.form.tower_reads == "a square" else "mm_token_type_ids"
             inputs[name] = (prompt == PAD).int()
         model: Any = self.zoo._reference
@@ -142,6 +144,11 @@ class ImageZoo:
         answer: list[int] = made[0, prompt.shape[1] :].tolist()
         return answer
 
+    def pixels_of(self, asked: Pictured) -> dict[str, Any]:
+        """Return what transformers' model gets of the request's images."""
+        found = [part for part in asked.parts if not isinstance(part, tuple)]
+        return dict(self._processor(found, return_tensors="pt")) if found else {}
+
     def _bytes(self, image: Image.Image) -> tuple[bytes, tuple[int, int, int]]:
         """Return an image as the engine gets it, and its grid."""
         made = self._processor(image, return_tensors="np", do_rescale=False, do_normalize=False)
@@ -152,10 +159,10 @@ class ImageZoo:
             return made["pixel_values"][0, : len(places)].astype(np.uint8).tobytes(), (1, height, width)
         data = made["pixel_values"].astype(np.uint8).tobytes()
         if self.form.tower_reads == "a square":
-            height, width = (side // PATCH for side in made["pixel_values"].shape[-2:])
+            height, width = (side // self._patch for side in made["pixel_values"].shape[-2:])
             return data, (1, height, width)
         if self.form.tower_reads == "patches":
             time, height, width = (int(side) for side in made["image_grid_thw"][0])
             return data, (time, height, width)
-        height, width = (int(side) // PATCH for side in made["image_sizes"][0])
+        height, width = (int(side) // self._patch for side in made["image_sizes"][0])
         return data, (1, height, width)

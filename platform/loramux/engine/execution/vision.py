@@ -201,13 +201,17 @@ class Tower:
             patches = pixels.flatten(1).to(self._model.dtype)
             inputs = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid])}
         else:
-            size = [side * self._patch for side in image.grid[1:]]
-            inputs = {"pixel_values": pixels.unflatten(2, size).to(self._model.dtype)}
+            size, copies = [side * self._patch for side in image.grid[1:]], 1
+            sizes: dict[str, torch.Tensor] = {}
             if reads == "a picture":
-                inputs["image_sizes"] = torch.tensor([size])
+                # Of all images together transformers drops the dimension of a single row: two equal pictures have two.
+                copies += image.num_placeholders == 1
+                sizes = {"image_sizes": torch.tensor([size] * copies)}
+            pictures = pixels.unflatten(2, size).to(self._model.dtype).expand(copies, -1, -1, -1)
+            inputs = {"pixel_values": pictures} | sizes
         output = self._model.get_image_features(**inputs)
         deep_rows = getattr(output, "deepstack_features", None) or ()
-        return torch.stack([rows for (rows,) in (output.pooler_output, *deep_rows)])  # there is one image
+        return torch.stack([by_image[0] for by_image in (output.pooler_output, *deep_rows)])
 
 
 def _places(image: ImageInput) -> torch.Tensor:
