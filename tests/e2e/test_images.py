@@ -186,12 +186,17 @@ def placeholders(lines: int, columns: int) -> list[int]:
 
 
 def answered(client: openai.OpenAI, model: str, images: list[Image.Image]) -> tuple[list[int], Any]:
+    """Return the tokens and the usage of an answer, which is streamed if there are two images."""
     body = {"return_token_ids": True, "ignore_eos": True}
     messages: Any = [{"role": "user", "content": content_of(images)}]
-    made: Any = client.chat.completions.create(
-        model=model, messages=messages, max_tokens=TOKENS, temperature=0, extra_body=body
-    )
-    return made.choices[0].token_ids, made.usage
+    asked: Any = {"model": model, "messages": messages, "max_tokens": TOKENS, "temperature": 0, "extra_body": body}
+    if len(images) != 2:
+        made: Any = client.chat.completions.create(**asked)
+        return made.choices[0].token_ids, made.usage
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    parts: list[Any] = [choice for chunk in chunks for choice in chunk.choices]
+    tokens = [token for part in parts for token in getattr(part, "token_ids", None) or ()]
+    return tokens, chunks[-1].usage
 
 
 def test_answers_to_images_are_transformers_for_the_base_and_an_adapter(

@@ -143,10 +143,6 @@ class ChatOptions:
     image_texts: tuple[str, str] | None = None
     """The text that the template has for an image, and the text that replaces it; None: it is not replaced."""
 
-    def with_images(self, text: str) -> str:
-        """Return the text of the template with the text of each image."""
-        return text if self.image_texts is None else text.replace(*self.image_texts)
-
 
 AskedPooling = Pooling | Literal["own", "classes", "trained"]
 """Pooling of a prompt. `own`: the pooling of the vectors of the model's training. `classes`: classes of the text, or of

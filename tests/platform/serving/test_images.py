@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 from gateway_harness import Harness, in_harness, read
-from image_base import IMAGE_TOKEN_ID, PAD, picture, saved
+from image_base import IMAGE_TOKEN_ID, PAD, TEMPLATES, image_tokenizer, picture, saved
 from PIL import Image
 from scripted_engine import FACTS
+from transformers import Gemma3Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -159,6 +160,22 @@ def shown(processor: Any, image: Image.Image) -> tuple[np.ndarray, int, int]:
     return made["pixel_values"][0][kept], int(lines), int(columns)
 
 
+def tokens_of_gemma_3(pictures: list[Image.Image]) -> list[int]:
+    """Return the tokens of transformers' own processor for "a", pictures, and "b"."""
+    tokenizer: Any = image_tokenizer(TEMPLATES["a square"])
+    for name, text in {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>", "image_token": PAD}.items():
+        setattr(tokenizer, name, text)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(text))
+    processor = Gemma3Processor(
+        Gemma3ImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template, image_seq_length=9
+    )
+    shown = [{"type": "image", "image": one} for one in pictures]
+    content = [{"type": "text", "text": "a"}, *shown, {"type": "text", "text": "b"}]
+    options = {"tokenize": True, "return_dict": True, "add_generation_prompt": True}
+    made: Any = processor.apply_chat_template([{"role": "user", "content": content}], **options)
+    return list(made["input_ids"][0][1:])  # this template writes no first token
+
+
 def test_squares_reach_the_engine_as_transformers_resizes_them_with_empty_lines_around_their_marks(
     tmp_path: Path,
 ) -> None:
@@ -170,6 +187,7 @@ def test_squares_reach_the_engine_as_transformers_resizes_them_with_empty_lines_
         (request,) = made.engine.requests
         own = [*b"\n\n", 258, *[IMAGE_TOKEN_ID] * 9, 259, *b"\n\n"]
         assert request.prompt_token_ids == [*b"user: a", *own * 4, *b"b\nassistant:"]
+        assert request.prompt_token_ids == tokens_of_gemma_3(pictures)
         for image, given in zip(request.images, pictures, strict=True):
             assert image.patches == processor([given], return_tensors="np")["pixel_values"].astype(np.uint8).tobytes()
             assert (image.grid, image.num_tokens) == ((1, 6, 6), 9)
