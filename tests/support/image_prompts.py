@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ def save_processor(base: Path) -> None:
     else:
         cell = {"height": patch * MERGE, "width": patch * MERGE}
         PixtralImageProcessorPil(patch_size=cell, size={"longest_edge": 16}).save_pretrained(base)
+        (base / "processor_config.json").write_text(json.dumps({"patch_size": patch, "spatial_merge_size": MERGE}))
 
 
 def picture(seed: int, width: int, height: int) -> Image.Image:

@@ -416,23 +416,31 @@ def until_ended(engine: Engine, name: str) -> list[TokenEvent]:
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"tensor_parallel_size": 2}, {"without": "preprocessor_config.json"}], ids=["ranks", "no processor"]
+    ("family", "chosen", "reason"),
+    [
+        ("qwen2_5_vl", {"tensor_parallel_size": 2}, "images are served by one rank"),
+        ("qwen2_5_vl", {"without": "preprocessor_config.json"}, "the checkpoint holds no preprocessor_config.json"),
+        ("mistral3_images", {"without": "processor_config.json"}, "the checkpoint holds no processor_config.json"),
+    ],
+    ids=["ranks", "no processor", "no tokens after lines"],
 )
 def test_images_are_refused_with_a_reason_at_start_and_text_is_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen: dict[str, Any]
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, chosen: dict[str, Any], reason: str
 ) -> None:
-    made = Zoo("qwen2_5_vl", tmp_path)
+    made = Zoo(family, tmp_path)
     save_processor(made.base)
-    if missing := chosen.pop("without", None):
+    settings = dict(chosen)
+    if missing := settings.pop("without", None):
         (made.base / missing).unlink()
-    engine = made.engine(**chosen)
+    engine = made.engine(**settings)
     try:
         assert not engine.facts.images
-        assert f"images in prompts of base are refused: {'the checkpoint' if missing else 'images'}" in caplog.text
+        assert f"images in prompts of base are refused: {reason}" in caplog.text
     finally:
         engine.close()
 
 
+@pytest.mark.parametrize("zoo", without(*OTHER_TEXTS), indirect=True)  # tiny experts are padded when they are packed
 def test_plan_of_memory_counts_images_and_the_tower(zoo: ImageZoo, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         loaded, _ = load(zoo.zoo.base, image_bytes=300_000_000)

@@ -30,7 +30,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.integrations import init_empty_weights
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, LogitsProcessorList, PreTrainedModel
+from transformers import AutoConfig, LogitsProcessorList, PreTrainedModel
 
 from loramux.catalog.validation.checkpoint_files import BaseFiles
 from loramux.catalog.validation.jobs import EngineAnswer, ParityJob, ParitySetup
@@ -486,7 +486,7 @@ class StreamedModel:
         self._files = files
         config = AutoConfig.from_pretrained(setup.model_dir)
         with init_empty_weights(include_buffers=False):
-            self._model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+            self._model: nn.Module = auto_class(config).from_config(config, dtype=torch.float32).eval()
         self._layer_classes = frozenset(self._model._no_split_modules or ())
         self._names: dict[nn.Parameter, str] = {}
         """The base's parameters and their names. All entries of a parameter are the same zero in memory."""

@@ -207,6 +207,7 @@ def pack(
         images=tuple(
             rows
             for first, chunk in zip(firsts, chunks, strict=False)
+            if chunk.sequence.request.images
             for rows in rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
         ),
     )

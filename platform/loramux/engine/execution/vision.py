@@ -222,7 +222,7 @@ def _places(image: ImageInput) -> torch.Tensor:
 
 def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, num_ranks: int) -> str | None:
     """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
-    if not reads_images_too(config):
+    if (form := images_of(config.model_type)) is None:
         return "the model reads text alone"
     if getattr(config, "vision_config", None) is None:
         return "the checkpoint has no vision tower"
@@ -230,8 +230,15 @@ def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, n
         return 'images are served on CPUs; set engine.device = "cpu"'
     if num_ranks > 1:
         return "images are served by one rank; set engine.tensor_parallel_size = 1"
+    return _missing_file(directory, form)
+
+
+def _missing_file(directory: Path, form: ImageForm) -> str | None:
+    """Return which of the files that say how images are shown the checkpoint lacks."""
     if not any((directory / name).is_file() for name in ("preprocessor_config.json", "processor_config.json")):
         return "the checkpoint holds no preprocessor_config.json, which says how pixels are scaled"
+    if form.breaks_lines and not (directory / "processor_config.json").is_file():
+        return "the checkpoint holds no processor_config.json, which names the tokens after the lines of an image"
     return None
 
 

@@ -103,6 +103,14 @@ def test_layer_by_layer_every_format_passes(zoo: FormatZoo, name: str) -> None:
     assert check.figures["mean_divergence_from_base"] > 1e-3
 
 
+def test_layer_by_layer_adapter_of_a_base_of_text_and_images_passes(tmp_path: Path) -> None:
+    zoo = FormatZoo("qwen3_5_images", tmp_path, [])
+    targets = r".*language_model.*\.(q_proj|o_proj|down_proj|out_proj)"
+    folder = zoo.make_format("text", peft.LoraConfig(**LORA | {"target_modules": targets}), seed=1)
+    [check] = report_on(zoo, folder).checks
+    assert (check.outcome, check.figures["differing"]) == ("passed", 0), check
+
+
 def test_layer_by_layer_a_converted_kind_is_compared_with_the_original(zoo: FormatZoo, tmp_path: Path) -> None:
     uploaded, served = tmp_path / "uploaded", tmp_path / "served"
     served.mkdir()
