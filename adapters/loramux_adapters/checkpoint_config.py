@@ -90,7 +90,7 @@ def _refusal_of_text(model_type: str, text_type: str) -> str | None:
 def refusal_of_attention(config: Fields) -> str | None:
     """Return why a checkpoint's attention is not served; None if it is causal."""
     parts = (config, _text_of(config))
-    # "vision": later tokens are seen within an image alone, and images are not served.
+    # "vision": later tokens are seen within an image alone, which the engine computes whole (ImageForm.sees_ahead).
     looks_ahead = any(part.get("use_bidirectional_attention") not in (None, False, "vision") for part in parts)
     if not looks_ahead and all(part.get("is_causal", True) is not False for part in parts):
         return None

@@ -12,6 +12,7 @@ A model of text and images has its own row. For its text, the facts of the row o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -34,6 +35,10 @@ Cut = Literal["heads", "latent heads", "heads and norms over all heads", "heads 
     key heads                       queries come with a gate of the same width; linear attention is cut by key heads
     none                            one rank serves the whole
 """
+
+TowerInput = Literal["patches", "a picture", "a square", "placed patches"]
+"""Input of a vision tower: patches in the order of the image processor with their grid, a picture with its size, a
+picture of one size, or patches with the column and the line of each."""
 
 GATES: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of gated networks, by transformers' names, and the kernels' names of them."""
@@ -111,10 +116,12 @@ class StateForm:
 class ImageForm:
     """The images of a family's prompts: rows of the vision tower replace the embeddings of placeholders."""
 
-    tower_reads: Literal["patches", "a picture"] = "patches"
-    """The tower's input: patches in the order of the image processor with their grid, or a picture with its size."""
+    tower_reads: TowerInput = "patches"
     has_places: bool = True
     """True if each token has a position in time, height and width (M-RoPE); False: positions count tokens."""
+    sees_ahead: Literal["nowhere", "in every layer", "in windows"] = "nowhere"
+    """Layers in which a token of an image sees the image's later tokens too: none, all, or those with a window if the
+    config says `use_bidirectional_attention = "vision"`. A step then computes the whole of an image."""
     breaks_lines: bool = False
     """True if a token of text follows each line of placeholders: the processor's break token, after the last line its
     end token."""
@@ -295,9 +302,17 @@ ROWS = (
         states=StateForm("mixer", "mamba 2"),
         peft_refuses_out_proj=True,
     ),
-    Family("gemma3", text_type="gemma3_text"),
+    Family(
+        "gemma3",
+        text_type="gemma3_text",
+        images=ImageForm(tower_reads="a square", has_places=False, sees_ahead="in every layer"),
+    ),
     Family("gemma3n", text_type="gemma3n_text", loads_text_alone=True),  # its vision part needs the library timm
-    Family("gemma4", text_type="gemma4_text"),
+    Family(
+        "gemma4",
+        text_type="gemma4_text",
+        images=ImageForm(tower_reads="placed patches", has_places=False, sees_ahead="in windows"),
+    ),
     Family(
         "mistral3",
         text_type="mistral",
@@ -391,6 +406,17 @@ def images_of(model_type: str) -> ImageForm | None:
     """Return the images of the prompts of a family; None if it reads text alone, or its text alone is served."""
     family = FAMILIES.get(model_type)
     return None if family is None else family.images
+
+
+def merge_of(config: PretrainedConfig, form: ImageForm) -> int:
+    """Return the patches along an edge of the square that becomes one placeholder of a model with images of `form`."""
+    vision = config.vision_config
+    match form.tower_reads:
+        case "placed patches":
+            return int(vision.pooling_kernel_size)
+        case "a square":
+            return int(vision.image_size // vision.patch_size // math.isqrt(config.mm_tokens_per_image))
+    return int(getattr(vision, "spatial_merge_size", None) or config.spatial_merge_size)
 
 
 def reads_other_inputs(name: str) -> bool:

@@ -75,13 +75,15 @@ def paged_attention(
     """Compute causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
 
     Query row i of a sequence with n query rows is at position context_len - n + i. Query head h reads kv head
-    h // (Hq // Hkv). `sliding_window` w: a row at p sees (p - w, p]. `softcap` c: scores become c * tanh(score / c).
+    h // (Hq // Hkv). A row at p sees [0, p], or [0, e) if `batch.row_ends` has e for the row. `sliding_window` w: it
+    sees no position up to p - w. `softcap` c: scores become c * tanh(score / c).
     `sinks` [Hq]: a score per head that takes part in the softmax and has no value. Scores and sums are float32.
     """
     attend = paged_attention_reference
     if runs_triton(query):
         from loramux_kernels.cuda import paged_attention as triton
 
+        assert batch.row_ends is None, "the kernel is causal"
         attend = triton.paged_attention
     elif (native := native_for(query)) is not None:
         attend = functools.partial(_attend_natively, native)
@@ -130,7 +132,9 @@ def paged_attention_reference(
         scores = query[start:stop].transpose(0, 1).float() @ key.transpose(1, 2) * scaling
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~_visible(stop - start, context, sliding_window, query.device), float("-inf"))
+        ends = None if batch.row_ends is None else batch.row_ends[start:stop]
+        visible = _visible(stop - start, context, sliding_window, ends, query.device)
+        scores = scores.masked_fill(~visible, float("-inf"))
         if sinks is not None:
             scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, stop - start, 1)), dim=-1)
         weights = scores.softmax(-1)[..., :context]
@@ -146,9 +150,11 @@ def _read_pages(cache: torch.Tensor, scales: torch.Tensor | None, pages: torch.T
     return held.transpose(0, 1).flatten(1, 2)[:, :context].float()
 
 
-def _visible(rows: int, context: int, window: int | None, device: torch.device) -> torch.Tensor:
+def _visible(
+    rows: int, context: int, window: int | None, ends: torch.Tensor | None, device: torch.device
+) -> torch.Tensor:
     """Return bool[rows, context]: the positions that each of the last `rows` positions may see."""
     at = torch.arange(context - rows, context, device=device)[:, None]
     other = torch.arange(context, device=device)
-    visible = other <= at
+    visible = other <= at if ends is None else other < ends[:, None]
     return visible if window is None else visible & (other > at - window)

@@ -282,6 +282,9 @@ class AttentionBatch:
     """int64[S], on the host: the row of each sequence in both tables on a GPU. None: sequence s has row s."""
     is_invariant: bool = False
     """True if a row's result on a GPU must not depend on the other rows."""
+    row_ends: torch.Tensor | None = None
+    """int32[T]: one past the last position that each row sees, at least the position after its own and at most the
+    sequence's context length. None: each row sees up to itself. On CPUs alone."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
@@ -316,7 +319,10 @@ class AttentionBatch:
         """Addresses of the tensors for the C++ operators."""
         tensors = (self.cu_seqlens, self.context_lens, self.block_table)
         assert all(t.dtype == torch.int32 and t.is_contiguous() for t in tensors), "tables are contiguous and int32"
-        return AttentionBatchAbi(*(tensor.data_ptr() for tensor in tensors), *self.block_table.shape)
+        ends = self.row_ends
+        assert ends is None or (ends.dtype == torch.int32 and ends.is_contiguous()), "as the tables"
+        addresses = (*(tensor.data_ptr() for tensor in tensors), None if ends is None else ends.data_ptr())
+        return AttentionBatchAbi(*addresses, *self.block_table.shape)
 
 
 def prompt_ends(spans: Iterable[tuple[int, int, int]], prompt_lens: Iterable[int]) -> list[int]:

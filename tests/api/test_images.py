@@ -271,7 +271,8 @@ def test_a_file_of_another_tenant_or_purpose_is_refused(open_site: Site) -> None
         ("user", {"type": "image_url", "image_url": {"url": "data:image/png,abc"}}, "no data URL of base64"),
         ("user", {"type": "image_url", "image_url": {"url": "A" * 9000}}, "write data:image/png;base64, before"),
         ("user", {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "begins with https"),
-        ("user", {"type": "input_audio"}, "it is not served"),
+        ("user", {"type": "input_audio"}, "type 'input_audio'.* it is not served"),
+        ("user", {"type": "video", "video": "https://a.example/b.mp4"}, "type 'video'.* it is not served"),
     ],
 )
 def test_a_part_that_is_no_image_is_refused_by_its_field(

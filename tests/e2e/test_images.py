@@ -12,7 +12,15 @@ import peft
 import pytest
 import torch
 import transformers
-from image_base import image_tokenizer, make_picture_files, picture, saved
+from image_base import (
+    CHAT_TEMPLATE,
+    TEMPLATES,
+    image_tokenizer,
+    make_marked_files,
+    make_picture_files,
+    picture,
+    saved,
+)
 from PIL import Image
 from server_process import Child, Place, served
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -32,6 +40,7 @@ TEXT = {
 }
 M_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 VISION = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
+MARKS = {"image_token_id": 260, "boi_token_id": 258, "eoi_token_id": 259}
 CONFIGS = {
     "patches": transformers.Qwen2_5_VLConfig(
         text_config=TEXT | M_ROPE,
@@ -57,13 +66,29 @@ CONFIGS = {
         vision_config=VISION | {"model_type": "pixtral", "num_hidden_layers": 2, "num_attention_heads": 2},
         image_token_index=260,
     ),
+    "a square": transformers.Gemma3Config(
+        text_config=TEXT | {"head_dim": 16, "sliding_window": 20, "query_pre_attn_scalar": 16},
+        vision_config=VISION | {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 24},
+        mm_tokens_per_image=9,
+        **MARKS,
+    ),
+    "placed patches": transformers.Gemma4Config(
+        text_config=TEXT
+        | {"head_dim": 16, "global_head_dim": 16, "sliding_window": 20, "use_bidirectional_attention": "vision"}
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 261}
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+        vision_config=VISION
+        | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+        audio_config=None,
+        **MARKS,
+    ),
 }
 """Bases by what is special of their images."""
 
 
 @pytest.fixture(
     scope="module",
-    params=["patches", *(pytest.param(name, marks=pytest.mark.slow) for name in ("states", "a picture"))],
+    params=["patches", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "patches")],
 )
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, config = tmp_path_factory.mktemp("base"), CONFIGS[request.param]
@@ -72,10 +97,12 @@ def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     if request.param == "a picture":
         make_picture_files(folder, patch_size=4, longest_edge=64)
+    elif request.param in TEMPLATES and request.param != "patches":
+        make_marked_files(folder, request.param)
     else:
         size = {"shortest_edge": 64, "longest_edge": 2048}
         Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size=size).save_pretrained(folder)
-    image_tokenizer().save_pretrained(folder)
+    image_tokenizer(TEMPLATES.get(request.param, CHAT_TEMPLATE)).save_pretrained(folder)
     return folder
 
 
@@ -133,12 +160,21 @@ class Reference:
         if self.model.config.model_type == "mistral3":
             pixels = self.processor(images, return_tensors="pt", patch_size={"height": 8, "width": 8})
             shown = [placeholders(*(int(side) // 8 for side in size)) for size in pixels["image_sizes"]]
+        elif (marked := self.model.config.model_type) in ("gemma3", "gemma4"):
+            pixels = self.processor(images, return_tensors="pt")
+            counts = pixels.pop("num_soft_tokens_per_image", [9] * len(images))
+            pixels.pop("num_crops", None)
+            space = list(b"\n\n") if marked == "gemma3" else []
+            shown = [[*space, 258, *[260] * int(count), 259, *space] for count in counts]
+            if marked == "gemma3":  # its template has the mark for the image
+                ids = [260 if one == 258 else one for one in ids]
         else:
             pixels = self.processor(images, return_tensors="pt")
             shown = [[260] * (int(grid.prod()) // 4) for grid in pixels["image_grid_thw"]]
         placed = torch.tensor([[token for one in ids for token in (shown.pop(0) if one == 260 else [one])]])
-        if "image_grid_thw" in pixels:
-            inputs["mm_token_type_ids"] = (placed == 260).int()
+        if self.model.config.model_type != "mistral3":
+            kinds = "token_type_ids" if self.model.config.model_type == "gemma3" else "mm_token_type_ids"
+            inputs[kinds] = (placed == 260).int()
         options = {"max_new_tokens": TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         made = self.model.generate(input_ids=placed, **inputs, **pixels, **options)
         return made[0, placed.shape[1] :].tolist()
@@ -150,12 +186,17 @@ def placeholders(lines: int, columns: int) -> list[int]:
 
 
 def answered(client: openai.OpenAI, model: str, images: list[Image.Image]) -> tuple[list[int], Any]:
+    """Return the tokens and the usage of an answer, which is streamed if there are two images."""
     body = {"return_token_ids": True, "ignore_eos": True}
     messages: Any = [{"role": "user", "content": content_of(images)}]
-    made: Any = client.chat.completions.create(
-        model=model, messages=messages, max_tokens=TOKENS, temperature=0, extra_body=body
-    )
-    return made.choices[0].token_ids, made.usage
+    asked: Any = {"model": model, "messages": messages, "max_tokens": TOKENS, "temperature": 0, "extra_body": body}
+    if len(images) != 2:
+        made: Any = client.chat.completions.create(**asked)
+        return made.choices[0].token_ids, made.usage
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    parts: list[Any] = [choice for chunk in chunks for choice in chunk.choices]
+    tokens = [token for part in parts for token in getattr(part, "token_ids", None) or ()]
+    return tokens, chunks[-1].usage
 
 
 def test_answers_to_images_are_transformers_for_the_base_and_an_adapter(

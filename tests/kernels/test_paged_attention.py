@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_cases import Case, Shape, expected, make_case
@@ -65,6 +67,37 @@ def test_attention_takes_values_of_another_width_than_keys(dtype):
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
 def test_attention_sliding_window_equals_the_reference(window):
     check(make_case([(1, 200), (70, 190), (130, 130)], torch.float32), window=window)
+
+
+def with_images(case: Case, images: list[tuple[int, int, int]]) -> Case:
+    """Let the rows of images, (sequence, first position, end) each, see to the ends of their images."""
+    spans = case.batch.spans
+    ends = torch.cat([torch.arange(context - stop + start, context) for start, stop, context in spans]).int() + 1
+    for sequence, first, end in images:
+        start, stop, context = spans[sequence]
+        to_row = stop - context
+        ends[max(start, first + to_row) : end + to_row] = end
+    return replace(case, batch=replace(case.batch, row_ends=ends))
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("window", [None, 3, 50, 100])
+def test_attention_of_images_both_ways_equals_the_reference(dtype, window):
+    """Images over several chunks of context, over blocks of rows, begun in an earlier step, and next to each other."""
+    case = make_case([(1, 129), (150, 150), (40, 90), (37, 37)], dtype, Shape(10, 2, 24, 40))
+    check(with_images(case, [(1, 5, 90), (1, 90, 91), (1, 91, 150), (2, 30, 70), (3, 36, 37)]), window)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_of_rows_outside_images_is_that_without_images_to_the_bit(window):
+    case = make_case([(150, 150), (1, 70)], torch.bfloat16)
+    plain, mixed = (
+        paged_attention(one.query, one.layer, one.batch, 0.3, sliding_window=window)
+        for one in (case, with_images(case, [(0, 60, 100)]))
+    )
+    is_image = (torch.arange(151) >= 60) & (torch.arange(151) < 99)
+    assert torch.equal(plain[~is_image], mixed[~is_image])
+    assert not torch.equal(plain[is_image], mixed[is_image])
 
 
 def test_attention_soft_cap_and_sinks_equal_the_reference():

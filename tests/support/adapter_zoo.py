@@ -323,12 +323,14 @@ UNDIVIDED = (*WHOLE_HYBRIDS, "gemma3n")
 """Families that one rank serves."""
 
 
-def with_images(config_class: type, text_class: type, vision: Mapping[str, object]) -> Callable[..., object]:
+def with_images(
+    config_class: type, text_class: type, vision: Mapping[str, object], **more: object
+) -> Callable[..., object]:
     """Make configs of a model of text and images from the fields of its text."""
     tokens = {f"{name}_token_id": 90 + i for i, name in enumerate(("image", "video", "vision_start", "vision_end"))}
 
     def make(**fields: object) -> object:
-        return config_class(text_config=text_class(**fields).to_dict(), vision_config=vision, **tokens)
+        return config_class(text_config=text_class(**fields).to_dict(), vision_config=vision, **tokens, **more)
 
     return make
 
@@ -341,10 +343,18 @@ HALF_SECTIONS = {
     "rope_parameters": SECTIONS["rope_parameters"] | {"partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}
 }
 
+FULL_FIRST = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+"""Layers of which the last does not hide what those before it see."""
+
 WITH_IMAGES = {
     "gemma3_images": (
-        with_images(transformers.Gemma3Config, transformers.Gemma3TextConfig, PATCHES),
-        WIDE_HEADS | WINDOW | {"query_pre_attn_scalar": 24},
+        with_images(
+            transformers.Gemma3Config,
+            transformers.Gemma3TextConfig,
+            PATCHES | {"image_size": 24, "patch_size": 4},
+            mm_tokens_per_image=9,
+        ),
+        WIDE_HEADS | WINDOW | FULL_FIRST | {"query_pre_attn_scalar": 24},
     ),
     "gemma4_images": (
         with_images(
@@ -353,6 +363,7 @@ WITH_IMAGES = {
             PATCHES | {"head_dim": 8, "num_key_value_heads": 2, "patch_size": 4},
         ),
         TWO_WIDTHS
+        | FULL_FIRST
         | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 97}
         | {"hidden_size_per_layer_input": 10},
     ),

@@ -95,7 +95,8 @@ def expected(
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
         at, other = torch.arange(context - (stop - start), context)[:, None], torch.arange(context)
-        hidden = other > at
+        ends = case.batch.row_ends
+        hidden = other > at if ends is None else other >= ends[start:stop, None].cpu()
         if window:
             hidden |= other <= at - window
         weights = scores.masked_fill(hidden, float("-inf")).exp()

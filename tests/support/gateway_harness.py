@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
-from image_base import image_format, image_tokenizer
+from image_base import TEMPLATES, image_format, image_tokenizer
 from scripted_engine import FACTS, ScriptedEngine
 from tiny_base import byte_tokenizer
 
@@ -27,6 +27,7 @@ from loramux.serving.images import ImageReader
 from loramux.serving.messages import Answer, GenerationRequest
 from loramux.serving.service import CompletionService
 from loramux.serving.tokenizer import Tokenizer
+from loramux_adapters.families import TowerInput
 
 
 class Harness(SimpleNamespace):
@@ -72,10 +73,10 @@ async def harness(
     *,
     share_base_cache: bool = False,
     images: ImageSettings | None = None,
-    of_pictures: bool = False,
+    tower_reads: TowerInput = "patches",
     **engine: Any,
 ) -> AsyncIterator[Harness]:
-    """`images` are the settings of a base that reads images; `of_pictures`: its tower reads pictures, not patches."""
+    """`images` are the settings of a base that reads images, and `tower_reads` is what its tower gets."""
     if images is not None:
         engine = {
             "facts": msgspec.structs.replace(FACTS, vocab_size=261, pages_total=1024, max_model_len=8192)
@@ -87,8 +88,9 @@ async def harness(
     await tenants.create("acme")
     principal = await tenants.authenticator.authenticate((await tenants.create_key("acme"))[1])
     await usage.start()
-    tokenizer, facts = Tokenizer(byte_tokenizer() if images is None else image_tokenizer()), await scripted.start()
-    form = None if images is None else image_format(of_pictures=of_pictures)
+    chosen = byte_tokenizer() if images is None else image_tokenizer(TEMPLATES[tower_reads])
+    tokenizer, facts = Tokenizer(chosen), await scripted.start()
+    form = None if images is None else image_format(tower_reads)
     reader = None if images is None else ImageReader(images)
     trials = GrammarTrials(tokenizer, facts)
     base = ServedBase("tiny", cast(Any, scripted), facts, tokenizer, trials, share_cache=share_base_cache, images=form)

@@ -7,25 +7,38 @@ import io
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import transformers
 from PIL import Image
 from tiny_base import byte_tokenizer, make_base
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from loramux.serving.images import ImageFormat
 from loramux.serving.tokenizer import Tokenizer
+from loramux_adapters.families import TowerInput
 
 PAD = "<|image_pad|>"
+SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
+"""The text of an image in the template."""
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    f"{{% for part in m['content'] %}}{{% if part['type'] == 'image' %}}{SHOWN}"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+TEMPLATES: Mapping[TowerInput, str] = {
+    "patches": CHAT_TEMPLATE,
+    "a picture": CHAT_TEMPLATE,
+    "a square": CHAT_TEMPLATE.replace(SHOWN, "<|vision_start|>"),
+    "placed patches": CHAT_TEMPLATE.replace(SHOWN, PAD),
+}
 IMAGE_TOKEN_ID = 260
 VOCABULARY = 261
 
@@ -78,10 +91,34 @@ def make_picture_files(folder: Path, patch_size: int = 14, longest_edge: int = 1
     return folder
 
 
+def make_marked_files(folder: Path, reads: TowerInput) -> Path:
+    """Write the files that describe images between the marks 258 and 259: squares of 9 tokens, or placed patches."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = {"image_token_id": IMAGE_TOKEN_ID, "boi_token_id": 258, "eoi_token_id": 259}
+    processor: Any
+    if reads == "a square":
+        vision = {"image_size": 24, "patch_size": 4}
+        config = transformers.Gemma3Config(vision_config=vision, mm_tokens_per_image=9, **tokens)
+        processor = Gemma3ImageProcessorPil(size={"height": 24, "width": 24})
+    else:
+        config = transformers.Gemma4Config(vision_config={"patch_size": 4}, **tokens)
+        processor = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=140)
+    if not (folder / "config.json").is_file():
+        config.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
+
+
 @cache
-def image_format(*, of_pictures: bool = False) -> ImageFormat:
+def image_format(reads: TowerInput = "patches") -> ImageFormat:
     """The form of images of such a base, whose process starts once in a run of tests."""
-    folder = (make_picture_files if of_pictures else make_image_files)(Path(tempfile.mkdtemp()))
+    folder = Path(tempfile.mkdtemp())
+    if reads == "patches":
+        make_image_files(folder)
+    elif reads == "a picture":
+        make_picture_files(folder)
+    else:
+        make_marked_files(folder, reads)
     found = ImageFormat.load(folder, Tokenizer(image_tokenizer()))
     assert found is not None
     atexit.register(shutil.rmtree, folder)

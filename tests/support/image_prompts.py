@@ -14,6 +14,8 @@ import torch
 from adapter_zoo import Asked, Zoo, to_request
 from PIL import Image
 from transformers import AutoImageProcessor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -36,6 +38,10 @@ def save_processor(base: Path) -> None:
     if form.tower_reads == "patches":
         size = {"shortest_edge": 64, "longest_edge": 1024}
         Qwen2VLImageProcessorPil(patch_size=patch, merge_size=MERGE, size=size).save_pretrained(base)
+    elif form.tower_reads == "a square":
+        Gemma3ImageProcessorPil(size={"height": 24, "width": 24}).save_pretrained(base)
+    elif form.tower_reads == "placed patches":
+        Gemma4ImageProcessorPil(patch_size=patch, max_soft_tokens=70).save_pretrained(base)
     else:
         cell = {"height": patch * MERGE, "width": patch * MERGE}
         PixtralImageProcessorPil(patch_size=cell, size={"longest_edge": 16}).save_pretrained(base)
@@ -69,6 +75,7 @@ class ImageZoo:
         form = images_of(config.model_type)
         assert form is not None
         self.form: ImageForm = form
+        self.merge = 3 if form.tower_reads == "placed patches" else MERGE
         self.keeps_states = family_of(config).states is not None
         self._patch = int(config.vision_config.patch_size)
         save_processor(zoo.base)
@@ -85,7 +92,7 @@ class ImageZoo:
                 tokens += part
                 continue
             data, grid = self._bytes(part)
-            lines, columns = grid[1] // MERGE, grid[2] // MERGE
+            lines, columns = grid[1] // self.merge, grid[2] // self.merge
             digest = hashlib.sha256(repr(grid).encode() + data).hexdigest()
             line = [*[PAD] * columns, *[AFTER_LINE] * self.form.breaks_lines]
             own = line * lines
@@ -119,8 +126,11 @@ class ImageZoo:
             return self.zoo.answer(asked)
         prompt = torch.tensor([self.request(asked).prompt_token_ids])
         inputs = self.pixels_of(asked)
-        if inputs and self.form.has_places:
-            inputs["mm_token_type_ids"] = (prompt == PAD).int()
+        inputs.pop("num_crops", None)
+        inputs.pop("num_soft_tokens_per_image", None)
+        if inputs and (self.form.has_places or self.form.sees_ahead != "nowhere"):
+            name = "token_type_ids" if self.form.tower_reads == "a square" else "mm_token_type_ids"
+            inputs[name] = (prompt == PAD).int()
         model: Any = self.zoo._reference
         if asked.adapter is not None:
             model.set_adapter(asked.adapter)
@@ -144,7 +154,15 @@ class ImageZoo:
     def _bytes(self, image: Image.Image) -> tuple[bytes, tuple[int, int, int]]:
         """Return an image as the engine gets it, and its grid."""
         made = self._processor(image, return_tensors="np", do_rescale=False, do_normalize=False)
+        if self.form.tower_reads == "placed patches":
+            places = made["image_position_ids"][0]
+            places = places[places[:, 0] >= 0]
+            width, height = (int(side) + 1 for side in places.max(axis=0))
+            return made["pixel_values"][0, : len(places)].astype(np.uint8).tobytes(), (1, height, width)
         data = made["pixel_values"].astype(np.uint8).tobytes()
+        if self.form.tower_reads == "a square":
+            height, width = (side // self._patch for side in made["pixel_values"].shape[-2:])
+            return data, (1, height, width)
         if self.form.tower_reads == "patches":
             time, height, width = (int(side) for side in made["image_grid_thw"][0])
             return data, (time, height, width)

@@ -110,7 +110,7 @@ THOUGHTS = ("thinking", "redacted_thinking", "reasoning")
 """Types of parts that are thoughts."""
 IMAGES = frozenset({"image_url", "image_file", "input_image", "image"})
 """Types of parts that are images: of chats, of Assistants, of Responses, and of Messages."""
-_MEDIA = frozenset({"input_audio", "audio_url", "video_url", "file", "input_file"})
+_MEDIA = frozenset({"input_audio", "audio_url", "audio", "input_video", "video_url", "video", "file", "input_file"})
 """Types of parts that are neither text nor images."""
 DETAILS = ("auto", "low", "high", "original")
 """Values of `detail`: with `low`, an image takes few tokens; the others have no effect."""

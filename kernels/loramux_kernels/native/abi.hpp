@@ -53,6 +53,7 @@ struct KvLayerAbi {
 
 struct AttentionBatchAbi {
     const int32_t *cu_seqlens, *context_lens, *block_table;
+    const int32_t* row_ends;  // one past the last position that a row sees; null: its own
     int64_t num_sequences, max_blocks;
 };
 

@@ -56,7 +56,7 @@ class AttentionBatchAbi(ctypes.Structure):
     """Addresses of an AttentionBatch's tensors."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("cu_seqlens", "context_lens", "block_table")),
+        *((name, c_void_p) for name in ("cu_seqlens", "context_lens", "block_table", "row_ends")),
         *((name, c_int64) for name in ("num_sequences", "max_blocks")),
     )
 

@@ -151,6 +151,9 @@ class Attention {
         int64_t after = batch.cu_seqlens[item.sequence + 1] - first_row;
         int64_t position = batch.context_lens[item.sequence] - after;
         int64_t hidden = call.sliding_window > 0 ? position - call.sliding_window + 1 : 0;
+        int64_t stop = position + item.count;
+        for (int64_t row = first_row; batch.row_ends && row < first_row + item.count; row++)
+            if (batch.row_ends[row] > stop) stop = batch.row_ends[row];
         return {(const S*)layer.key + item.head * layer.key_head,
                 (const S*)layer.value + item.head * layer.value_head,
                 item.head,
@@ -158,7 +161,7 @@ class Attention {
                 item.count * heads_per_kv,
                 position,
                 hidden > 0 ? hidden / CHUNK * CHUNK : 0,
-                position + item.count,
+                stop,
                 first_row,
                 item.head * heads_per_kv};
     }
@@ -256,7 +259,9 @@ class Attention {
         for (int64_t row = 0; row < c.rows; row++) {
             int64_t position = c.position + row / heads_per_kv - chunk.start, from = 0;
             if (call.sliding_window > 0 && position >= call.sliding_window) from = position - call.sliding_window + 1;
-            int64_t last = position < chunk.tokens ? position : chunk.tokens - 1;
+            int64_t last = position;
+            if (batch.row_ends) last = batch.row_ends[c.first_row + row / heads_per_kv] - 1 - chunk.start;
+            if (last >= chunk.tokens) last = chunk.tokens - 1;
             const bool sees_all = from == 0 && last == groups * 16 - 1;
             ahead.fetch(8);
             float* scores = scratch.scores + row * CHUNK;

@@ -165,6 +165,7 @@ class Engine:
                 parts.facts.max_model_len,
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,
+                whole_image_tokens=parts.tower.whole_tokens if parts.tower is not None else 0,
             ),
             budget,
             pool,

@@ -263,7 +263,7 @@ class RequestReader:
         options = format.chat_options(reading.asked)
         has_images = any(turn.images for turn in conversation)
         if has_images:
-            check_images(reading.asked, conversation, options, base.images, base.name)
+            options = check_images(reading.asked, conversation, options, base.images, base.name)
         token_ids, tail = await self._formats.encode_chat(format, conversation, options, longest, principal.tenant)
         if base.images is None or len(token_ids) > longest:
             return EncodedPrompt(token_ids, tail)

@@ -265,6 +265,8 @@ class Formats:
                 self._budget.charge(tenant, meter.cpu_seconds)
         if options.ending == "open_message":
             text = open_last_message(text, form)
+        if options.image_texts is not None:
+            text = text.replace(*options.image_texts)
         token_ids = await tokenizer.encode(text, limit, tenant, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 

@@ -20,13 +20,18 @@ import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from loramux_adapters.families import TowerInput
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that are decoded, under Pillow's names."""
 ImageFault = Literal[
-    "no_base64", "too_large", "unknown_format", "too_many_pixels", "too_many_scans", "animated", "broken", "too_narrow"
-]
+    "no_base64", "too_large", "unknown_format", "too_many_pixels", "too_many_scans", "animated", "broken", "too_narrow",
+    "too_many_tokens",
+]  # fmt: skip
 SCAN = b"\xff\xda"
 """The marker before a scan of a JPEG; coded pixels never hold it."""
+SOFT_TOKENS = (70, 140, 280, 560, 1120)
+"""Maxima of the tokens of an image that Gemma 4's image processor takes."""
 MAX_SCANS = 100
 """Scans of a JPEG. Each scan takes a pass over all pixels; encoders write about ten whatever the size."""
 
@@ -36,6 +41,7 @@ class DecodingSetup(msgspec.Struct, frozen=True):
 
     folder: str
     """Folder with the files of its image processor."""
+    tower_reads: TowerInput = "patches"
     patch: int = 0
     """Side of a patch in pixels, if the tower reads pictures; 0: the image processor cuts them into patches."""
     merge: int = 0
@@ -81,7 +87,16 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     chosen = msgspec.json.decode(setup, type=DecodingSetup)
     processor = AutoImageProcessor.from_pretrained(Path(chosen.folder), backend="pil", trust_remote_code=False)
     Image.init()  # import the formats' modules now, because a job cannot open files
-    resize = _picture_maker(processor, chosen) if chosen.patch else partial(_patches, processor)
+    resize: Resize
+    match chosen.tower_reads:
+        case "patches":
+            resize = partial(_patches, processor)
+        case "a picture":
+            resize = _picture_maker(processor, chosen)
+        case "a square":
+            resize = partial(_square, processor, chosen)
+        case "placed patches":
+            resize = partial(_placed_patches, processor)
     return lambda job: msgspec.json.encode(_decode(msgspec.json.decode(job, type=DecodingJob), resize))
 
 
@@ -174,6 +189,29 @@ def _picture_maker(processor: Any, setup: DecodingSetup) -> Resize:
         return DecodedImage(_bytes_of(made["pixel_values"]), grid, size=image.size)
 
     return resize
+
+
+def _square(processor: Any, setup: DecodingSetup, image: Image.Image, max_tokens: int) -> DecodedImage:
+    """Return the picture of the one size that the tower reads, whatever the image's sides are."""
+    made = processor(images=[image], do_pan_and_scan=False, do_rescale=False, do_normalize=False)
+    pixels = np.asarray(made["pixel_values"])
+    lines, columns = (side // setup.patch for side in pixels.shape[-2:])
+    if lines * columns > max_tokens * setup.merge**2:
+        raise _Refused("too_many_tokens", image.size)
+    return DecodedImage(_bytes_of(pixels), (1, lines, columns), size=image.size)
+
+
+def _placed_patches(processor: Any, image: Image.Image, max_tokens: int) -> DecodedImage:
+    """Return the patches of an image that is resized to nearly the largest number of tokens."""
+    bounds = [count for count in SOFT_TOKENS if count <= min(max_tokens, processor.max_soft_tokens)]
+    if not bounds:
+        raise _Refused("too_many_tokens", image.size)
+    made = processor(images=[image], max_soft_tokens=bounds[-1], do_rescale=False, do_normalize=False)
+    places = np.asarray(made["image_position_ids"])[0]
+    places = places[places[:, 0] >= 0]  # others pad
+    columns, lines = (int(side) + 1 for side in places.max(axis=0))
+    patches = np.asarray(made["pixel_values"])[0, : len(places)]
+    return DecodedImage(_bytes_of(patches), (1, lines, columns), size=image.size)
 
 
 def _bytes_of(values: Any) -> bytes:

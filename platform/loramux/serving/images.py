@@ -17,7 +17,7 @@ import math
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
@@ -47,7 +47,7 @@ from loramux.serving.errors import InvalidRequest, Unavailable
 from loramux.serving.image_decoding import FORMATS, DecodedImage, DecodingJob, DecodingSetup, ImageFault
 from loramux.serving.messages import ChatOptions, Conversation, GenerationRequest, ImageSource, Truncation
 from loramux.serving.tokenizer import Tokenizer
-from loramux_adapters.families import images_of
+from loramux_adapters.families import ImageForm, images_of, merge_of
 
 INVALID_IMAGE = "invalid_image"
 INVALID_URL = "invalid_image_url"
@@ -69,6 +69,7 @@ REASONS: Mapping[ImageFault, str] = {
     "animated": "it is animated; send one picture",
     "too_narrow": "it has {width} x {height} pixels, and one side is more than 200 times the other",
     "broken": "its file is damaged or cut off",
+    "too_many_tokens": "this model gives each image more tokens than {bounds.max_tokens}, the most (images.max_tokens)",
 }
 """Reasons why an image is refused."""
 T = TypeVar("T")
@@ -127,6 +128,9 @@ class ImageFormat:
     sandbox: Sandbox
     line_ends: tuple[int, int] | None = None
     """Token after a line of placeholders, and token after the last line; None: placeholders follow each other."""
+    texts: tuple[str, str] | None = None
+    """The text of an image in the chat template, and the text that replaces it, which has one pad token; None: the
+    template has the pad token."""
 
     @classmethod
     def load(cls, model_dir: Path, tokenizer: Tokenizer) -> ImageFormat | None:
@@ -135,6 +139,8 @@ class ImageFormat:
         form = images_of(checkpoint.model_type)
         if form is not None and form.tower_reads == "a picture":
             return cls._of_pictures(model_dir, tokenizer, _read(file, _PictureFile))
+        if form is not None and form.tower_reads != "patches":
+            return cls._between_marks(model_dir, tokenizer, form)
         processor = _read(model_dir / "preprocessor_config.json", _Processor)
         if not processor.merge_size:
             processor = _read(file, _ProcessorFile).image_processor
@@ -152,8 +158,22 @@ class ImageFormat:
         token_ids = [token for text in texts if (token := tokenizer.token_id(text)) is not None]
         if len(token_ids) < len(texts) or not (patch and merge):
             return None
-        sandbox = _sandbox(DecodingSetup(str(model_dir), patch, merge))
+        sandbox = _sandbox(DecodingSetup(str(model_dir), "a picture", patch, merge))
         return cls(token_ids[0], facts.placeholder, 3 * patch**2, merge, sandbox, (token_ids[1], token_ids[2]))
+
+    @classmethod
+    def _between_marks(cls, model_dir: Path, tokenizer: Tokenizer, form: ImageForm) -> ImageFormat:
+        """Return the form of images with a mark before and a mark after their placeholders."""
+        from transformers import AutoConfig  # the families name these facts differently
+
+        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        patch, merge = config.vision_config.patch_size, merge_of(config, form)
+        token, first, last = tokenizer.pieces([config.image_token_id, config.boi_token_id, config.eoi_token_id])
+        placed = f"{first}{token}{last}"
+        # As transformers' processors: Gemma 3's template has the first mark for an image, which gets empty lines.
+        texts = (first, f"\n\n{placed}\n\n") if form.tower_reads == "a square" else (token, placed)
+        sandbox = _sandbox(DecodingSetup(str(model_dir), form.tower_reads, patch, merge))
+        return cls(config.image_token_id, token, 3 * patch**2, merge, sandbox, texts=texts)
 
     def tokens_of(self, image: ImageInput) -> list[int]:
         """Return the tokens of an image in a prompt."""
@@ -167,7 +187,7 @@ class ImageFormat:
     def check_unplaced(self, token_ids: Sequence[int], field: str) -> None:
         """Refuse a prompt without images that has the pad token. Raises InvalidRequest."""
         if self.token_id in token_ids:
-            raise _spelled(self, field)
+            raise _spelled(f"{self.token} (token {self.token_id})", field)
 
     def close(self) -> None:
         """Stop the process that decodes."""
@@ -378,9 +398,9 @@ class _Room:
 
 def check_images(
     asked: GenerationRequest, conversation: Conversation, options: ChatOptions, format: ImageFormat | None, base: str
-) -> None:
-    """Refuse images that the base named `base` cannot answer, and texts that spell the pad token. Raises
-    InvalidRequest.
+) -> ChatOptions:
+    """Return the options with which the template shows images. Refuse images that the base named `base` cannot answer,
+    and texts that spell the pad token: raises InvalidRequest.
     """
     first = _sources(conversation)[0]
     if format is None or asked.pooling is not None:
@@ -393,17 +413,20 @@ def check_images(
     texts = [turn.content for turn in conversation]
     texts += [msgspec.json.encode(one).decode() for one in (options.template, *(turn.fields for turn in conversation))]
     if any(format.token in text for text in texts):
-        raise _spelled(format, "messages")
+        raise _spelled(f"{format.token} (token {format.token_id})", "messages")
+    if format.texts is not None and any(format.texts[0] in text for text in texts):
+        raise _spelled(format.texts[0], "messages")
+    return replace(options, image_texts=format.texts)
 
 
 def _sources(conversation: Conversation) -> list[ImageSource]:
     return [image.source for turn in conversation for image in turn.images]
 
 
-def _spelled(format: ImageFormat, field: str) -> InvalidRequest:
+def _spelled(mark: str, field: str) -> InvalidRequest:
     return InvalidRequest(
-        f"'{field}' holds {format.token} (token {format.token_id}), which marks the place of an image for this model. "
-        "Leave it out of texts, and send an image as a part of a message.",
+        f"'{field}' holds {mark}, which marks the place of an image for this model. Leave it out of texts, and send an "
+        "image as a part of a message.",
         field=field,
         code="invalid_value",
     )

@@ -140,6 +140,8 @@ class ChatOptions:
     ending: ChatEnding = "generation_prompt"
     add_special_tokens: bool = False
     """Put the tokenizer's special tokens around the text of the template."""
+    image_texts: tuple[str, str] | None = None
+    """The text that the template has for an image, and the text that replaces it; None: it is not replaced."""
 
 
 AskedPooling = Pooling | Literal["own", "classes", "trained"]

@@ -259,6 +259,8 @@ class Tokenizer:
 
     def _encode_chat(self, conversation: Conversation, limit: int, options: ChatOptions) -> RenderedChat:
         text = self.render(conversation, options)
+        if options.image_texts is not None:
+            text = text.replace(*options.image_texts)
         token_ids = self.encode_now(text, limit, add_special_tokens=options.add_special_tokens)
         return RenderedChat(token_ids, text[-TAIL_CHARACTERS:])
 

@@ -7,6 +7,7 @@ import struct
 import time
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import msgspec
 import numpy as np
 import pytest
 from gateway_harness import Harness, in_harness, read
-from image_base import IMAGE_TOKEN_ID, PAD, picture, saved
+from image_base import IMAGE_TOKEN_ID, PAD, TEMPLATES, image_tokenizer, picture, saved
 from PIL import Image
 from scripted_engine import FACTS
+from transformers import Gemma3Processor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -27,6 +31,7 @@ from loramux.engine.messages import ImageInput, SamplingParams
 from loramux.serving.errors import InvalidRequest, PromptTooLong
 from loramux.serving.images import TooManyImages
 from loramux.serving.messages import ChatOptions, ImageSource, Message, PlacedImage, Truncation
+from loramux_adapters.families import TowerInput
 
 SETTINGS = ImageSettings(max_per_request=4, max_bytes=1 << 20, max_pixels=4_000_000, max_tokens=64)
 WHERE = "messages[0].content[1]"
@@ -117,7 +122,7 @@ def test_pictures_reach_the_engine_as_transformers_resizes_them_with_a_token_aft
             assert own == [*(line * lines)[:-1], 259]
             assert (image.num_lines, image.num_placeholders) == (lines, lines * columns)
 
-    in_images(test, tmp_path, ImageSettings(), of_pictures=True)
+    in_images(test, tmp_path, ImageSettings(), tower_reads="a picture")
 
 
 @pytest.mark.parametrize("size", [(1400, 1400), (3000, 200), (200, 1999), (56, 29)])
@@ -135,7 +140,7 @@ def test_a_picture_is_resized_to_the_most_tokens(tmp_path: Path, size: tuple[int
         processor = PixtralImageProcessorPil(size={"longest_edge": edge}, patch_size={"height": 28, "width": 28})
         assert tuple(processor([given])["image_sizes"][0]) == (28 * lines, 28 * columns)
 
-    in_images(test, tmp_path, of_pictures=True)
+    in_images(test, tmp_path, tower_reads="a picture")
 
 
 def test_a_picture_without_a_line_is_refused(tmp_path: Path) -> None:
@@ -143,7 +148,97 @@ def test_a_picture_without_a_line_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InvalidRequest, match="more than 200 times"):
             await made.begin(**chat(turn("a", (0, source(saved(picture(3000, 1)))))))
 
-    in_images(test, tmp_path, of_pictures=True)
+    in_images(test, tmp_path, tower_reads="a picture")
+
+
+def shown(processor: Any, image: Image.Image) -> tuple[np.ndarray, int, int]:
+    """Return the values of transformers' own processor of placed patches without the padding, lines and columns."""
+    made = processor([image], return_tensors="np", do_rescale=False)
+    places = made["image_position_ids"][0]
+    kept = places[:, 0] >= 0
+    columns, lines = places[kept].max(axis=0) + 1
+    return made["pixel_values"][0][kept], int(lines), int(columns)
+
+
+def tokens_of_gemma_3(pictures: list[Image.Image]) -> list[int]:
+    """Return the tokens of transformers' own processor for "a", pictures, and "b"."""
+    tokenizer: Any = image_tokenizer(TEMPLATES["a square"])
+    for name, text in {"boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>", "image_token": PAD}.items():
+        setattr(tokenizer, name, text)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(text))
+    processor = Gemma3Processor(
+        Gemma3ImageProcessorPil(), tokenizer, chat_template=tokenizer.chat_template, image_seq_length=9
+    )
+    shown = [{"type": "image", "image": one} for one in pictures]
+    content = [{"type": "text", "text": "a"}, *shown, {"type": "text", "text": "b"}]
+    options = {"tokenize": True, "return_dict": True, "add_generation_prompt": True}
+    made: Any = processor.apply_chat_template([{"role": "user", "content": content}], **options)
+    return list(made["input_ids"][0][1:])  # this template writes no first token
+
+
+def test_squares_reach_the_engine_as_transformers_resizes_them_with_empty_lines_around_their_marks(
+    tmp_path: Path,
+) -> None:
+    pictures = [picture(*size, seed) for seed, size in enumerate(PICTURE_SIZES[:4])]
+    processor = Gemma3ImageProcessorPil(size={"height": 24, "width": 24}, do_rescale=False, do_normalize=False)
+
+    async def test(made: Harness) -> None:
+        await read(await made.begin(**chat(turn("ab", *((1, source(saved(one))) for one in pictures)))))
+        (request,) = made.engine.requests
+        own = [*b"\n\n", 258, *[IMAGE_TOKEN_ID] * 9, 259, *b"\n\n"]
+        assert request.prompt_token_ids == [*b"user: a", *own * 4, *b"b\nassistant:"]
+        assert request.prompt_token_ids == tokens_of_gemma_3(pictures)
+        for image, given in zip(request.images, pictures, strict=True):
+            assert image.patches == processor([given], return_tensors="np")["pixel_values"].astype(np.uint8).tobytes()
+            assert (image.grid, image.num_tokens) == ((1, 6, 6), 9)
+            assert request.prompt_token_ids[image.start - 1] == 258
+
+    in_images(test, tmp_path, tower_reads="a square")
+
+
+def test_placed_patches_reach_the_engine_as_transformers_cuts_them_within_the_bound_of_the_request(
+    tmp_path: Path,
+) -> None:
+    """`detail` and the operator's bound choose among the processor's own maxima."""
+    given = [picture(*size, seed) for seed, size in enumerate(PICTURE_SIZES[:4])]
+    parts = [(0, source(saved(one))) for one in given]
+    most = {140: 1000, 70: 139}
+
+    async def test(made: Harness, count: int) -> None:
+        processor = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=count)
+        await read(await made.begin(**chat(turn("", *parts))))
+        (request,) = made.engine.requests
+        for image, one in zip(request.images, given, strict=True):
+            values, lines, columns = shown(processor, one)
+            assert (image.grid, image.num_tokens) == ((1, lines, columns), lines * columns // 9)
+            assert image.patches == values.astype(np.uint8).tobytes()
+            own = request.prompt_token_ids[image.start - 1 : image.start + image.num_tokens + 1]
+            assert own == [258, *[IMAGE_TOKEN_ID] * image.num_tokens, 259]
+
+    for count, bound in most.items():
+        (tmp_path / str(count)).mkdir()
+        settings = ImageSettings(max_pixels=4_000_000, max_tokens=bound)
+        in_images(partial(test, count=count), tmp_path / str(count), settings, tower_reads="placed patches")
+
+
+@pytest.mark.parametrize(("reads", "bound"), [("a square", 8), ("placed patches", 69)])
+def test_images_of_more_tokens_than_allowed_that_cannot_be_smaller_are_refused_with_the_setting(
+    tmp_path: Path, reads: TowerInput, bound: int
+) -> None:
+    async def test(made: Harness) -> None:
+        with pytest.raises(InvalidRequest, match=rf"more tokens than {bound}, the most \(images.max_tokens\)"):
+            await made.begin(**chat(turn("a", (0, source(saved(picture()))))))
+
+    in_images(test, tmp_path, ImageSettings(max_tokens=bound), tower_reads=reads)
+
+
+def test_text_that_spells_the_mark_of_an_image_is_refused_next_to_an_image(tmp_path: Path) -> None:
+    async def test(made: Harness) -> None:
+        with pytest.raises(InvalidRequest, match="marks the place of an image"):
+            await made.begin(**chat(turn("a<|vision_start|>", (0, source(saved(picture()))))))
+        await read(await made.begin(**chat(turn("a<|vision_start|>"))))
+
+    in_images(test, tmp_path, tower_reads="a square")
 
 
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
@@ -284,7 +379,7 @@ def test_images_count_in_the_context_and_a_truncation_cuts_none(tmp_path: Path) 
         (placed,) = made.engine.requests[1].images
         assert made.engine.requests[1].prompt_token_ids[placed.start : placed.start + 50] == [IMAGE_TOKEN_ID] * 50
         with pytest.raises(InvalidRequest, match="would cut an image"):
-            await made.begin(**chat(turn(text, (0, image)), truncation=Truncation(60), max_tokens=1))
+            await made.begin(**chat(turn(text, (0, image)), truncation=Truncation(60)))
 
     in_images(test, tmp_path, facts=msgspec.structs.replace(FACTS, vocab_size=261, max_model_len=64))
 

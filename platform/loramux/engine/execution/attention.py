@@ -168,6 +168,12 @@ class AttentionStep:
     """States of fixed size by the layer's index."""
     kept_rows: torch.Tensor | None = None
     """int64[n], ascending: the rows whose hidden states are read after the last layer; None: all."""
+    causal_batch: AttentionBatch | None = None
+    """Tables of layers without a window: `batch` without `row_ends`. None: all layers read `batch`."""
+
+    def batch_of(self, sliding_window: int | None) -> AttentionBatch:
+        """Return the tables for a layer with this window."""
+        return self.batch if sliding_window is not None or self.causal_batch is None else self.causal_batch
 
 
 def attend(  # noqa: PLR0913 - the signature is transformers'
@@ -196,7 +202,7 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     output = paged_attention(
         query[0].transpose(0, 1),
         layer,
-        attention_step.batch,
+        attention_step.batch_of(sliding_window),
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,

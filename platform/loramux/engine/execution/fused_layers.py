@@ -175,7 +175,7 @@ class FusedAttention(nn.Module):
         mixed = paged_attention(
             query,
             step.layers[self.layer_idx],
-            step.batch,
+            step.batch_of(options.sliding_window),
             shape.scaling,
             sliding_window=options.sliding_window,
             softcap=options.softcap,

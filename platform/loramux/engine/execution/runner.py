@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -38,7 +38,9 @@ from loramux.engine.execution.vision import (
     StepImages,
     num_deep_rows,
     rotary_positions,
+    row_ends,
     rows_of_images,
+    sees_ahead,
 )
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
@@ -275,7 +277,11 @@ class Forward:
         self._keeps_hidden = False
         self._hidden: torch.Tensor | None = None
         self._decoder.register_forward_hook(self._keep)
+        self.sees_ahead = sees_ahead(model.config)
+        """Layers in which a token of an image sees the image's later tokens."""
         self._images: StepImages | None = None
+        if images_of(model.config.model_type) is not None:
+            self._decoder.register_forward_pre_hook(self._place_images, with_kwargs=True)
         for depth in range(1, 1 + num_deep_rows(model.config)):
             self._decoder.get_submodule(f"layers.{depth - 1}").register_forward_hook(
                 partial(self._add_deep_rows, depth)
@@ -294,10 +300,12 @@ class Forward:
         rows. `decode` replaces `hidden_states`; the embedding before it and the head after it are the model's own.
         """
         self._images = inputs.images
+        by_axis = None if inputs.images is None else inputs.images.positions
         serving = self.bank.serving(segments, extras, inputs.batch.slot_mapping)
         with self._products(), serving, self._decoding_by(decode):
             logits: torch.Tensor = self.model(
-                **self._tokens(inputs),
+                input_ids=inputs.input_ids[None],
+                position_ids=inputs.position_ids[None] if by_axis is None else by_axis[:, None],
                 use_cache=False,
                 logits_to_keep=inputs.sampled_rows,
                 attention_step=self._attention_step(inputs),
@@ -306,17 +314,10 @@ class Forward:
             extras.forbid_unknown(logits, self.bank.num_tokens)
         return logits
 
-    def _tokens(self, inputs: StepInputs) -> dict[str, torch.Tensor]:
-        """Return the tokens, or their embeddings, and the positions that the model reads."""
-        images, tokens = inputs.images, {"input_ids": inputs.input_ids[None]}
-        if images is None:
-            return tokens | {"position_ids": inputs.position_ids[None]}
-        if images.features is not None:
-            embeddings = self.model.get_input_embeddings()(inputs.input_ids[None])
-            embeddings[0, images.rows] = images.features[0]
-            tokens = {"inputs_embeds": embeddings}
-        positions = inputs.position_ids[None] if images.positions is None else images.positions[:, None]
-        return tokens | {"position_ids": positions}
+    def _place_images(self, _module: nn.Module, _args: Any, inputs: dict[str, Any]) -> None:
+        """Put the rows of images in the place of their placeholders' embeddings."""
+        if self._images is not None and self._images.features is not None:
+            inputs["inputs_embeds"][0, self._images.rows] = self._images.features[0]
 
     def _add_deep_rows(self, depth: int, _module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> None:
         """Add the rows of images that belong after the layer number `depth`, counted from 1."""
@@ -352,7 +353,9 @@ class Forward:
 
     def _attention_step(self, inputs: StepInputs) -> AttentionStep:
         kept_rows = None if self._keeps_hidden else inputs.sampled_rows
-        return AttentionStep(self.layers, inputs.batch, self.states, kept_rows)
+        is_mixed = self.sees_ahead == "in windows" and inputs.batch.row_ends is not None
+        causal_batch = replace(inputs.batch, row_ends=None) if is_mixed else None
+        return AttentionStep(self.layers, inputs.batch, self.states, kept_rows, causal_batch)
 
     @contextmanager
     def _decoding_by(self, decode: Decode | None) -> Iterator[None]:
@@ -518,17 +521,20 @@ class OtherRanks(Protocol):
 @torch.inference_mode()
 def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None = None) -> torch.Tensor:
     """Run one forward of a step on a CPU; see Forward."""
+    batch = AttentionBatch(
+        cu_seqlens=torch.from_numpy(packed.cu_seqlens),
+        context_lens=torch.from_numpy(packed.context_lens),
+        block_table=torch.from_numpy(packed.block_table),
+        slot_mapping=torch.from_numpy(packed.slot_mapping),
+        state_tables=torch.from_numpy(packed.state_tables),
+        prompt_lens=torch.from_numpy(packed.prompt_lens),
+    )
+    if images is not None and images.row_ends is not None:
+        batch = replace(batch, row_ends=images.row_ends)
     inputs = StepInputs(
         input_ids=torch.from_numpy(packed.input_ids),
         position_ids=torch.from_numpy(packed.position_ids),
-        batch=AttentionBatch(
-            cu_seqlens=torch.from_numpy(packed.cu_seqlens),
-            context_lens=torch.from_numpy(packed.context_lens),
-            block_table=torch.from_numpy(packed.block_table),
-            slot_mapping=torch.from_numpy(packed.slot_mapping),
-            state_tables=torch.from_numpy(packed.state_tables),
-            prompt_lens=torch.from_numpy(packed.prompt_lens),
-        ),
+        batch=batch,
         sampled_rows=torch.from_numpy(packed.sampled_rows),
         images=images,
     )
@@ -599,7 +605,9 @@ class CpuRunner:
             return None
         assert self.image_rows is not None, "requests with images are refused otherwise"
         rows = [(place, self.image_rows.rows_of(place.tenant, place.digest)) for place in packed.images]
-        return StepImages.of(packed.rotary_positions, rows)
+        looks = packed.images and self._forward.sees_ahead != "nowhere"
+        ends = row_ends(packed.position_ids, packed.images) if looks else None
+        return StepImages.of(packed.rotary_positions, rows, ends)
 
     def _start_masks(self, chunks: list[Chunk]) -> Future[TokenMasks | None] | None:
         """Fill the masks on another thread while the model runs."""

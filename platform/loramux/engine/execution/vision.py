@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.messages import ImageInput, Request
-from loramux_adapters.families import FAMILIES, ImageForm, images_of, reads_other_inputs
+from loramux_adapters.families import ImageForm, images_of, merge_of, reads_other_inputs
 from loramux_adapters.modules import LoraLinear
 
 Ints = NDArray[np.signedinteger[Any]]
@@ -62,16 +62,46 @@ class StepImages:
     features: torch.Tensor | None
     """[1 + d, n, hidden]: embeddings of these rows, and what is added to them after each of the first d layers. None if
     n = 0, as in steps that decode."""
+    row_ends: torch.Tensor | None = None
+    """int32[T]: one past the last position that each row of the step sees; None: each row sees up to itself."""
 
     @classmethod
-    def of(cls, positions: Ints | None, found: Iterable[tuple[RowsOfImage, torch.Tensor]]) -> StepImages:
+    def of(
+        cls, positions: Ints | None, found: Iterable[tuple[RowsOfImage, torch.Tensor]], row_ends: Ints | None = None
+    ) -> StepImages:
         """Make a step's images from its positions and its rows, each with all rows of its image."""
         places, features = [torch.empty(0, dtype=torch.int64)], []
         for place, rows in found:
             places.append(torch.arange(place.row, place.row + place.length))
             features.append(rows[:, place.first : place.first + place.length])
         joined = torch.cat(features, dim=1) if features else None
-        return cls(None if positions is None else torch.from_numpy(positions), torch.cat(places), joined)
+        return cls(
+            None if positions is None else torch.from_numpy(positions),
+            torch.cat(places),
+            joined,
+            None if row_ends is None else torch.from_numpy(row_ends),
+        )
+
+
+def sees_ahead(config: PretrainedConfig) -> Literal["nowhere", "in every layer", "in windows"]:
+    """Return the layers in which a token of an image sees the image's later tokens."""
+    form = images_of(config.model_type)
+    if form is None:
+        return "nowhere"
+    if form.sees_ahead == "in windows" and config.get_text_config().use_bidirectional_attention != "vision":
+        return "nowhere"
+    return form.sees_ahead
+
+
+def row_ends(position_ids: Ints, images: Iterable[RowsOfImage]) -> Ints:
+    """Return int32[T], one past the last position that each row sees, if rows of `images` see to the ends of theirs.
+
+    `position_ids` int64[T] are the positions of the step's rows. The step holds each image to its end.
+    """
+    ends = (position_ids + 1).astype(np.int32)
+    for place in images:
+        ends[place.row : place.row + place.length] = ends[place.row + place.length - 1]
+    return ends
 
 
 def merge_size(image: ImageInput) -> int:
@@ -118,16 +148,24 @@ def rows_of_images(request: Request, start: int, end: int, row: int) -> Iterator
 class Tower:
     """The vision tower of a model, and the scaling of its inputs."""
 
-    def __init__(self, model: PreTrainedModel, form: ImageForm, scale: torch.Tensor, offset: torch.Tensor) -> None:
-        """`scale` and `offset` `[channels, 1]` make the tower's inputs from bytes."""
+    def __init__(
+        self, model: PreTrainedModel, form: ImageForm, scale: torch.Tensor, offset: torch.Tensor, most_tokens: int
+    ) -> None:
+        """`scale` and `offset` `[channels, 1]` make the tower's inputs from bytes. `most_tokens`: those of the largest
+        image of the checkpoint's image processor, if it is known."""
         self._model: Any = model
         self._form = form
-        self._scale, self._offset = scale, offset
+        self._by_pixel = form.tower_reads == "placed patches"
+        """True if the values of a pixel follow each other, and not those of a channel."""
+        self._scale, self._offset = (scale.T, offset.T) if self._by_pixel else (scale, offset)
         config: Any = model.config
         vision = config.vision_config
         self._patch = int(vision.patch_size)
         self._patch_bytes = len(scale) * getattr(vision, "temporal_patch_size", 1) * self._patch**2
-        self._merge = int(getattr(vision, "spatial_merge_size", None) or config.spatial_merge_size)
+        self._merge = merge_of(config, form)
+        self._side = int(vision.image_size) // self._patch if form.tower_reads == "a square" else None
+        self.whole_tokens = most_tokens if sees_ahead(config) != "nowhere" else 0
+        """Most tokens of an image, whose tokens one step must compute together; 0: they need not be."""
         self._row_bytes = (1 + num_deep_rows(config)) * int(config.get_text_config().hidden_size) * model.dtype.itemsize
 
     def fault_of(self, image: ImageInput) -> str | None:
@@ -135,6 +173,10 @@ class Tower:
         patches, unit = math.prod(image.grid), self._merge
         if min(image.grid) < 1 or image.grid[0] != 1 or image.grid[1] % unit or image.grid[2] % unit:
             return f"An image's grid is {image.grid}, which is not one picture of squares of {unit} x {unit} patches."
+        if self._side is not None and set(image.grid[1:]) != {self._side}:
+            return f"An image's grid is {image.grid}, and the tower reads {self._side} x {self._side} patches."
+        if self.whole_tokens and image.num_tokens > self.whole_tokens:
+            return f"An image has {image.num_tokens} tokens, more than {self.whole_tokens}, those of the largest image."
         num_lines = image.grid[1] // unit if self._form.breaks_lines else 0
         is_whole = patches == image.num_placeholders * unit**2 and image.num_lines == num_lines
         if not is_whole or len(image.patches) != patches * self._patch_bytes:
@@ -148,28 +190,42 @@ class Tower:
     @torch.inference_mode()
     def encode(self, image: ImageInput) -> torch.Tensor:
         """Return the rows `[1 + d, num_placeholders, hidden]` of `image`, in the model's dtype."""
-        in_patches = self._form.tower_reads == "patches"
+        reads, in_patches = self._form.tower_reads, self._form.tower_reads.endswith("patches")
         values = torch.frombuffer(bytearray(image.patches), dtype=torch.uint8)
-        by_channel = values.view(math.prod(image.grid) if in_patches else 1, len(self._scale), -1)
-        pixels = by_channel.float().mul_(self._scale).add_(self._offset).to(self._model.dtype)
-        if in_patches:
-            inputs = {"pixel_values": pixels.flatten(1), "image_grid_thw": torch.tensor([image.grid])}
+        channels = (-1, CHANNELS) if self._by_pixel else (CHANNELS, -1)
+        by_channel = values.view(math.prod(image.grid) if in_patches else 1, *channels)
+        pixels = by_channel.float().mul_(self._scale).add_(self._offset)
+        if reads == "placed patches":  # the tower itself shifts the values, in float32
+            inputs = {"pixel_values": pixels.view(1, len(pixels), -1), "image_position_ids": _places(image)}
+        elif reads == "patches":
+            patches = pixels.flatten(1).to(self._model.dtype)
+            inputs = {"pixel_values": patches, "image_grid_thw": torch.tensor([image.grid])}
         else:
-            # Of all images together transformers drops the dimension of a single row: two equal pictures have two.
-            size, copies = [side * self._patch for side in image.grid[1:]], 1 + (image.num_placeholders == 1)
-            pictures = pixels.unflatten(2, size).expand(copies, -1, -1, -1)
-            inputs = {"pixel_values": pictures, "image_sizes": torch.tensor([size] * copies)}
+            size, copies = [side * self._patch for side in image.grid[1:]], 1
+            sizes: dict[str, torch.Tensor] = {}
+            if reads == "a picture":
+                # Of all images together transformers drops the dimension of a single row: two equal pictures have two.
+                copies += image.num_placeholders == 1
+                sizes = {"image_sizes": torch.tensor([size] * copies)}
+            pictures = pixels.unflatten(2, size).to(self._model.dtype).expand(copies, -1, -1, -1)
+            inputs = {"pixel_values": pictures} | sizes
         output = self._model.get_image_features(**inputs)
         deep_rows = getattr(output, "deepstack_features", None) or ()
         return torch.stack([by_image[0] for by_image in (output.pooler_output, *deep_rows)])
 
 
+def _places(image: ImageInput) -> torch.Tensor:
+    """Return int64[1, patches, 2]: the column and the line of each patch."""
+    lines, columns = torch.meshgrid(*(torch.arange(side) for side in image.grid[1:]), indexing="ij")
+    return torch.stack((columns, lines), dim=-1).view(1, -1, 2)
+
+
 def images_refused(directory: Path, config: PretrainedConfig, *, on_cpu: bool, num_ranks: int) -> str | None:
     """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
-    if not reads_images_too(config):
-        return "the model reads text alone"
     if (form := images_of(config.model_type)) is None:
-        return "the engine serves the text of this family alone"
+        return "the model reads text alone"
+    if getattr(config, "vision_config", None) is None:
+        return "the checkpoint has no vision tower"
     if not on_cpu:
         return 'images are served on CPUs; set engine.device = "cpu"'
     if num_ranks > 1:
@@ -188,20 +244,24 @@ def _missing_file(directory: Path, form: ImageForm) -> str | None:
 
 def reads_images_too(config: PretrainedConfig) -> bool:
     """Return whether the model of `config` reads images in addition to text."""
-    return config.model_type in FAMILIES and bool(FAMILIES[config.model_type].text_type)
+    return images_of(config.model_type) is not None
 
 
 def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     """Return the tower of `model`, whose images are not refused. Raises UnsupportedModel if the tower is quantized."""
     form = images_of(model.config.model_type)
     assert form is not None, "the images of other families are refused"
-    parts = [part for name, part in model.named_modules() if reads_other_inputs(f"{name}.")]
-    if any(isinstance(part, LoraLinear) for part in parts):
+    parts = {name: part for name, part in model.named_modules() if reads_other_inputs(f"{name}.")}
+    if any(isinstance(part, LoraLinear) for part in parts.values()):
         raise UnsupportedModel("the checkpoint's vision tower is quantized")
-    for part in parts:
-        if isinstance(part, PreTrainedModel):
+    for name, part in parts.items():
+        if isinstance(part, PreTrainedModel) and "audio" not in name:
             part.set_attn_implementation(TOWER_ATTENTION)
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
+    most_tokens = int(getattr(processor, "max_soft_tokens", 0))
+    if form.tower_reads == "a square":
+        _check_square(processor, model.config)
+        most_tokens = int(model.config.mm_tokens_per_image)
     mean, deviation, factor = [0.0] * CHANNELS, [1.0] * CHANNELS, 1.0
     if processor.do_normalize:
         mean, deviation = list(processor.image_mean), list(processor.image_std)
@@ -209,7 +269,26 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
         factor = float(processor.rescale_factor)
     by_channel = torch.tensor([mean, deviation], dtype=torch.float64)[..., None]
     scale, offset = factor / by_channel[1], -by_channel[0] / by_channel[1]
-    return Tower(model, form, scale.float(), offset.float())
+    return Tower(model, form, scale.float(), offset.float(), most_tokens)
+
+
+def _check_square(processor: Any, config: Any) -> None:
+    """Raise UnsupportedModel if the image processor makes anything else of an image than the square that the tower
+    reads, or if the tower's patches are no whole tokens."""
+    side, patch, tokens = config.vision_config.image_size, config.vision_config.patch_size, config.mm_tokens_per_image
+    merge, edge = side // patch // math.isqrt(tokens), math.isqrt(tokens)
+    if edge**2 != tokens or merge * edge * patch != side:
+        raise UnsupportedModel(
+            f"config.json's mm_tokens_per_image = {tokens} does not divide pictures of {side} x {side} pixels in "
+            f"patches of {patch}"
+        )
+    if processor.do_pan_and_scan:
+        raise UnsupportedModel("preprocessor_config.json's do_pan_and_scan cuts an image into several; set it to false")
+    if dict(processor.size) != {"height": side, "width": side}:
+        raise UnsupportedModel(
+            f"preprocessor_config.json's size is {dict(processor.size)}, and config.json's vision_config.image_size "
+            f"{side}"
+        )
 
 
 def num_deep_rows(config: PretrainedConfig) -> int:

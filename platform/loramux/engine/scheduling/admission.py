@@ -420,7 +420,8 @@ class Admission:
         extended = self._state.extend(sequence, end)
         assert extended, "the budget counts held pages, so that a sequence it admits has its first pages"
         self._queue.charge(sequence.flow, sequence.take_cost(sequence.num_computed, end))
-        builder.add(sequence, length)
+        if length:  # 0: the image that follows its cached tokens waits for the next step
+            builder.add(sequence, length)
         builder.joined.append(sequence)
 
     def _preempt_suspended(self, sequence: Sequence, builder: StepBuilder) -> bool:

@@ -78,6 +78,8 @@ class SchedulerLimits:
     """Rows that a product takes at once: a tile that is begun costs as much as a full one."""
     whole_prompts: bool = False
     """True if each prompt is computed whole in one step, because its tokens see later ones."""
+    whole_images: bool = False
+    """True if each image of a prompt is computed whole in one step, because its tokens see later ones of the image."""
 
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.
@@ -92,12 +94,28 @@ class SchedulerLimits:
         return most - begun if 4 * begun <= most else most
 
     @classmethod
-    def of(cls, step: StepLimits, max_model_len: int, *, on_cpu: bool, whole_prompts: bool = False) -> SchedulerLimits:
-        """Return the limits of `step` for one device. A step holds the longest whole prompt."""
+    def of(
+        cls,
+        step: StepLimits,
+        max_model_len: int,
+        *,
+        on_cpu: bool,
+        whole_prompts: bool = False,
+        whole_image_tokens: int = 0,
+    ) -> SchedulerLimits:
+        """Return the limits of `step` for one device.
+
+        A step holds the longest whole prompt. Next to any number of decoding sequences, a step holds an image of
+        `whole_image_tokens`, the most of an image that cannot be cut; 0: images can be cut.
+        """
         tile = 1 if on_cpu else GPU_ROW_TILE
-        tokens = max(step.max_num_batched_tokens, max_model_len if whole_prompts else 0)
-        mixed = step.max_mixed_prefill_tokens
-        return cls(step.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts)
+        least, mixed = max_model_len if whole_prompts else 0, step.max_mixed_prefill_tokens
+        if whole_image_tokens:
+            least, mixed = whole_image_tokens + step.max_num_seqs, max(mixed, whole_image_tokens)
+        tokens = max(step.max_num_batched_tokens, least)
+        return cls(
+            step.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts, whole_images=whole_image_tokens > 0
+        )
 
 
 def _shares() -> dict[ServiceClass, float]:

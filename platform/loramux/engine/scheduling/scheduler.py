@@ -183,7 +183,9 @@ class Scheduler:
         self.queue.update_ceilings()
         priority_flow = self._admission.preempt_for_next()
         limits = state.limits
-        builder = StepBuilder(limits.max_num_batched_tokens, limits.max_num_seqs, limits.whole_prompts)
+        builder = StepBuilder(
+            limits.max_num_batched_tokens, limits.max_num_seqs, limits.whole_prompts, limits.whole_images
+        )
         deferred = self._schedule_running(builder, now)
         self._admission.admit(builder, priority_flow)
         self._schedule_deferred(builder, deferred)

@@ -7,6 +7,7 @@ of `Chunk`s of one forward pass, ordered so that rows of one revision are contig
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ PENDING = -1
 """Placeholder among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 MAX_SCORED_ROWS = 128
 """Maximum number of rows in a step for which a prompt's next token is scored. Each such row takes a pass over the
-vocabulary, and the step's other rows wait for it.
+vocabulary, and the step's other rows wait for it. An image that is computed whole may have more rows.
 """
 _SLOT = attrgetter("slot")
 
@@ -145,6 +146,19 @@ class Sequence(SequenceKv):
         start, activation = self.num_computed, self.activation
         end = len(self.token_ids)
         return (end if activation is None or not start < activation < end else activation) - start
+
+    def without_cut(self, length: int, most: int) -> int:
+        """Return the length of the next chunk, of at most `length` tokens, if a chunk must not end inside an image.
+
+        A chunk that would end in its first image is longer than `length`, if the image's end is within `most` tokens,
+        and else 0.
+        """
+        start = self.num_computed
+        for image in self.request.images if length else ():
+            first, end = image.start, image.start + image.num_tokens
+            if first < start + length < end:
+                return first - start if first > start else end - start if end - start <= most else 0
+        return length
 
     def to_score(self, start: int, end: int) -> tuple[int, int]:
         """Return the part of the tokens [start, end) for which the next token's log probability must be computed."""
@@ -308,6 +322,8 @@ class StepBuilder:
     rows_left: int
     whole_prompts: bool = False
     """True if a step has room for the whole of a prompt or for none of it."""
+    whole_images: bool = False
+    """True if no chunk ends inside an image."""
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
     background: ClassCounter | None = None
     """The class whose prompts come last in this step."""
@@ -327,7 +343,8 @@ class StepBuilder:
 
     def has_tokens_for(self, sequence: Sequence) -> bool:
         """Return whether the step has enough tokens left for a chunk of `sequence`."""
-        return self.tokens_left >= (sequence.num_next if self.whole_prompts else 1)
+        least = sequence.num_next if self.whole_prompts else 1
+        return self.tokens_left >= (sequence.without_cut(least, sys.maxsize) if self.whole_images else least)
 
     def room_for(self, sequence: Sequence) -> int:
         """Return the number of the sequence's next tokens for which the step has room."""
@@ -338,8 +355,8 @@ class StepBuilder:
         if sequence.flow.group is self.background:
             room = min(room, self.background_left)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
-            return min(room, self.scored_left)
-        return room
+            room = min(room, self.scored_left)
+        return sequence.without_cut(room, self.tokens_left) if self.whole_images else room
 
     def add_row(self, sequence: Sequence, position: int) -> None:
         """Add the one row of a `sequence` that has only its last token to compute, at `position`. The sequence already
@@ -378,7 +395,7 @@ class StepBuilder:
             self.background_left = max(0, self.background_left - length)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             first, last = sequence.to_score(start, start + length)
-            self.scored_left -= last - first
+            self.scored_left = max(0, self.scored_left - (last - first))
 
     def add_drafts(self, sequence: Sequence, drafts: tuple[int, ...]) -> None:
         """Give a decoding `sequence` of the step a row for each of `drafts`. The sequence already has the pages."""
