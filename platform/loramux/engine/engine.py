@@ -91,7 +91,7 @@ class EngineParts:
     runner: Runner
     store: EngineStore
     host_kv: HostKv | None
-    """Store for the KV of preempted sequences; None: their KV is computed again."""
+    """Store for the KV of preempted sequences, and copies of states; None: both are computed again."""
     weight_bytes: int
     """Bytes of the base model's weights."""
     constraints: Constraints | None = None
@@ -110,7 +110,7 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     limits = PlanLimits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
     source = AdapterSource(loaded.base, loaded.weights, limits, bank.pool.dtype)
     host_kv: HostKv | None = None
-    if loaded.facts.generates and not loaded.facts.state_pages:
+    if loaded.facts.generates:
         own = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
         host_kv = own if loaded.team is None else RankedHostKv(own, loaded.team)
     target: AdapterTarget = bank
@@ -171,8 +171,11 @@ class Engine:
             speculation = settings.engine.speculation
             logger.warning('engine.speculation = "%s" has no effect: %s. Set it to "off".', speculation, reason)
             policy = replace(policy, max_draft_tokens=0)
-        if state_pages or not parts.facts.generates:  # a recurrent state covers all tokens so far: it cannot be shared
-            policy = replace(policy, prefix_cache=False)
+        policy = replace(
+            policy,
+            prefix_cache=policy.prefix_cache and parts.facts.generates,
+            cache_answers=parts.facts.cache_answers,
+        )
         self.scheduler = Scheduler(
             SchedulerLimits.from_settings(
                 settings.engine,

@@ -141,10 +141,12 @@ class Sequence(SequenceKv):
 
     @property
     def num_next(self) -> int:
-        """Number of leading uncomputed tokens that one model serves, which is the maximum of a chunk."""
-        start, activation = self.num_computed, self.activation
-        end = len(self.token_ids)
-        return (end if activation is None or not start < activation < end else activation) - start
+        """Number of leading uncomputed tokens that one model serves, up to a border where states are cached, which is
+        the maximum of a chunk.
+        """
+        start, end = self.num_computed, len(self.token_ids)
+        cuts = self.borders if self.activation is None else (*self.borders, self.activation)
+        return min((cut for cut in cuts if start < cut < end), default=end) - start
 
     def to_score(self, start: int, end: int) -> tuple[int, int]:
         """Return the part of the tokens [start, end) for which the next token's log probability must be computed."""
@@ -309,6 +311,8 @@ class StepBuilder:
     whole_prompts: bool = False
     """True if a step has room for the whole of a prompt or for none of it."""
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    page_tokens: int = 1
+    """Tokens of a page if states are cached at the ends of pages: chunks then end there if they can."""
     background: ClassCounter | None = None
     """The class whose prompts come last in this step."""
     background_left: int = 0
@@ -338,7 +342,10 @@ class StepBuilder:
         if sequence.flow.group is self.background:
             room = min(room, self.background_left)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
-            return min(room, self.scored_left)
+            room = min(room, self.scored_left)
+        if room < sequence.num_next:
+            beyond = (sequence.num_computed + room) % self.page_tokens
+            room -= beyond if beyond < room else 0
         return room
 
     def add_row(self, sequence: Sequence, position: int) -> None:
