@@ -56,7 +56,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def some_requests(count: int = 10) -> list[Asked]:
     rng = random.Random(4)
     names = [None, *RECIPES]
-    lengths = (1, 5, 17, 70, 33, 2, 16)
+    lengths = (1, 5, 17, 133, 33, 2, 16)
     return [
         Asked(f"r{i}", names[i % len(names)], tuple(rng.randrange(3, 97) for _ in range(lengths[i % 7])), 7)
         for i in range(count)
@@ -71,7 +71,8 @@ def test_hybrid_mixed_batches_in_chunks_preempted_answer_as_peft_does(zoo: Forma
         with pytest.raises(CannotShard, match="states whose division among ranks no test compares"):
             zoo.engine(tensor_parallel_size=ranks)
         return
-    engine = preempting(zoo.engine(max_num_batched_tokens=29, tensor_parallel_size=ranks))
+    settings = {"max_num_batched_tokens": 29, "tensor_parallel_size": ranks}
+    engine = preempting(zoo.engine(**settings), every=9)  # the longest prompt takes six steps
     for _ in range(2):
         got = serve(zoo, engine, asked, arrivals=[i // 4 for i in range(len(asked))])
         for request in asked:
