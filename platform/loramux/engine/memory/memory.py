@@ -56,8 +56,8 @@ class PageCounts:
 class Memory:
     """One pool for KV and adapters. The page that saves the least time is evicted first, for both kinds of content.
 
-    Only leaves are evicted: KV that no other KV builds on, revisions without cached KV under them, and cached states. No
-    timer evicts.
+    Only leaves are evicted: KV that no other KV builds on, revisions without cached KV under them, and cached states.
+    No timer evicts.
     """
 
     def __init__(self, pool: PagePool, residency: Residency, cache: PrefixCache, swap: KvSwap) -> None:
