@@ -152,10 +152,11 @@ def test_cached_state_that_is_used_often_outlives_traffic_without_repetition() -
 
 
 def test_cached_state_takes_no_pages_of_an_adapter_that_a_request_waits_for() -> None:
-    harness = a_harness(num_pages=11)
+    harness = a_harness(num_pages=10)
     ask(harness, "weights", TEXT[:3], adapter="b", output=1)  # 3 pages of weights, no full page of KV
     memory = harness.scheduler.memory
     resident = memory.residency._known["b"]
-    resident.wanted_by += 1
-    assert ask(harness, "text", TEXT[:18], output=3) == 0
+    resident.wanted_by, resident.recency = 1, resident.recency - 20
+    ask(harness, "text", TEXT[:17], output=3)  # 7 pages
     assert memory.counts.adapters_idle == 3
+    assert num_states(harness) == 0
