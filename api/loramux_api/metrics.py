@@ -64,6 +64,11 @@ ENGINE_FAMILIES: dict[str, Family] = {
     "pages_kv_cached": _engine(
         "pages_kv_cached", "gauge", "Pages with cached prefixes that no sequence uses. They are evicted on demand."
     ),
+    "pages_states_cached": _engine(
+        "pages_states_cached",
+        "gauge",
+        "Pages of pages_kv_cached with states of linear attention, Mamba 2 or convolutions.",
+    ),
     "pages_adapters": _engine("pages_adapters", "gauge", "Pages of adapters that are in use or being loaded."),
     "pages_adapters_idle": _engine(
         "pages_adapters_idle", "gauge", "Pages of resident adapters that no sequence uses. They are evicted on demand."

@@ -566,7 +566,9 @@ class Zoo:
         if asked.adapter is not None:
             model.set_adapter(asked.adapter)
         with model.disable_adapter() if asked.adapter is None else nullcontext():
-            made = model.generate(input_ids=torch.tensor([asked.prompt]), **keywords)
+            prompt = torch.tensor([asked.prompt])
+            # The mask is given because `generate` would take token 0 for padding.
+            made = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **keywords)
         return made.sequences[0, len(asked.prompt) :].tolist(), torch.cat(made.logits)
 
     def engine(self, **engine_settings: Any) -> Engine:

@@ -81,11 +81,12 @@ class ManualStore:
 
 
 class KvOracle:
-    """The meaning of every token of the pool: a row that reads KV of another text or identity fails."""
+    """The meaning of every token of the pool: a row that reads KV or states of another text or identity fails."""
 
-    def __init__(self, block_size: int, store: ManualStore) -> None:
+    def __init__(self, block_size: int, store: ManualStore, state_pages: int = 0) -> None:
         self._block_size = block_size
         self._store = store
+        self._state_pages = state_pages
         self.held: dict[tuple[int, int], object] = {}
 
     def run(self, step: Step) -> None:
@@ -94,10 +95,20 @@ class KvOracle:
             for page in pages:
                 self.held.update({(page, offset): "weights" for offset in range(self._block_size)})
         for chunk in step.chunks:
-            self.held.update(list(self._meant(chunk))[chunk.start :])
+            meant = list(self._meant(chunk))
+            self.held.update(meant[chunk.start :])
+            self._advance_states(chunk, [meaning for _, meaning in meant])
         for chunk in step.chunks:
             for place, meaning in self._meant(chunk):
                 assert self.held[place] == meaning
+
+    def _advance_states(self, chunk: Chunk, meanings: list[object]) -> None:
+        """Read the states after the token before the chunk, and write those after its last one."""
+        for number, page in enumerate(chunk.sequence.pages[: self._state_pages]):
+            for offset in range(self._block_size):
+                if chunk.start:
+                    assert self.held[page, offset] == ("state", number, meanings[chunk.start - 1])
+                self.held[page, offset] = ("state", number, meanings[chunk.end - 1])
 
     def _meant(self, chunk: Chunk) -> Iterator[tuple[tuple[int, int], object]]:
         sequence = chunk.sequence
@@ -110,7 +121,8 @@ class KvOracle:
             if position == activation:
                 meaning = hash((meaning, sequence.digest))
             meaning = hash((meaning, token))
-            yield (sequence.pages[position // self._block_size], position % self._block_size), meaning
+            page = sequence.pages[self._state_pages + position // self._block_size]
+            yield (page, position % self._block_size), meaning
 
 
 class ManualHost:
@@ -134,6 +146,13 @@ class ManualHost:
             for offset in range(self._block_size):
                 self.held[page, offset] = self._places.pop((place, offset))
 
+    def copy(self, pages: list[int], targets: list[int]) -> None:
+        assert not set(pages) & set(targets)
+        assert len(set(targets)) == len(targets)
+        for page, target in zip(pages, targets, strict=True):
+            for offset in range(self._block_size):
+                self.held[target, offset] = self.held.get((page, offset))
+
 
 def last_occurrence(prompt: list[int], words: tuple[int, ...]) -> int | None:
     places = [i for i in range(len(prompt)) if tuple(prompt[i : i + len(words)]) == words]
@@ -155,6 +174,7 @@ class Harness:
         host: ManualHost | None = None,
         load_timeout: float = math.inf,
         max_mixed: int = sys.maxsize,
+        state_pages: int = 0,
     ) -> None:
         """`pace`: seconds of a step and of each token in it; without one the clock ticks whenever it is read."""
         self.pace = pace
@@ -165,13 +185,14 @@ class Harness:
         self.residency = Residency(self.pool, self.store, self.clock, residency_policy)
         self.scheduler = Scheduler(
             SchedulerLimits(max_num_seqs, max_tokens, max_model_len=1000, max_mixed_prefill_tokens=max_mixed),
-            PageBudget(num_pages, block_size),
+            PageBudget(num_pages, block_size, state_pages),
             self.pool,
             self.residency,
             policy,
             cast(Any, host),
         )
-        self.oracle = KvOracle(block_size, self.store) if self.scheduler.state.policy.prefix_cache or host else None
+        remembers = self.scheduler.state.policy.prefix_cache or host
+        self.oracle = KvOracle(block_size, self.store, state_pages) if remembers else None
         if host and self.oracle:
             host.held = self.oracle.held
         self.finished: dict[str, str] = {}
@@ -225,7 +246,7 @@ class Harness:
     def step(self) -> int:
         step = self.scheduler.plan()
         for chunk in step.chunks:
-            assert len(chunk.sequence.pages) * self.scheduler.state.budget.block_size >= chunk.end
+            assert self.scheduler.state.budget.tokens_in(len(chunk.sequence.pages)) >= chunk.end
             assert (chunk.slot == BASE_SLOT) == self._runs_on_the_base(chunk)
         assert sum(chunk.length for chunk in step.chunks) <= self.scheduler.state.limits.max_num_batched_tokens
         assert [slot for slot, _ in step.runs] == sorted({slot for slot, _ in step.runs}, key=lambda s: (s == -1, s))

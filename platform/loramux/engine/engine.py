@@ -89,7 +89,7 @@ class EngineParts:
     runner: Runner
     store: EngineStore
     host_kv: HostKv | None
-    """Store for the KV of preempted sequences; None: their KV is computed again."""
+    """Store for the KV of preempted sequences, and copies of states; None: both are computed again."""
     weight_bytes: int
     """Bytes of the base model's weights."""
     constraints: Constraints | None = None
@@ -108,7 +108,7 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     limits = PlanLimits(adapters.max_rank, adapters.max_bytes, adapters.max_vocabulary_bytes)
     source = AdapterSource(loaded.base, loaded.weights, limits, bank.pool.dtype)
     host_kv: HostKv | None = None
-    if loaded.facts.generates and not loaded.facts.state_pages:
+    if loaded.facts.generates:
         own = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
         host_kv = own if loaded.team is None else RankedHostKv(own, loaded.team)
     target: AdapterTarget = bank
@@ -157,8 +157,11 @@ class Engine:
         budget = PageBudget(parts.facts.pages_total, parts.facts.block_size, state_pages)
         weight_pages = parts.weight_bytes / parts.runner.bank.page_bytes
         policy = Policy.from_settings(settings, weight_pages, parts.facts.limits.max_draft_tokens)
-        if state_pages or not parts.facts.generates:  # a recurrent state covers all tokens so far: it cannot be shared
-            policy = replace(policy, prefix_cache=False)
+        policy = replace(
+            policy,
+            prefix_cache=policy.prefix_cache and parts.facts.generates,
+            cache_answers=parts.facts.cache_answers,
+        )
         self.scheduler = Scheduler(
             SchedulerLimits.of(
                 parts.facts.limits,

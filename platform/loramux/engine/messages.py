@@ -481,7 +481,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     pages_kv: int = 0
     """Pages with KV of running requests."""
     pages_kv_cached: int = 0
-    """Pages with KV kept only for requests with the same beginning; they are freed when pages are needed."""
+    """Pages with KV and states kept only for requests with the same beginning; they are freed when pages are needed.
+    """
+    pages_states_cached: int = 0
+    """Pages of `pages_kv_cached` with states of linear attention, Mamba 2 or convolutions."""
     pages_adapters: int = 0
     """Pages of adapters in use or loading."""
     pages_adapters_idle: int = 0
@@ -608,6 +611,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     limits: StepLimits
     state_pages: int = 0
     """Pages that each running sequence holds for its recurrent states; 0 for a model without."""
+    cache_answers: bool = True
+    """False if a token has another recurrent state in an answer than in a prompt, so that answers are not reused."""
     generates: bool = True
     """False for an encoder: each prompt is computed whole in one step, and becomes a vector or classes."""
     sampling_defaults: SamplingDefaults = SamplingDefaults()

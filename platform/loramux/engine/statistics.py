@@ -249,6 +249,7 @@ def snapshot(
         pages_total=pages.total,
         pages_kv=pages.kv,
         pages_kv_cached=pages.kv_cached,
+        pages_states_cached=memory.cache.num_of_states,
         pages_adapters=pages.adapters,
         pages_adapters_idle=pages.adapters_idle,
         pages_free=pages.free,

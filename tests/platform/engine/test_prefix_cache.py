@@ -255,12 +255,18 @@ class CacheMachine(RuleBasedStateMachine):
     """Any order of arrivals, ends, preemptions, loads and retirements, over texts that often begin alike."""
 
     prefix_cache = True
+    cache_answers = True
+    num_pages = 18
+    state_pages = 0
 
     def __init__(self) -> None:
         super().__init__()
         host = ManualHost(num_slots=7, block_size=4)
-        policy = Policy(prefix_cache=self.prefix_cache)
-        self.harness = Harness(18, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy, host=host)
+        policy = Policy(prefix_cache=self.prefix_cache, cache_answers=self.cache_answers)
+        pages, states = self.num_pages, self.state_pages
+        self.harness = Harness(
+            pages, block_size=4, max_num_seqs=5, max_tokens=12, policy=policy, host=host, state_pages=states
+        )
         self.harness.scheduler.memory.swap.pays = lambda _: True
         self.sent: dict[str, int] = {}
 
@@ -321,14 +327,17 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_page_is_somewhere_once(self) -> None:
-        harness, cached = self.harness, self.cached
-        own = [page for s in harness.scheduler.running for page in s.pages[len(s.prefix_pages) :]]
+        harness, cached, first = self.harness, self.cached, self.state_pages
+        own = [page for s in harness.scheduler.running for page in s.pages[first + len(s.prefix_pages) :]]
+        own += [page for s in harness.scheduler.running for page in s.pages[:first]]
         weights = [page for r in harness.residency._known.values() for page in r.pages]
-        held = [*own, *weights, *(page.page for page in cached)]
+        states = [number for page in cached for number in page.state]
+        held = [*own, *weights, *states, *(page.page for page in cached)]
         assert sorted([*held, *harness.pool._free]) == list(range(harness.pool.num_pages))
         counts = harness.scheduler.memory.counts
         assert counts.kv == len(own) + sum(page.users > 0 for page in cached)
-        assert counts.kv_cached == sum(page.users == 0 for page in cached)
+        assert counts.kv_cached == len(states) + sum(page.users == 0 for page in cached)
+        assert harness.scheduler.memory.cache.num_of_states == len(states)
         assert counts.kv + counts.kv_cached + counts.adapters + counts.adapters_idle + counts.free == counts.total
 
     @invariant()
@@ -338,7 +347,7 @@ class CacheMachine(RuleBasedStateMachine):
         held = [place for s in alive for place in s.swap_slots]
         assert sorted([*held, *swap._free]) == list(range(swap.num_slots))
         for s in alive:
-            assert len(s.swap_slots) == -(-s.num_saved // 4)
+            assert len(s.swap_slots) == (s.num_saved > 0) * self.state_pages - (-s.num_saved // 4)
             assert not (s.swap_slots and s.pages), "in one memory or in the other"
 
     @invariant()
@@ -347,7 +356,7 @@ class CacheMachine(RuleBasedStateMachine):
         trails = [page for s in harness.scheduler.running for page in s.prefix_pages]
         for page in cached:
             assert page.users == trails.count(page)
-        assert set(harness.scheduler.memory.cache._leaves) == {page for page in cached if page.is_leaf}
+        assert set(harness.scheduler.memory.cache._evictable) == {page for page in cached if page.is_evictable}
         for digest, resident in harness.residency._known.items():
             trees = {id(page.tree) for page in cached if page.tree.identity.digest == digest}
             assert resident.num_trees == len(trees)
@@ -355,12 +364,14 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def block_tables_begin_with_their_trails(self) -> None:
+        first = self.state_pages
         for s in self.harness.scheduler.running:
-            assert [page.page for page in s.prefix_pages] == list(s.pages[: len(s.prefix_pages)])
+            assert [page.page for page in s.prefix_pages] == list(s.pages[first : first + len(s.prefix_pages)])
             assert not any(page.is_evicted for page in s.prefix_pages)
             assert [token for page in s.prefix_pages for token in page.tokens] == s.token_ids[: 4 * len(s.prefix_pages)]
             assert {page.tree.identity for page in s.prefix_pages} <= {s.kv_identity}
             assert s.activation is None or 4 * len(s.prefix_pages) <= s.activation
+            assert self.cache_answers or 4 * len(s.prefix_pages) <= s.num_prompt_tokens
 
     def teardown(self) -> None:
         self.harness.run(3000)
@@ -373,6 +384,25 @@ class SwapMachine(CacheMachine):
 
     prefix_cache = False
 
+
+class StateMachine(CacheMachine):
+    """The same with states in two pages before the KV of each sequence, and copies of them in the cache."""
+
+    num_pages = 24
+    state_pages = 2
+
+
+class PromptStateMachine(StateMachine):
+    """The same, and no page of an answer is kept."""
+
+    cache_answers = False
+
+
+TestStateMachine = StateMachine.TestCase
+TestStateMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+TestPromptStateMachine = PromptStateMachine.TestCase
+TestPromptStateMachine.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 
 TestSwapMachine = SwapMachine.TestCase
 TestSwapMachine.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -104,7 +104,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     then do not depend on other requests. Steps are slower (docs/gpu.md). Only for dense models that are not quantized.
     """
     prefix_cache: bool = True
-    """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens."""
+    """Keep full pages of KV for later requests of the same tenant and revision that begin with the same tokens. If
+    layers have states (linear attention, Mamba 2), keep states at the ends of some pages too."""
     speculation: Literal["off", "ngram"] = "off"
     """ngram: draft the tokens that followed an earlier occurrence of the latest tokens, and verify several of them in
     one step, if the measured times show that this is faster. Answers do not change. For models with linear attention or
@@ -117,7 +118,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     adapter. Tenants never share KV.
     """
     swap_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
-    """Bytes of host memory of each rank for KV of preempted requests, used if a copy is faster than computing. 0: none.
+    """Bytes of host memory of each rank for KV and states of preempted requests, used if a copy is faster than
+    computing. 0: none.
     """
     image_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory for images, as the vision tower has computed them. Images of running requests stay in this

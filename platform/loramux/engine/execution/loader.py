@@ -51,6 +51,7 @@ from loramux.engine.execution.rank_team import RankTeam, ranked_weights
 from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import holds_safetensors
+from loramux.engine.execution.states import tells_answers_apart
 from loramux.engine.execution.vision import Tower, images_refused, open_tower, reads_images_too
 from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base, served_config
@@ -233,6 +234,7 @@ def _served(
         kv_cache_dtype=settings.engine.kv_cache_dtype,
         weights=share.digest,
         state_pages=states.num_pages,
+        cache_answers=not tells_answers_apart(model),
         hidden_size=base.hidden_size,
         limits=share.limits,
         sampling_defaults=defaults or SamplingDefaults(),
@@ -266,8 +268,8 @@ def _served(
         )
     if states.layers:
         logger.info(
-            "%d layers keep states: each running sequence holds %d pages for them; prompts are not "
-            "reused (engine.prefix_cache), KV is not swapped (engine.swap_bytes) and nothing is drafted",
+            "%d layers keep states: each running sequence holds %d pages for them, and so does each cached state "
+            "(engine.prefix_cache); nothing is drafted",
             len(states.layers),
             states.num_pages,
         )

@@ -34,6 +34,7 @@ from torch.nn import functional
 from loramux.common.settings.file import Settings
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.rank_worker import (
+    CopyPages,
     DropAdapter,
     HoldsRows,
     InstallAdapter,
@@ -289,6 +290,11 @@ class RankedHostKv:
         """Copy each slot to its page."""
         self._team.tell(RestoreKv(list(slots), list(pages)))
         self._own.restore(slots, pages)
+
+    def copy(self, pages: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each page to another page of the pool."""
+        self._team.tell(CopyPages(list(pages), list(targets)))
+        self._own.copy(pages, targets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,9 @@
 
 Messages are plain data, pickled over pipes. Pipes are used instead of collectives because an idle engine then waits
 without a time-out, and the end of a process is noticed at once. There are two pipes for each rank, because adapters are
-loaded while steps run: one in the order of the steps (`RunStep`, `SaveKv`, `RestoreKv`, `Stop`), without answers, and
-one for calls about adapters (`InstallAdapter`, `DropAdapter`, `MergedSquares`, `HoldsRows`), each with an answer.
+loaded while steps run: one in the order of the steps (`RunStep`, `SaveKv`, `RestoreKv`, `CopyPages`, `Stop`), without
+answers, and one for calls about adapters (`InstallAdapter`, `DropAdapter`, `MergedSquares`, `HoldsRows`), each with an
+answer.
 """
 
 from __future__ import annotations
@@ -62,6 +63,14 @@ class RestoreKv:
 
     slots: list[int]
     pages: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy pages to other pages of the pool."""
+
+    pages: list[int]
+    targets: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,18 +210,17 @@ def _biases(share: AssembledModel) -> dict[str, torch.Tensor]:
 def _run(share: AssembledModel, settings: Settings, steps: Connection) -> None:
     """Run steps, and copies of KV, in the order in which rank 0 sends them."""
     bank = share.forward.bank
-    has_kv_swap = not share.states.num_pages
-    host_kv = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes) if has_kv_swap else None
+    host_kv = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
     while True:
         match receive(steps):
             case RunStep(packed):
                 run_forward(share.forward, packed)
             case SaveKv(pages, slots):
-                assert host_kv is not None, "rank 0 has one"
                 host_kv.save(pages, slots)
             case RestoreKv(slots, pages):
-                assert host_kv is not None, "rank 0 has one"
                 host_kv.restore(slots, pages)
+            case CopyPages(pages, targets):
+                host_kv.copy(pages, targets)
             case Stop():
                 return
 

@@ -4,8 +4,8 @@ The state of a sequence in such a layer is one matrix a head and the last inputs
 alone; its size does not depend on the sequence's length. The states of all these layers together take a fixed number of
 pages, which the sequence holds before those of its KV (`PageBudget.state_pages`). They are cut into *units* as large as
 one head's matrix, and a unit never straddles a page. A sequence's first chunk begins with zeros and reads nothing, so
-pages need no clearing, and a preempted sequence is computed again from its tokens. Chunks of a prompt carry the state
-on. See decision 30.
+pages need no clearing. Chunks of a prompt carry the state on. A sequence that begins after cached KV has a copy of the
+states at its end (`Memory.resume`). See decision 30.
 """
 
 from __future__ import annotations
@@ -162,6 +162,11 @@ class Mamba2(nn.Module):
             limits=(float(net.time_step_limit[0]), float(net.time_step_limit[1])),
         )
 
+    @property
+    def is_limited(self) -> bool:
+        """True if step sizes of prompts are limited."""
+        return self._weights.is_limited
+
     def forward(self, hidden_states: torch.Tensor, *, attention_step: AttentionStep, **_: Any) -> torch.Tensor:
         """Map `[1, T, hidden_size]` to the same shape."""
         net = self.net
@@ -221,6 +226,11 @@ def install_state_layers(model: PreTrainedModel) -> None:
     for index, net in _nets(model).items():
         assert form is not None, "only a family with states has such nets"
         setattr(model.get_decoder().layers[index], form.module, MODULES[form.rule](net, index))
+
+
+def tells_answers_apart(model: PreTrainedModel) -> bool:
+    """Return whether a token has another state in an answer than in a prompt: a limited step size (decision 30)."""
+    return any(isinstance(module, Mamba2) and module.is_limited for module in model.modules())
 
 
 def _nets(model: PreTrainedModel) -> dict[int, Any]:

@@ -5,7 +5,8 @@ adapter into the host's memory while its requests queue. Reading and copying hav
 in the host's memory never waits for the reading of other adapters. The host's memory keeps adapters that are small, are
 used often and take long to read, by GreedyDual-Size-Frequency (Cherkasova, 1998), as `residency` does in the pool.
 
-**KV**: `HostPages` holds pages of preempted sequences as tensors; `memory.KvSwap` decides which pages.
+**KV and states**: `HostPages` holds pages of preempted sequences as tensors; `memory.KvSwap` decides which pages. It
+also copies states within the pool for `Memory`.
 
 Only this module of the package needs torch; the scheduler and the simulator run without it.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from loramux.engine.memory.ranking import NEVER_USED, used_at
@@ -34,6 +36,7 @@ from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.plan import PlanLimits, inspect_adapter
 from loramux_adapters.prepared import PreparedAdapter
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
+from loramux_kernels.device import to_device
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -330,6 +333,12 @@ class HostPages:
         """Copy each slot to its page."""
         for slot, page in zip(slots, pages, strict=True):
             self._pool[page].copy_(self._slots[slot], non_blocking=True)
+
+    @torch.inference_mode()
+    def copy(self, pages: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each page to another page of the pool."""
+        sources, places = to_device(np.array((pages, targets), dtype=np.int64), self._pool.device)
+        self._pool.index_copy_(0, places, self._pool[sources])
 
     @torch.inference_mode()
     def _measured(self) -> float:

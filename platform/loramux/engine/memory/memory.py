@@ -3,6 +3,9 @@
 **Room** (`Memory`): one pool for KV and adapters. When pages are needed, the page that saves the least time is evicted
 first.
 
+**Cached states** (`cache_state`, `resume`): copies of the states of linear attention and Mamba 2 at ends of cached
+pages, in pages of the same pool. The architecture page says which pages have one.
+
 **Swap** (`KvSwap`): KV of preempted sequences is kept in the host's memory if copying it out and back takes less time
 than computing it again. This is vLLM's swapping, decided by two measured times (decision 0016). The first time is 2 x
 pages x the seconds that a page takes over the link. The second time is that to compute the tokens. A slot belongs to
@@ -16,6 +19,8 @@ remain for traffic.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -51,7 +56,8 @@ class PageCounts:
 class Memory:
     """One pool for KV and adapters. The page that saves the least time is evicted first, for both kinds of content.
 
-    Only leaves are evicted: KV that no other KV builds on, and revisions without cached KV under them. No timer evicts.
+    Only leaves are evicted: KV that no other KV builds on, revisions without cached KV under them, and cached states.
+    No timer evicts.
     """
 
     def __init__(self, pool: PagePool, residency: Residency, cache: PrefixCache, swap: KvSwap) -> None:
@@ -59,6 +65,8 @@ class Memory:
         self.cache = cache
         self.swap = swap
         self._pool = pool
+        self._state_copies: dict[int, int] = {}
+        """Pages of states to copy after the step that is being committed: targets and their sources."""
 
     @property
     def counts(self) -> PageCounts:
@@ -82,7 +90,7 @@ class Memory:
             following = self._eviction_of_page(pages.pop(0))
             last = order[-1] if order else None
             if last and (last.tenant, last.digest, last.is_adapter) == (following.tenant, following.digest, False):
-                order[-1] = msgspec.structs.replace(last, pages=last.pages + 1)
+                order[-1] = msgspec.structs.replace(last, pages=last.pages + following.pages)
             else:
                 order.append(following)
         return order
@@ -96,7 +104,7 @@ class Memory:
         uses = 2.0 ** min(page.recency - self.residency.now, 64.0)
         score = self.cache.retention_score(page) - self.residency.now
         identity = page.tree.identity
-        return Evictable(identity.tenant, identity.digest, False, 1, uses, score, False)
+        return Evictable(identity.tenant, identity.digest, False, len(page.state) or 1, uses, score, False)
 
     @property
     def num_kv(self) -> int:
@@ -115,6 +123,67 @@ class Memory:
     def take_kv(self, num_pages: int) -> list[int] | None:
         """Take pages for KV, and evict idle contents if necessary. Return None if there are still not enough pages."""
         return self._pool.take(num_pages, PageUse.KV) if self._make_room(num_pages) else None
+
+    # states
+
+    @property
+    def caches_states(self) -> bool:
+        """True if the model has states, and their copies are cached for sequences with the same beginning."""
+        return self.cache.is_enabled and self.swap.state_pages > 0
+
+    def resume(self, sequence: SequenceKv) -> None:
+        """Begin to run `sequence` after its cached pages, with a copy of the states at their end."""
+        self.cache.acquire(sequence)
+        if not self.caches_states:
+            return
+        size, prefix, matched = self.cache.block_size, sequence.prefix_pages, sequence.matched_pages
+        if prefix:
+            cached = self.cache.take_state(prefix[-1])
+            assert cached, "a look-up ends at a page with a cached state"
+            # If there is no room for two, the sequence runs on the cached pages themselves.
+            if own := self.take_kv(len(cached)):
+                self.swap.copy(cached, own)
+                self.cache.put_state(prefix[-1], cached, stays=True)
+            sequence.pages[:0] = array("i", own or cached)
+        # The next turn of a conversation begins with this prompt, and another prompt where two have differed before.
+        borders = {len(matched), min(len(sequence.token_ids) - 1, self.cache.num_shareable(sequence)) // size}
+        asks = sequence.request.pooling is None
+        sequence.borders = tuple(size * pages for pages in sorted(borders) if asks and pages > len(prefix))
+        sequence.matched_pages, sequence.latest_state = [], None
+
+    def cache_state(self, sequence: SequenceKv) -> None:
+        """Cache the states of `sequence` at the end of the page that it has just filled and published.
+
+        The pages of an earlier state that does not stay are used again.
+        """
+        computed, prefix, latest = sequence.num_computed, sequence.prefix_pages, sequence.latest_state
+        if len(prefix) * self.cache.block_size != computed or prefix[-1].tree.closed:
+            return
+        page, stays = prefix[-1], computed in sequence.borders
+        free = self.cache.take_state(latest) if latest is not None and not latest.state_stays else []
+        if page.state:
+            self.give_back_kv(free)
+            page.state_stays |= stays
+        elif pages := free or self._take_for_state(page):
+            self._state_copies |= zip(pages, sequence.pages[: len(pages)], strict=True)
+            self.cache.put_state(page, pages, stays=stays)
+        sequence.latest_state = page
+
+    def copy_states(self) -> None:
+        """Copy what `cache_state` has cached since the last call; later steps change the sequences' own states."""
+        if self._state_copies:
+            self.swap.copy(list(self._state_copies.values()), list(self._state_copies))
+            self._state_copies.clear()
+
+    def _take_for_state(self, page: CachedPage) -> list[int] | None:
+        """Take pages for the states after `page` that are free or hold contents which save less. Return None if there
+        are too few."""
+        wanted, score = self.swap.state_pages, self.cache.score_of_state(page)
+        while self._pool.num_free < wanted and self._evict_one(below=score):
+            pass
+        return self._pool.take(wanted, PageUse.KV) if self._pool.num_free >= wanted else None
+
+    # adapters
 
     def load(self, digest: str, *, claimed: bool, spare_wanted: bool, leave_free: int = 0) -> bool:
         """Start to load a KNOWN revision; return False if its pages or a place among the running loads are not
@@ -150,26 +219,31 @@ class Memory:
         if self.cache.num_idle + idle_adapters < missing:
             return False
         while pool.num_free < num_pages:
-            self._evict_one()
+            evicted = self._evict_one()
+            assert evicted, "idle pages have leaves"
         return True
 
-    def _evict_one(self) -> None:
-        """Evict the leaf that saves least. A revision that a request waits for is evicted only if no other content is
-        left.
+    def _evict_one(self, below: float = math.inf) -> bool:
+        """Evict the leaf that saves least; return False if it saves as much as `below`. A revision that a request waits
+        for is evicted only if no other content is left.
         """
         page, resident = self.cache.eviction_candidate, self.residency.eviction_candidate
         if resident is not None and not resident.num_trees and (page is None or self._goes_before(resident, page)):
+            if below < math.inf and (resident.wanted_by or self.residency.retention_score(resident) >= below):
+                return False
             self.residency.evict(resident)
+        elif page is None or self.cache.retention_score(page) >= below:
+            return False
         else:
-            assert page is not None, "idle pages have leaves"
             self.cache.evict(page)
+        return True
 
     def _goes_before(self, resident: Resident, page: CachedPage) -> bool:
         return not resident.wanted_by and self.residency.retention_score(resident) < self.cache.retention_score(page)
 
 
 class HostKv(Protocol):
-    """Slots for pages of KV outside the pool, numbered from 0.
+    """Copies of pages: within the pool, and to slots outside the pool, numbered from 0.
 
     Copies keep the order of the steps: a copy runs after the steps launched before its call and before the steps
     launched later. So the caller may give the pages or the slots to another sequence immediately.
@@ -184,6 +258,9 @@ class HostKv(Protocol):
 
     def restore(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copy each slot to its page."""
+
+    def copy(self, pages: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each page to another page of the pool. No page is in both lists."""
 
 
 class KvSwap:
@@ -201,6 +278,16 @@ class KvSwap:
     def num_held(self) -> int:
         """Slots in use."""
         return self.num_slots - len(self._free)
+
+    @property
+    def state_pages(self) -> int:
+        """Pages of a sequence's states if pages can be copied, else 0."""
+        return self._costs.state_pages if self._host is not None else 0
+
+    def copy(self, pages: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy each page to another page of the pool."""
+        assert self._host is not None, "without it nothing is copied"
+        self._host.copy(pages, targets)
 
     def pays(self, sequence: SequenceKv) -> bool:
         """Return whether copying the KV of `sequence` out and back takes less time than computing it again."""
@@ -223,12 +310,14 @@ class KvSwap:
 
     def restore(self, sequence: SequenceKv) -> None:
         """Fill the pages of a `sequence` that runs again, except pages that the prefix cache had."""
-        found = len(sequence.prefix_pages)
-        if self._host is not None and (slots := sequence.swap_slots[found:]):
-            self._host.restore(slots, sequence.pages[found : found + len(slots)])
-            self._counters.kv_pages_swapped_in += len(slots)
         # The prefix cache may have found more tokens than were saved.
-        sequence.num_computed = max(sequence.num_computed, sequence.num_saved)
+        if self._host is not None and sequence.num_computed < sequence.num_saved:
+            slots, states = sequence.swap_slots, self._costs.state_pages
+            first = states + len(sequence.prefix_pages)
+            pages = sequence.pages[:states] + sequence.pages[first : len(slots)]
+            self._host.restore(slots[:states] + slots[first:], pages)
+            self._counters.kv_pages_swapped_in += len(pages)
+            sequence.num_computed = sequence.num_saved
         self.discard(sequence)
 
     def discard(self, sequence: SequenceKv) -> None:
@@ -237,7 +326,9 @@ class KvSwap:
         sequence.swap_slots, sequence.num_saved = [], 0
 
     def _num_pages(self, sequence: SequenceKv) -> int:
-        return -(-sequence.num_computed // self._costs.block_size)
+        """Return the pages with KV and states of `sequence`."""
+        pages = -(-sequence.num_computed // self._costs.block_size)
+        return self._costs.state_pages + pages if pages else 0
 
 
 @dataclass(frozen=True, slots=True)

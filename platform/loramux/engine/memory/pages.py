@@ -73,6 +73,8 @@ class PageCosts:
     """Seconds to copy a page one way; None if pages are never copied."""
     assumed: float
     """Value of `recompute` before both times are known."""
+    state_pages: int = 0
+    """Pages before a sequence's KV that hold its recurrent states."""
 
     @property
     def recompute(self) -> float:
@@ -130,6 +132,13 @@ class CachedPage:
     reused: bool = False
     digest: int | None = None
     """Digest of the text up to the end of this page, under the tree's identity, if a request gave one."""
+    state: list[int] = field(default_factory=list)
+    """Pages with the recurrent states after this page's last token; empty if they are not cached."""
+    state_stays: bool = False
+    """True if a chunk had to end here for `state`, or a sequence began with it. Another state is moved to a later page.
+    """
+    state_span: int = 0
+    """Pages of KV that a sequence would compute again without `state`: those since an earlier cached state."""
     children: dict[Tokens, CachedPage] = field(default_factory=dict)
 
     @property
@@ -147,6 +156,11 @@ class CachedPage:
         """True if the page may be evicted: no sequence uses it and no page builds on it."""
         return not (self.users or self.children)
 
+    @property
+    def is_evictable(self) -> bool:
+        """True if eviction may take this page, or its cached state: sequences run on copies of states."""
+        return self.is_leaf or bool(self.state)
+
 
 # ---- a sequence's share
 
@@ -156,6 +170,9 @@ class SequenceKv:
 
     __slots__ = (
         "activation",
+        "borders",
+        "latest_state",
+        "matched_pages",
         "num_cached",
         "num_computed",
         "num_ever_computed",
@@ -184,15 +201,24 @@ class SequenceKv:
         self.num_cached = 0
         """Prompt tokens found in the cache before the sequence had computed them itself."""
         self.pages: array[int] = array("i")
-        """The block table: page i holds tokens [i * block_size, (i + 1) * block_size). The table is an array because
-        the runner copies it into a tensor in every step.
+        """The block table, after the pages of the recurrent states (`PageCosts.state_pages`): its page i holds tokens
+        [i * block_size, (i + 1) * block_size). The table is an array because the runner copies it into a tensor in
+        every step.
         """
         self.prefix_pages: list[CachedPage] = []
-        """Cached pages at the beginning of `pages`. While the sequence waits, these are the cached pages that it could
-        use.
+        """Cached pages at the beginning of the block table. While the sequence waits, these are the cached pages that
+        it could use.
         """
+        self.matched_pages: list[CachedPage] = []
+        """All cached pages with the text of a waiting sequence, if its model has states. `prefix_pages` are those up to
+        the last one with a cached state.
+        """
+        self.borders: tuple[int, ...] = ()
+        """Ends of pages at which a chunk of the running sequence ends, because its states are cached there."""
+        self.latest_state: CachedPage | None = None
+        """Page with the newest cached state of the running sequence, if the next one replaces it."""
         self.swap_slots: list[int] = []
-        """Slots with the host's copy of a waiting sequence's KV: slot i holds the KV that page i held."""
+        """Slots with the host's copy of a waiting sequence's pages: slot i holds what page i held."""
         self.num_saved = 0
         """Leading tokens whose KV is in `swap_slots`."""
         self.activation: int | None = None

@@ -178,6 +178,8 @@ class Policy:
     """
     prefix_cache: bool = False
     """True to keep full pages of KV for requests that begin with the same tokens."""
+    cache_answers: bool = True
+    """True to keep pages of answers too. False if a token has another state in an answer than in a prompt."""
     max_draft_tokens: int = 0
     """Longest draft of a sequence in a step, in tokens; 0: no speculative decoding."""
     lookahead: int = 32

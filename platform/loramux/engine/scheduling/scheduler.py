@@ -46,15 +46,18 @@ class Scheduler:
         host: HostKv | None = None,
     ) -> None:
         """Use the clock and the counters of `residency`. `host` takes the KV of preempted sequences; without it their
-        KV is recomputed."""
+        KV is recomputed, and no page of a model with states is cached."""
         policy, step_time, counters = policy or Policy(), StepTimeModel(), residency.counters
         costs = PageCosts(
             step_time.compute_seconds,
             budget.block_size,
             copy_seconds=host.seconds_per_page if host else None,
             assumed=budget.block_size / policy.load_units_per_page,
+            state_pages=budget.state_pages,
         )
-        cache = PrefixCache(pool, residency, costs, counters, enabled=policy.prefix_cache)
+        enabled = policy.prefix_cache and (host is not None or not budget.state_pages)
+        keeps_answers = policy.cache_answers
+        cache = PrefixCache(pool, residency, costs, counters, enabled=enabled, keeps_answers=keeps_answers)
         memory = Memory(pool, residency, cache, KvSwap(host, costs, counters))
         self.state = SchedulerState(limits, policy, budget, memory, step_time, residency.clock, counters)
         self.memory, self.queue = memory, self.state.queue
@@ -186,6 +189,8 @@ class Scheduler:
         builder = StepBuilder(
             limits.max_num_batched_tokens, limits.max_num_seqs, limits.whole_prompts, limits.whole_images
         )
+        if self.memory.caches_states:
+            builder.page_tokens = state.budget.block_size
         deferred = self._schedule_running(builder, now)
         self._admission.admit(builder, priority_flow)
         self._schedule_deferred(builder, deferred)
@@ -201,8 +206,8 @@ class Scheduler:
         For each accepted draft, another event follows. A request whose prompt is pooled may have an event, too.
         `in_flight`: the step has not ended, and its tokens are PENDING.
         """
-        size, cache = self.state.budget.block_size, self.memory.cache
-        caches = cache.is_enabled
+        size, memory, cache = self.state.budget.block_size, self.memory, self.memory.cache
+        caches, caches_states = cache.is_enabled, memory.caches_states
         tokens = drafted = 0
         events = [self._append(event) for event in sampled]
         for chunk in step.chunks:
@@ -220,6 +225,9 @@ class Scheduler:
                 sequence.num_scored = sequence.to_score(chunk.start, computed)[1]
             if caches and computed // size > len(sequence.prefix_pages):
                 cache.publish(sequence)
+                if caches_states:
+                    memory.cache_state(sequence)
+        memory.copy_states()
         self.state.num_commits += 1
         for event in [event for event in events if event.finish_reason is not None]:
             self._end(event)

@@ -142,10 +142,12 @@ class Sequence(SequenceKv):
 
     @property
     def num_next(self) -> int:
-        """Number of leading uncomputed tokens that one model serves, which is the maximum of a chunk."""
-        start, activation = self.num_computed, self.activation
-        end = len(self.token_ids)
-        return (end if activation is None or not start < activation < end else activation) - start
+        """Number of leading uncomputed tokens that one model serves, up to a border where states are cached, which is
+        the maximum of a chunk.
+        """
+        start, end = self.num_computed, len(self.token_ids)
+        cuts = self.borders if self.activation is None else (*self.borders, self.activation)
+        return min((cut for cut in cuts if start < cut < end), default=end) - start
 
     def without_cut(self, length: int, most: int) -> int:
         """Return the length of the next chunk, of at most `length` tokens, if a chunk must not end inside an image.
@@ -325,6 +327,8 @@ class StepBuilder:
     whole_images: bool = False
     """True if no chunk ends inside an image."""
     chunks: dict[Sequence, Chunk] = field(default_factory=dict)
+    page_tokens: int = 1
+    """Tokens of a page if states are cached at the ends of pages: chunks then end there if they can."""
     background: ClassCounter | None = None
     """The class whose prompts come last in this step."""
     background_left: int = 0
@@ -356,7 +360,12 @@ class StepBuilder:
             room = min(room, self.background_left)
         if sequence.num_scored < sequence.num_prompt_tokens - 1:
             room = min(room, self.scored_left)
-        return sequence.without_cut(room, self.tokens_left) if self.whole_images else room
+        if self.whole_images:
+            return sequence.without_cut(room, self.tokens_left)
+        if room < sequence.num_next:
+            beyond = (sequence.num_computed + room) % self.page_tokens
+            room -= beyond if beyond < room else 0
+        return room
 
     def add_row(self, sequence: Sequence, position: int) -> None:
         """Add the one row of a `sequence` that has only its last token to compute, at `position`. The sequence already

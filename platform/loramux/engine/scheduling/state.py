@@ -99,7 +99,7 @@ class SchedulerState:
         sequence.slot = BASE_SLOT if sequence.digest is None else self.residency.pin(sequence.digest)
         if sequence.digest in self.claims:
             self._release_claim(sequence.digest)
-        self.memory.cache.acquire(sequence)
+        self.memory.resume(sequence)
         sequence.units_at_start = sequence.units
         flow = sequence.flow
         flow.num_running += 1
