@@ -334,14 +334,9 @@ class PackedLinear:
         """`quantization` and `form` are those of a Packing."""
         self.in_features = weights[0].shape[1]
         self.out_features = tuple(weight.shape[0] for weight in weights)
-        self._quantization = quantization
-        held = [self._quantized(weight) for weight in weights]
+        self._quantization: Quantization = quantization
+        held = [_quantized(weight, quantization) for weight in weights]
         self._formats = [_pack(held[first:last], biases[first:last], form) for first, last in _alike(held)]
-
-    def _quantized(self, weight: Weight) -> Weight:
-        if isinstance(weight, QuantizedWeight) or self._quantization == "none":
-            return weight
-        return quantize(weight, self._quantization)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[T, sum(out_features)]` for `x` `[T, in_features]`: the members' outputs next to each other."""
@@ -360,8 +355,19 @@ class PackedLinear:
 
     def as_multiplied(self, weight: Weight) -> torch.Tensor:
         """Return the matrix that is multiplied by instead of one of the members' weights."""
-        held = self._quantized(weight)
-        return held.dequantize() if isinstance(held, QuantizedWeight) else held
+        return as_multiplied(weight, self._quantization)
+
+
+def as_multiplied(weight: Weight, quantization: Quantization) -> torch.Tensor:
+    """Return the matrix by which a packed linear of this `quantization` multiplies instead of `weight`."""
+    held = _quantized(weight, quantization)
+    return held.dequantize() if isinstance(held, QuantizedWeight) else held
+
+
+def _quantized(weight: Weight, quantization: Quantization) -> Weight:
+    if isinstance(weight, QuantizedWeight) or quantization == "none":
+        return weight
+    return quantize(weight, quantization)
 
 
 def packed_linear_reference(

@@ -67,6 +67,14 @@ FORMATS: dict[str, peft.PeftConfig] = {
     ),
 }
 
+OF_LATENTS: dict[str, peft.PeftConfig] = {
+    "ia3_latent": peft.IA3Config(target_modules=["kv_b_proj", "o_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+    "ia3_latent_inputs": peft.IA3Config(
+        target_modules=["kv_b_proj", "q_b_proj"], feedforward_modules=["kv_b_proj"], task_type="CAUSAL_LM"
+    ),
+}
+"""Formats for bases with a compressed KV."""
+
 
 class FormatZoo(Zoo):
     """One family's base, an adapter in each format, and PEFT's answers from what it reads back from disk."""
@@ -79,7 +87,7 @@ class FormatZoo(Zoo):
     def make_adapters(self) -> None:
         """Save every format."""
         for seed, name in enumerate(self.formats):
-            self.make_format(name, FORMATS[name], seed)
+            self.make_format(name, (FORMATS | OF_LATENTS)[name], seed)
 
     def make_format(self, name: str, config: peft.PeftConfig, seed: int) -> Path:
         """Save one adapter all of whose parameters matter."""
