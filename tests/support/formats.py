@@ -67,9 +67,13 @@ FORMATS: dict[str, peft.PeftConfig] = {
     ),
 }
 
+ATTENTION = LORA | {"target_modules": r".*\.self_attn\.[a-z_]+_(proj|mqa)"}
 OF_LATENTS: dict[str, peft.PeftConfig] = {
-    "ia3_latent": peft.IA3Config(target_modules=["kv_b_proj", "o_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
-    "ia3_latent_inputs": peft.IA3Config(
+    "latent_plain": peft.LoraConfig(**ATTENTION),
+    "latent_bias": peft.LoraConfig(**ATTENTION, lora_bias=True),
+    "latent_dora": peft.LoraConfig(**ATTENTION | {"r": 19}, use_dora=True),
+    "latent_ia3": peft.IA3Config(target_modules=["kv_b_proj", "o_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+    "latent_ia3_inputs": peft.IA3Config(
         target_modules=["kv_b_proj", "q_b_proj"], feedforward_modules=["kv_b_proj"], task_type="CAUSAL_LM"
     ),
 }

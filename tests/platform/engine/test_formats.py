@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 from adapter_zoo import Asked, serve
 from eager_drafts import draft_always
-from formats import FORMATS, FormatZoo
+from formats import FORMATS, OF_LATENTS, FormatZoo
 from preempting import preempting
 
 ON_LINEARS = ("lora_bias", "biases", "biases_dora", "dora", "ia3")
@@ -23,7 +23,7 @@ BASES = {
     "scaled": ("gemma3", ("embedding", "saved_embedding", "saved_norms", "tokens", "dora"), False),
     "scaled and tied": ("gemma3", ("tied_saved", "tied_pair"), True),
     # Its cache is compressed: queries and results are multiplied instead of keys and values.
-    "latent": ("deepseek_v3", ("plain", "lora_bias", "dora", "ia3_latent", "ia3_latent_inputs"), False),
+    "latent": ("deepseek_v3", tuple(OF_LATENTS), False),
 }
 
 

@@ -7,8 +7,9 @@ import json
 import pytest
 import torch
 import transformers
-from adapter_zoo import FAMILIES, SMALL, Asked, Zoo, serve
+from adapter_zoo import FAMILIES, SMALL, Asked, Zoo, load, serve
 
+from loramux.engine.engine import build_engine
 from loramux.engine.execution.attention import KvLayout, LayerShape, probe_layers
 from loramux.engine.execution.sharded_checkpoint import empty_model
 from loramux_adapters.base import describe_model
@@ -52,12 +53,12 @@ def test_deepseek_v2_lite_holds_nine_times_the_context_in_a_gib(ranks: int) -> N
 @pytest.mark.parametrize("family", LATENT)
 def test_page_holds_the_vectors_that_transformers_caches(tmp_path, family: str) -> None:
     zoo, prompt = Zoo(family, tmp_path), tuple(range(5, 30))
-    engine = zoo.engine(prefix_cache=False)
-    serve(zoo, engine, [Asked("alone", None, prompt, 1)])
+    loaded, settings = load(zoo.base, prefix_cache=False)
+    serve(zoo, build_engine(loaded, settings, wake=lambda: None), [Asked("alone", None, prompt, 1)])
     model, cache = zoo.auto.from_pretrained(zoo.base, dtype=torch.float32), transformers.DynamicCache()
     with torch.no_grad():
-        model(torch.tensor([prompt]), past_key_values=cache)
-    for mine, theirs in zip(engine.runner._forward.layers, cache.layers, strict=True):
+        model(torch.tensor([prompt]), cache=cache)
+    for mine, theirs in zip(loaded.runner._forward.layers, cache.layers, strict=True):
         wanted = torch.cat((theirs.keys, theirs.values), dim=-1)[0, 0]
         rows = mine.key.flatten(0, 2)
         places = torch.cdist(wanted, rows).argmin(dim=1)
