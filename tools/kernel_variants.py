@@ -122,9 +122,8 @@ def _attention() -> Iterator[Variant]:
         yield from _attention_step(dim, dim, torch.bfloat16, **features)
         yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=True, **features)
         yield from _attention_step(dim, dim, torch.float32)
-    for dtype in (torch.bfloat16, torch.float32):
-        yield from _attention_step(576, 512, dtype, has_values_in_keys=True)
-    yield from _attention_step(576, 512, torch.bfloat16, is_fp8=True, has_values_in_keys=True)
+    for is_fp8 in (False, True):
+        yield from _attention_step(576, 512, torch.bfloat16, is_fp8=is_fp8, has_values_in_keys=True)
     for dtype in (torch.float16, torch.float32):
         yield from _attention_step(128, 128, dtype, is_fp8=True)
     yield from _attention_step(128, 128, torch.float16)

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_kernels.lora import lora_expand, lora_shrink
+from loramux_kernels.packed_linear import heads_linear, rows_weight
 from loramux_kernels.tables import NO_VECTORS, HeadColumns, LoraGroup, Segments
 
 
@@ -56,10 +57,12 @@ class LatentLinear(nn.Module):
         self._site = site
         self._bank = bank
         rank, step = weight.shape[1], sum(self._dims)
-        # A copy, because the checkpoint's whole file stays in memory while one tensor refers to it.
-        by_head = weight.to(bank.pool.dtype).unflatten(0, (-1, step)).clone(memory_format=torch.contiguous_format)
-        self.weight = nn.Parameter(by_head, requires_grad=False)
-        self._rank, heads = rank, len(by_head)
+        keys, values = weight.to(bank.pool.dtype).unflatten(0, (-1, step)).split(self._dims, dim=1)
+        self.keys = _held(keys.transpose(1, 2))
+        """W_k, transposed: `[heads, rank, key_dim]`."""
+        self.values = _held(values)
+        """W_v: `[heads, value_dim, rank]`."""
+        self._rank, heads = rank, len(keys)
 
         def group(width: int, first: int, step: int, row: int) -> LoraGroup:
             return LoraGroup.of_heads(site.index, heads, HeadColumns(width, first, step, row))
@@ -70,7 +73,8 @@ class LatentLinear(nn.Module):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[n, rank]` to `[n, heads * (key_dim + value_dim)]`, without adapters."""
-        return functional.linear(x, self.weight.flatten(0, 1))
+        parts = (self.keys.transpose(1, 2), self.values)
+        return functional.linear(x, torch.cat([part.to(x.dtype) for part in parts], dim=1).flatten(0, 1))
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Map queries `[T, heads, key_dim + rotary dim]`, already rotated, to `[T, heads, rank + rotary dim]`."""
@@ -79,9 +83,9 @@ class LatentLinear(nn.Module):
         if (columns := self._columns()) is not None:
             # A shift of all keys changes each of a query's scores by the same number, and no weight.
             keys = _rescaled(keys, columns[0][..., : self._key_dim])
-        out = query.new_empty(query.shape[1], len(query), self._rank + rotated.shape[-1]).transpose(0, 1)
+        out = query.new_empty(*query.shape[:2], self._rank + rotated.shape[-1])
         absorbed = out[..., : self._rank]
-        absorbed.copy_(torch.bmm(keys.transpose(0, 1), self.weight[:, : self._key_dim]).transpose(0, 1))
+        absorbed.copy_(heads_linear(keys, self.keys))
         if segments is not None:
             table = bank.table.transposed
             v = lora_shrink(keys, bank.pool, table, self._of_keys, segments)
@@ -96,8 +100,7 @@ class LatentLinear(nn.Module):
         bank, segments = self._bank, self._bank.segments
         if (inputs := self._inputs()) is not None:
             mixed = _rescaled(mixed, inputs[0][:, None])
-        values = self.weight[:, self._key_dim :].transpose(1, 2)
-        out = torch.bmm(mixed.transpose(0, 1), values).transpose(0, 1)
+        out = heads_linear(mixed, self.values)
         if segments is not None:
             v = lora_shrink(mixed, bank.pool, bank.table, self._of_latents, segments)
             lora_expand(v, bank.pool, bank.table, self._of_values, segments, out)
@@ -129,6 +132,12 @@ class LatentLinear(nn.Module):
         columns = torch.arange(width, device=offsets.device)
         factor, shift = (pool[starts.clamp(min=0) + first + columns] for first in (0, width))
         return factor.where(starts >= 0, 1.0), shift.where(starts >= 0, 0.0)
+
+
+def _held(weight: torch.Tensor) -> nn.Parameter:
+    """Return a copy, because the checkpoint's whole file stays in memory while one tensor refers to it."""
+    copied = weight.clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(rows_weight(copied), requires_grad=False)
 
 
 def _rescaled(rows: torch.Tensor, factor: torch.Tensor, shift: torch.Tensor | None = None) -> torch.Tensor:

@@ -366,7 +366,7 @@ def install_linears(
             weight = as_multiplied(weight_of(linears[0]), packing.quantization)
             latent = LatentLinear(weight, attention, bank.sites[names[0]], bank)
             replace_module(model, names[0], latent)
-            known[names[0]] = base_linear(linears[0], latent.multiply, slice(None), latent.weight.flatten(0, 1))
+            known[names[0]] = base_linear(linears[0], latent.multiply, slice(None), weight)
             release_weight(linears[0])
             continue
         ranks = None if shard is None else _summing(names, shard, summed)

@@ -397,9 +397,33 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         *(y.data_ptr(), len(weight), len(weight)),
+        *(1, 0, 0),
         torch.get_num_threads(),
     )
     return y.view(*x.shape[:-1], len(weight))
+
+
+def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `x[:, h] @ weight[h].T` for each head h: `[T, heads, out_features]`.
+
+    `x` is `[T, heads, in_features]`, its last dimension contiguous, with any other strides. `weight` is `[heads,
+    out_features, in_features]` and contiguous; it has the dtype of `x`, or any if x is float32. On a CPU the result of
+    a row does not depend on the other rows.
+    """
+    native = None if runs_triton(x) else native_for(x)
+    if native is None or native_for(weight) is None:
+        return torch.bmm(x.transpose(0, 1), weight.to(x.dtype).transpose(1, 2)).transpose(0, 1)
+    heads, columns, width = weight.shape
+    y = x.new_empty(len(x), heads, columns)
+    native.loramux_rows_linear(
+        *(DTYPES[x.dtype], DTYPES[weight.dtype]),
+        *(x.data_ptr(), x.stride(0), len(x), width),
+        *(weight.data_ptr(), None),
+        *(y.data_ptr(), y.stride(0), columns),
+        *(heads, x.stride(1), y.stride(1)),
+        torch.get_num_threads(),
+    )
+    return y
 
 
 def rows_weight(weight: torch.Tensor) -> torch.Tensor:
