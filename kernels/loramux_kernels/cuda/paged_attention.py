@@ -260,18 +260,18 @@ def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp
     return 64 if dim <= 64 or (dim <= 128 and rows == DECODE_TILE_ROWS and not is_fp8) else 32
 
 
-def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, has_rest: bool) -> int:
+def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> int:
     """Return Triton's number of pipeline stages.
 
     A key's address comes from the block table, and its value follows. Five stages make two buffers of each, so one
     block is loaded while another is multiplied; three stages make one buffer. High tiles are limited by their products
     and have no free registers. A kernel for keys and values of different widths on sm_90 has none either. In FP8 all
-    but the highest tiles have room for two buffers, unless keys are in two parts.
+    but the highest tiles have room for two buffers.
     """
     if dtype == torch.float32:
         return 1
     if is_fp8:
-        return 5 if rows <= 32 and not has_rest else 3
+        return 5 if rows <= 32 else 3
     return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
@@ -296,8 +296,9 @@ def _launches(
     }
     grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
-    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, attend["BLOCK_REST"] > 0)
+    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
+    warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
     launches = [Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
