@@ -31,6 +31,7 @@ from loramux_kernels.cuda.work_lists import (
 from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
+    HeadColumns,
     KvLayer,
     LogitBias,
     LoraGroup,
@@ -82,6 +83,9 @@ def _lora() -> Iterator[Variant]:
             yield from _lora_pair(f"{name}-{_short(dtype)}", Segments(cu_seqlens, (0, 1)), rank, dtype)
     odd = LoraGroup((0, 1), (130, 66))
     yield from _lora_pair("row-bf16-odd", Segments((0, 1), (0,)), 16, torch.bfloat16, odd)
+    heads = LoraGroup.of_heads(0, 16, HeadColumns(width=128, first=128, step=256, row=4096))
+    for name in ("row", "long"):
+        yield from _lora_pair(f"{name}-bf16-heads", Segments(steps[name][0], (0, 1)), 64, torch.bfloat16, heads)
 
 
 def _lora_pair(
@@ -92,10 +96,13 @@ def _lora_pair(
     table = LoraTable(offsets, offsets, torch.full((2, 7), rank, dtype=torch.int32), torch.ones(2, 7))
     x = torch.empty(segments.rows, 4096, dtype=dtype)
     y = torch.empty(segments.rows, group.out_starts[-1], dtype=dtype)
+    if group.heads is not None:
+        x, y = (part.unflatten(1, (len(group.sites), -1))[..., : group.heads.width] for part in (x, y))
     v = new_intermediate(x, group, segments, table)
-    for launch in prepare_shrink(x, x.view(-1), table, group, segments, v):
+    pool = torch.empty(4096, dtype=dtype)
+    for launch in prepare_shrink(x, pool, table, group, segments, v):
         yield Variant(f"shrink-{name}", launch)
-    for launch in prepare_expand(v, x.view(-1), table, group, segments, y):
+    for launch in prepare_expand(v, pool, table, group, segments, y):
         yield Variant(f"expand-{name}", launch)
 
 
@@ -116,13 +123,21 @@ def _attention() -> Iterator[Variant]:
         yield from _attention_step(dim, dim, torch.bfloat16, **features)
         yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=True, **features)
         yield from _attention_step(dim, dim, torch.float32)
+    for is_fp8 in (False, True):
+        yield from _attention_step(576, 512, torch.bfloat16, is_fp8=is_fp8, has_values_in_keys=True)
     for dtype in (torch.float16, torch.float32):
         yield from _attention_step(128, 128, dtype, is_fp8=True)
     yield from _attention_step(128, 128, torch.float16)
 
 
 def _attention_step(
-    key_dim: int, value_dim: int, dtype: torch.dtype, *, is_fp8: bool = False, **features: Any
+    key_dim: int,
+    value_dim: int,
+    dtype: torch.dtype,
+    *,
+    is_fp8: bool = False,
+    has_values_in_keys: bool = False,
+    **features: Any,
 ) -> Iterator[Variant]:
     """Yield a step with a decoding sequence, whose context is split and merged, and a step in prefill."""
     rows, context = 257, 4096
@@ -135,8 +150,12 @@ def _attention_step(
     query = torch.empty(rows, 16, key_dim, dtype=dtype)
     output = torch.empty(rows, 16, value_dim, dtype=dtype)
     layer = _fp8_kv(key_dim, value_dim) if is_fp8 else _kv(key_dim, value_dim, dtype)
+    if has_values_in_keys:
+        key, scale = layer.key[:, :1], None if layer.key_scale is None else layer.key_scale[:, :1]
+        layer = KvLayer(key, key[..., :value_dim], scale, scale, has_values_in_keys=True)
     launches = prepare_attention(query, layer, batch, 0.1, output, **features)
-    name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-fp8' * is_fp8}" + ("-window-softcap-sinks" if features else "")
+    name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-in-keys' * has_values_in_keys}{'-fp8' * is_fp8}"
+    name += "-window-softcap-sinks" if features else ""
     for launch in launches:
         stage = launch.kernel.__name__.strip("_").removesuffix("_partials")
         yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)

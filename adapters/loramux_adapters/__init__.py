@@ -15,8 +15,8 @@ The way of an adapter:
 4. Place. `prepared` composes the pages for a GPU. `bank` copies them, or on a CPU the blocks, into the pool and writes
    the tables from which the kernels find them. Changes that do not fit these tables are described separately
    (`ResidentAdapter`).
-5. Serve. `modules` replaces the model's linears, norms, embedding and head, and `experts` its mixtures, by modules
-   that add the adapters of the running step.
+5. Serve. `modules` replaces the model's linears, norms, embedding and head, `experts` its mixtures, and `latent` the
+   linear that expands a compressed KV, by modules that add the adapters of the running step.
 
 Importing the package imports no torch: files are checked without it. `weights` and the modules built on it hold
 tensors. The package does not import loramux; see `errors`.

@@ -69,6 +69,9 @@ transformers registers them; see `ExpertForm.is_transposed`."""
 UNGATED_PARAMETERS = ("up_proj", "down_proj")
 """The same for experts without a gate."""
 
+LATENT_EXPANSION = "kv_b_proj"
+"""The linear that makes keys and values of a compressed KV, in families of latent attention (MLA)."""
+
 
 @dataclass(frozen=True, slots=True)
 class NormForm:
@@ -169,6 +172,11 @@ class Family:
     whole batch. Instead, the module always uses the factors with which it was built."""
 
     @property
+    def compresses_kv(self) -> bool:
+        """True if attention is multi-head latent attention, whose cache holds one compressed KV for all heads."""
+        return self.cut == "latent heads"
+
+    @property
     def kind(self) -> str:
         """The kind of model, as docs/models.md names it."""
         if self.text_type:
@@ -178,7 +186,7 @@ class Family:
             size = "dense, or mixture of experts" if self.experts.is_optional else "mixture of experts"
         if self.states:
             return f"{self.states.kind}, {size}" if self.experts else self.states.kind
-        return size + (" with latent attention (MLA)" if self.cut == "latent heads" else "")
+        return size + (" with latent attention (MLA)" if self.compresses_kv else "")
 
 
 @dataclass(frozen=True, slots=True)

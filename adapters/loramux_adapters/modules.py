@@ -19,12 +19,20 @@ from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, input_of, is_expert
 from loramux_adapters.base_weights import BaseLinear, BaseWeights, LocalMatrix, QuantizedLinear, base_linear, weight_of
 from loramux_adapters.experts import ExpertRouter, Experts, GroupedExperts, install_mixtures
-from loramux_adapters.families import NormForm, reads_other_inputs
+from loramux_adapters.families import LATENT_EXPANSION, NormForm, reads_other_inputs
+from loramux_adapters.latent import LatentLinear, expands_latents
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_kernels.decoder_layer import LayerLinear
 from loramux_kernels.format_choice import LinearsShape
 from loramux_kernels.lora import lora_expand, lora_shrink, rescale
-from loramux_kernels.packed_linear import DEFAULT_PACKING, PackedLinear, Packing, rows_linear, rows_weight
+from loramux_kernels.packed_linear import (
+    DEFAULT_PACKING,
+    PackedLinear,
+    Packing,
+    as_multiplied,
+    rows_linear,
+    rows_weight,
+)
 from loramux_kernels.tables import LoraGroup, OwnWeights
 
 
@@ -353,6 +361,14 @@ def install_linears(
             del sites[name]
     for names in track(list(_groups(sites))):
         linears = [_linear(model, name) for name in names]
+        attention = model.get_submodule(names[0].rpartition(".")[0])
+        if names[0].endswith(LATENT_EXPANSION) and expands_latents(attention):
+            weight = as_multiplied(weight_of(linears[0]), packing.quantization)
+            latent = LatentLinear(weight, attention, bank.sites[names[0]], bank)
+            replace_module(model, names[0], latent)
+            known[names[0]] = base_linear(linears[0], latent.multiply, slice(None), weight)
+            release_weight(linears[0])
+            continue
         ranks = None if shard is None else _summing(names, shard, summed)
         group = GroupedLinear(linears, [bank.sites[name] for name in names], bank, packing, ranks)
         start = 0

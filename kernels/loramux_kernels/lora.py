@@ -10,6 +10,9 @@ Semantics, with s = cu_seqlens, slot[k] the adapter of rows s[k]:s[k+1], and sit
 `rescale` applies the factors and shifts of DoRA, IA3 and trained biases afterwards. Rows of the base model come last
 and are not read. One call serves all linears of a group, because they read the same input.
 
+For a group of one linear's heads (`HeadColumns`), head i takes the place of site i: x and y are `[T, heads, width]`,
+and head i multiplies `x[:, i]`, or changes `y[:, i]`, by its own columns of A or Bt.
+
 Sources: Punica's SGMV (Chen et al., 2023) for segments; S-LoRA (Sheng et al., 2023) for unpadded ranks in one pool.
 """
 
@@ -22,7 +25,7 @@ import torch
 from loramux_kernels.device import runs_triton
 from loramux_kernels.native.abi import DTYPES
 from loramux_kernels.native.loader import native_for
-from loramux_kernels.tables import NO_VECTORS, RANK_TILE, LoraGroup, LoraTable, Segments
+from loramux_kernels.tables import NO_VECTORS, RANK_TILE, HeadColumns, LoraGroup, LoraTable, Segments
 
 
 def lora_shrink(
@@ -30,9 +33,9 @@ def lora_shrink(
 ) -> torch.Tensor:
     """Project every adapter's rows down to its rank, for all sites of a group at once.
 
-    `x` `[T, in_features]` with T >= segments.rows, last dimension contiguous; `pool` 1-D, of x's dtype. Returns float32
-    `[len(sites), segments.rows, max rank in the step]`; values past a segment's own rank are undefined. On a GPU it is
-    `[splits, len(sites), ...]`, which the GPU's `lora_expand` adds up.
+    `x` `[T, in_features]`, of heads `[T, heads, width]`, with T >= segments.rows, last dimension contiguous; `pool`
+    1-D, of x's dtype. Returns float32 `[len(sites), segments.rows, max rank in the step]`; values past a segment's own
+    rank are undefined. On a GPU it is `[splits, len(sites), ...]`, which the GPU's `lora_expand` adds up.
     """
     if runs_triton(x):
         from loramux_kernels.cuda import lora as triton
@@ -52,7 +55,8 @@ def _shrink_natively(
         DTYPES[x.dtype],
         x.data_ptr(),
         x.stride(0),
-        x.shape[1],
+        0 if group.heads is None else x.stride(1),
+        x.shape[-1],
         pool.data_ptr(),
         table.abi,
         group.packed.buffer_info()[0],
@@ -73,8 +77,8 @@ def lora_shrink_reference(
         rows = x[start:stop].float()
         for i, site in enumerate(group.sites):
             if rank := int(table.ranks[slot, site]):
-                a = _read_rank_rows(pool, table.a_offsets[slot, site], rank, x.shape[1])
-                v[i, start:stop, :rank] = rows @ a.T
+                a = _read_rank_rows(pool, table.a_offsets[slot, site], rank, x.shape[-1], group.heads, i)
+                v[i, start:stop, :rank] = (rows if group.heads is None else rows[:, i]) @ a.T
     return v
 
 
@@ -83,9 +87,9 @@ def lora_expand(
 ) -> None:
     """Add every adapter's contribution to the base's outputs, in place, for all sites of a group at once.
 
-    `v` is from `lora_shrink`; `y` `[T, sum(out_features)]` with T >= segments.rows, of the pool's dtype, last dimension
-    contiguous, any row stride. v is rounded to the pool's dtype, as every linear's input is; sums are taken in float32
-    and rounded once.
+    `v` is from `lora_shrink`; `y` `[T, sum(out_features)]`, of heads `[T, heads, width]`, with T >= segments.rows, of
+    the pool's dtype, last dimension contiguous, other strides any. v is rounded to the pool's dtype, as every linear's
+    input is; sums are taken in float32 and rounded once.
     """
     if runs_triton(y):
         from loramux_kernels.cuda import lora as triton
@@ -116,6 +120,7 @@ def _expand_natively(
         segments.packed.buffer_info()[0],
         y.data_ptr(),
         y.stride(0),
+        0 if group.heads is None else y.stride(1),
         torch.get_num_threads(),
     )
 
@@ -127,8 +132,9 @@ def lora_expand_reference(
     for slot, start, stop in segments.spans:
         for i, site in enumerate(group.sites):
             if rank := int(table.ranks[slot, site]):
-                bt = _read_rank_rows(pool, table.b_offsets[slot, site], rank, group.out_features[i])
-                out = y[start:stop, group.out_starts[i] : group.out_starts[i + 1]]
+                bt = _read_rank_rows(pool, table.b_offsets[slot, site], rank, group.out_features[i], group.heads, i)
+                columns = slice(group.out_starts[i], group.out_starts[i + 1])
+                out = y[start:stop, columns if group.heads is None else i]
                 inner = v[i, start:stop, :rank].to(pool.dtype).float()
                 out.copy_(out.float() + table.scales[slot, site] * (inner @ bt))
 
@@ -161,13 +167,17 @@ def rescale_reference(
                 part.copy_(torch.addcmul(shift.float(), part.float(), factor.float()))
 
 
-def _read_rank_rows(pool: torch.Tensor, offsets: torch.Tensor, rank: int, width: int) -> torch.Tensor:
-    """Return the rank rows `[rank, width]` of one (slot, site) in float32, copied from their tiles.
+def _read_rank_rows(
+    pool: torch.Tensor, offsets: torch.Tensor, rank: int, width: int, heads: HeadColumns | None, head: int
+) -> torch.Tensor:
+    """Return the rank rows `[rank, width]` of one (slot, site), or of one head of it, in float32, copied from their
+    tiles.
 
     `offsets` is the row `[max_tiles]` of `a_offsets` or `b_offsets`.
     """
-    tiles = []
+    tiles, row = [], width if heads is None else heads.row
+    first = 0 if heads is None else heads.first + head * heads.step
     for tile, offset in enumerate(offsets[: -(-rank // RANK_TILE)].tolist()):
         rows = min(RANK_TILE, rank - tile * RANK_TILE)
-        tiles.append(pool[offset : offset + rows * width].view(rows, width))
+        tiles.append(pool[offset : offset + rows * row].view(rows, row)[:, first : first + width])
     return torch.cat(tiles).float()

@@ -329,14 +329,9 @@ class PackedLinear:
         """`quantization` and `form` are those of a Packing."""
         self.in_features = weights[0].shape[1]
         self.out_features = tuple(weight.shape[0] for weight in weights)
-        self._quantization = quantization
-        held = [self._quantized(weight) for weight in weights]
+        self._quantization: Quantization = quantization
+        held = [_quantized(weight, quantization) for weight in weights]
         self._formats = [_pack(held[first:last], biases[first:last], form) for first, last in _alike(held)]
-
-    def _quantized(self, weight: Weight) -> Weight:
-        if isinstance(weight, QuantizedWeight) or self._quantization == "none":
-            return weight
-        return quantize(weight, self._quantization)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[T, sum(out_features)]` for `x` `[T, in_features]`: the members' outputs next to each other."""
@@ -355,8 +350,19 @@ class PackedLinear:
 
     def as_multiplied(self, weight: Weight) -> torch.Tensor:
         """Return the matrix that is multiplied by instead of one of the members' weights."""
-        held = self._quantized(weight)
-        return held.dequantize() if isinstance(held, QuantizedWeight) else held
+        return as_multiplied(weight, self._quantization)
+
+
+def as_multiplied(weight: Weight, quantization: Quantization) -> torch.Tensor:
+    """Return the matrix by which a packed linear of this `quantization` multiplies instead of `weight`."""
+    held = _quantized(weight, quantization)
+    return held.dequantize() if isinstance(held, QuantizedWeight) else held
+
+
+def _quantized(weight: Weight, quantization: Quantization) -> Weight:
+    if isinstance(weight, QuantizedWeight) or quantization == "none":
+        return weight
+    return quantize(weight, quantization)
 
 
 def packed_linear_reference(
@@ -386,9 +392,33 @@ def rows_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         *(y.data_ptr(), len(weight), len(weight)),
+        *(1, 0, 0),
         torch.get_num_threads(),
     )
     return y.view(*x.shape[:-1], len(weight))
+
+
+def heads_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return `x[:, h] @ weight[h].T` for each head h: `[T, heads, out_features]`.
+
+    `x` is `[T, heads, in_features]`, its last dimension contiguous, with any other strides. `weight` is `[heads,
+    out_features, in_features]` and contiguous; it has the dtype of `x`, or any if x is float32. On a CPU the result of
+    a row does not depend on the other rows.
+    """
+    native = None if runs_triton(x) else native_for(x)
+    if native is None or native_for(weight) is None:
+        return torch.bmm(x.transpose(0, 1), weight.to(x.dtype).transpose(1, 2)).transpose(0, 1)
+    heads, columns, width = weight.shape
+    y = x.new_empty(len(x), heads, columns)
+    native.loramux_rows_linear(
+        *(DTYPES[x.dtype], DTYPES[weight.dtype]),
+        *(x.data_ptr(), x.stride(0), len(x), width),
+        *(weight.data_ptr(), None),
+        *(y.data_ptr(), y.stride(0), columns),
+        *(heads, x.stride(1), y.stride(1)),
+        torch.get_num_threads(),
+    )
+    return y
 
 
 def rows_weight(weight: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Semantics:
 
-    write_kv          key[page, :, offset] = new_key[t], slot_mapping[t] = page * block_size + offset; values likewise
+    write_kv          key[page, :, offset] = new_key[t], slot_mapping[t] = page * block_size + offset; values likewise,
+                      unless they are the first elements of the keys (`KvLayer.has_values_in_keys`)
     paged_attention   out[t, h] = softmax(scaling * q[t, h] @ K[s, h // G].T + mask) @ V[s, h // G], for row t of s
 
 In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first
@@ -26,7 +27,8 @@ from loramux_kernels.tables import AttentionBatch, KvLayer
 def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mapping: torch.Tensor) -> None:
     """Store the step's new keys `[T, num_kv_heads, head_dim_k]` and values `[T, num_kv_heads, head_dim_v]`.
 
-    `slot_mapping` int64[T]; no two tokens share a slot. On a GPU a token with a negative slot is not stored.
+    `slot_mapping` int64[T]; no two tokens share a slot. On a GPU a token with a negative slot is not stored. If the
+    layer's values are in its keys, `value` is not read.
     """
     if runs_triton(key):
         from loramux_kernels.cuda import paged_attention as triton
@@ -38,11 +40,12 @@ def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slot_mappin
         return
     if key.stride(2) != 1 or value.stride(2) != 1:
         key, value = key.contiguous(), value.contiguous()
+    new_value = None if layer.has_values_in_keys else value.data_ptr()
     native.loramux_write_kv(
         DTYPES[key.dtype],
         layer.abi,
         *(key.data_ptr(), key.stride(0), key.stride(1)),
-        *(value.data_ptr(), value.stride(0), value.stride(1)),
+        *(new_value, value.stride(0), value.stride(1)),
         slot_mapping.data_ptr(),
         len(slot_mapping),
         torch.get_num_threads(),
@@ -53,7 +56,8 @@ def write_kv_reference(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, s
     """Compute `write_kv` in torch, on any device and in any dtype."""
     page = slot_mapping // layer.block_size
     offset = slot_mapping % layer.block_size
-    for rows, cache, scales in ((key, layer.key, layer.key_scale), (value, layer.value, layer.value_scale)):
+    sides = [(key, layer.key, layer.key_scale), (value, layer.value, layer.value_scale)]
+    for rows, cache, scales in sides[:1] if layer.has_values_in_keys else sides:
         if scales is None:
             cache[page, :, offset] = rows
             continue

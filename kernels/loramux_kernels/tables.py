@@ -51,6 +51,11 @@ class LoraTable:
     """float32[num_slots, num_sites]"""
 
     @cached_property
+    def transposed(self) -> LoraTable:
+        """The table of the transposed adapters: their A is this table's B, transposed, and the other way round."""
+        return LoraTable(self.b_offsets, self.a_offsets, self.ranks, self.scales)
+
+    @cached_property
     def abi(self) -> LoraTableAbi:
         """Addresses of the tensors for the C++ operators."""
         tensors = (self.a_offsets, self.b_offsets, self.ranks, self.scales)
@@ -115,13 +120,39 @@ class Segments:
 
 
 @dataclass(frozen=True)
+class HeadColumns:
+    """Columns of one linear's matrix by heads: head h has the columns `[first + h * step, first + h * step + width)`.
+
+    `width` is that of a head's input in `lora_shrink`, and of its output in `lora_expand`.
+    """
+
+    width: int
+    first: int
+    step: int
+    """Columns from a head to the next; 0: all heads have the same columns."""
+    row: int
+    """Elements of a whole row of the matrix."""
+
+
+@dataclass(frozen=True)
 class LoraGroup:
-    """Linears that read the same input (q, k, v; gate, up): one shrink for all, one expand into their slices."""
+    """Linears that read the same input (q, k, v; gate, up): one shrink for all, one expand into their slices.
+
+    Or the heads of one linear, each with its own input and output: then `heads` is set, and x and y are `[T, heads,
+    width]`.
+    """
 
     sites: tuple[int, ...]
     """Columns of the table."""
     out_features: tuple[int, ...]
     """Widths of the slices of the joined output, in the same order."""
+    heads: HeadColumns | None = None
+    """Columns of A in `lora_shrink`, and of B transposed in `lora_expand`; None: all columns of each linear."""
+
+    @classmethod
+    def of_heads(cls, site: int, num_heads: int, heads: HeadColumns) -> LoraGroup:
+        """Return the group of one linear's heads."""
+        return cls((site,) * num_heads, (heads.width,) * num_heads, heads)
 
     @cached_property
     def out_starts(self) -> tuple[int, ...]:
@@ -133,8 +164,10 @@ class LoraGroup:
 
     @cached_property
     def packed(self) -> array[int]:
-        """The number of sites, the sites and out_starts as the C++ operators read them."""
-        return array("q", (len(self.sites), *self.sites, *self.out_starts))
+        """The number of sites, the columns of heads (zeros: none), the sites and out_starts as the C++ operators read
+        them."""
+        heads = (0, 0, 0) if self.heads is None else (self.heads.first, self.heads.step, self.heads.row)
+        return array("q", (len(self.sites), *heads, *self.sites, *self.out_starts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,8 +268,14 @@ class KvLayer:
     """float32[num_pages, num_kv_heads]; set if and only if key_scale is."""
     is_read_only: bool = field(default=False, kw_only=True)
     """True if another layer writes these keys and values."""
+    has_values_in_keys: bool = field(default=False, kw_only=True)
+    """True if `value` is a view of the first elements of `key`, with the same scales, and is never written itself."""
 
     def __post_init__(self) -> None:
+        if self.has_values_in_keys:
+            assert self.value.shape[3] <= self.key.shape[3], "a value is the first elements of its key"
+            assert self.value.stride() == self.key.stride(), "values are a view of keys"
+            assert self.value_scale is self.key_scale, "a page's keys and values have the same scales"
         is_fp8 = self.key.dtype == torch.uint8
         held = (self.key_scale is not None, self.value_scale is not None, self.value.dtype == torch.uint8)
         assert held == (is_fp8,) * 3, "bytes have scales, and nothing else has"

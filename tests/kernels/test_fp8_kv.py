@@ -192,3 +192,29 @@ def test_codes_are_off_by_a_sixteenth_at_most(size: float) -> None:
 def test_bytes_without_scales_are_no_layer() -> None:
     with pytest.raises(AssertionError, match="have scales"):
         KvLayer(*torch.zeros(2, 1, 1, 4, 8, dtype=torch.uint8))
+
+
+@WRITERS
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
+def test_values_in_their_keys_are_never_written(write, is_fp8: bool) -> None:
+    """A page's scale is that of the whole key, whose last elements are the largest."""
+    layer = fp8_layer(1, 1, 4, 9, 5, has_values_in_keys=True)
+    if not is_fp8:
+        key = torch.full((1, 1, 4, 9), float("nan"))
+        layer = KvLayer(key, key[..., :5], has_values_in_keys=True)
+    rows = torch.arange(18.0).view(2, 1, 9)
+    write(rows, torch.full((2, 1, 5), 1e6), layer, torch.tensor([0, 1]))
+    held = decoded(layer) if is_fp8 else layer
+    torch.testing.assert_close(held.key[0, 0, :2], rows[:, 0], rtol=1 / 16, atol=0)
+    assert torch.equal(held.value[0, 0, :2], held.key[0, 0, :2, :5])
+    assert held.key[0, 0, 2:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_over_fp8_values_in_their_keys_is_attention_over_what_they_hold(dtype) -> None:
+    shape = Shape(16, 1, 72, 64, has_values_in_keys=True)
+    case = in_fp8(make_case([(1, 40), (30, 70)], dtype, shape))
+    wanted = expected(case, 0.2, None, None, None)
+    for attend in (paged_attention, paged_attention_reference):
+        got = attend(case.query, case.layer, case.batch, 0.2)
+        torch.testing.assert_close(got.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

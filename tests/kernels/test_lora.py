@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lora_cases import Case, make_case
+from lora_cases import Case, by_heads, head_inputs, make_case
 
 from loramux_kernels.lora import lora_expand, lora_expand_reference, lora_shrink, lora_shrink_reference
 from loramux_kernels.native.loader import native_for
@@ -151,3 +151,41 @@ def test_lora_references_agree_with_the_operators(dtype):
     lora_expand(v, *args, y)
     lora_expand_reference(v, *args, y_reference)
     torch.testing.assert_close(y, y_reference)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ranks", "rows"), [([[16]], [1]), ([[8], [0], [37], [3]], [1, 4, 70, 5]), ([[33]], [9])])
+@pytest.mark.parametrize(("num_heads", "first", "width"), [(3, 0, 40), (3, 24, 21), (1, 1, 140), (5, 7, 13)])
+def test_lora_of_heads_reads_each_heads_columns(dtype, ranks, rows, num_heads, first, width):
+    """In both ways of a transposed product: B's columns and then A, A and then B's columns."""
+    case = make_case(dtype, ranks, rows, in_features=50, out_features=(num_heads * max(64, first + width),))
+    (transposed, of_b), (table, of_a) = by_heads(case, num_heads, first, width)
+    for (shrinks, narrow, size), (expands, wide, into) in (
+        ((transposed, of_b, width), (transposed, of_a, 50)),
+        ((table, of_a, 50), (table, of_b, width)),
+    ):
+        x, _ = head_inputs(case, num_heads, size)
+        _, y = head_inputs(case, num_heads, into)
+        v = lora_shrink(x, case.pool, shrinks, narrow, case.segments)
+        assert v.shape[:2] == (num_heads, case.segments.rows)
+        got, wanted = y.clone(), y.double()
+        lora_expand(v, case.pool, expands, wide, case.segments, got)
+        for slot, start, stop in case.segments.spans:
+            a, b = case.a[slot, 0].double(), case.b[slot, 0].double()
+            for head in range(num_heads):
+                columns = slice(first + head * b.shape[1] // num_heads, None)
+                b_of_head = b[:, columns][:, :width]
+                one, other = (b_of_head, a) if size == width else (a, b_of_head)
+                inner = x[start:stop, head].double() @ one.T
+                torch.testing.assert_close(v[head, start:stop, : len(a)].double(), inner, rtol=1e-4, atol=1e-4)
+                added = v[head, start:stop, : len(a)].to(dtype).double() @ other
+                wanted[start:stop, head] += case.table.scales[slot, 0].double() * added
+        scale = wanted.abs().amax().item() + 1
+        torch.testing.assert_close(got.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale * 0.1)
+        assert torch.equal(got[case.segments.rows :], y[case.segments.rows :])
+        other = y.clone()
+        lora_expand_reference(
+            lora_shrink_reference(x, case.pool, shrinks, narrow, case.segments),
+            *(case.pool, expands, wide, case.segments, other),
+        )
+        torch.testing.assert_close(other.double(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * scale * 0.1)

@@ -15,6 +15,7 @@ from loramux_kernels.packed_linear import (
     Coded,
     PackedLinear,
     choose_format,
+    heads_linear,
     packed_linear_reference,
     rows_linear,
     rows_weight,
@@ -293,3 +294,19 @@ def test_rows_that_half_precision_holds_are_read_in_it_and_change_nothing(dtype,
     assert torch.equal(rows_linear(x, narrow, None), rows_linear(x, weight, None))
     weight[0, 0] = 0.1
     assert rows_weight(weight) is weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("heads", "columns", "width"), [(1, 5, 7), (4, 48, 33), (16, 512, 128)])
+def test_heads_linear_multiplies_each_head_and_no_row_depends_on_another(dtype, heads, columns, width) -> None:
+    x = torch.randn(heads, 13, width + 3).to(dtype)[..., :width].transpose(0, 1)
+    weight = torch.randn(heads, columns, width).to(dtype)
+    y = heads_linear(x, weight)
+    wanted = torch.einsum("thw,hcw->thc", x.double(), weight.double())
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(y.double(), wanted, rtol=tolerance, atol=tolerance * wanted.abs().max().item())
+    if native_for(x) is not None:
+        assert torch.equal(heads_linear(x[5:6], weight), y[5:6])
+    narrow = weight.to(torch.bfloat16)
+    wide = heads_linear(x.float(), narrow)
+    torch.testing.assert_close(wide, heads_linear(x.float(), narrow.float()), rtol=1e-5, atol=1e-5 * wide.abs().max())

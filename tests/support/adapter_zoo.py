@@ -61,7 +61,7 @@ ROUTED = {
 }
 LATENT = {
     "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
+    "kv_lora_rank": 48,  # pages of 16 tokens hold the widest tile of an adapter
     "q_lora_rank": 24,
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16,

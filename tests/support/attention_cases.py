@@ -20,6 +20,7 @@ class Shape:
     key_dim: int = 16
     value_dim: int = 16
     block_size: int = 16
+    has_values_in_keys: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class Case:
         views = (
             torch.as_strided(pool, v.shape, v.stride(), v.storage_offset()) for v in (self.layer.key, self.layer.value)
         )
-        scales = (s if s is None else s.to(device) for s in (self.layer.key_scale, self.layer.value_scale))
+        is_latent = self.layer.has_values_in_keys
+        scales = [s if s is None else s.to(device) for s in (self.layer.key_scale, self.layer.value_scale)]
+        scales = scales[:1] * 2 if is_latent else scales
         fields = vars(self.batch)
         tensors: dict[str, Any] = {n: v.to(device) for n, v in fields.items() if isinstance(v, torch.Tensor)}
-        batch = AttentionBatch(**tensors)
-        return replace(self, query=self.query.to(device), layer=KvLayer(*views, *scales), batch=batch)
+        layer = KvLayer(*views, *scales, has_values_in_keys=is_latent)
+        return replace(self, query=self.query.to(device), layer=layer, batch=AttentionBatch(**tensors))
 
 
 def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape = Shape(), seed: int = 0) -> Case:
@@ -54,20 +57,25 @@ def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape
     order = torch.randperm(num_pages, generator=generator)
     # One page holds two layers, of which this is the second: strides are not those of a contiguous tensor.
     size_k = shape.kv_heads * shape.block_size * shape.key_dim
-    size_v = shape.kv_heads * shape.block_size * shape.value_dim
+    size_v = 0 if shape.has_values_in_keys else shape.kv_heads * shape.block_size * shape.value_dim
     pool = torch.full((num_pages, 2 * (size_k + size_v)), float("nan"), dtype=dtype)
     start = size_k + size_v
-    layer = KvLayer(
-        pool[:, start : start + size_k].unflatten(1, (shape.kv_heads, shape.block_size, shape.key_dim)),
-        pool[:, start + size_k :].unflatten(1, (shape.kv_heads, shape.block_size, shape.value_dim)),
-    )
+    key = pool[:, start : start + size_k].unflatten(1, (shape.kv_heads, shape.block_size, shape.key_dim))
+    if shape.has_values_in_keys:
+        value = key[..., : shape.value_dim]
+    else:
+        value = pool[:, start + size_k :].unflatten(1, (shape.kv_heads, shape.block_size, shape.value_dim))
+    layer = KvLayer(key, value, has_values_in_keys=shape.has_values_in_keys)
     block_table = torch.full((len(sequences), max(pages_of)), -1, dtype=torch.int32)
     keys, values, slots, first = [], [], [], 0
     for row, ((count, context), pages) in enumerate(zip(sequences, pages_of, strict=True)):
         block_table[row, :pages] = order[first : first + pages]
         first += pages
         keys.append(torch.randn(context, shape.kv_heads, shape.key_dim, generator=generator).to(dtype))
-        values.append(torch.randn(context, shape.kv_heads, shape.value_dim, generator=generator).to(dtype))
+        if shape.has_values_in_keys:
+            values.append(keys[-1][..., : shape.value_dim])
+        else:
+            values.append(torch.randn(context, shape.kv_heads, shape.value_dim, generator=generator).to(dtype))
         at = torch.arange(context)
         slot = block_table[row][at // shape.block_size].long() * shape.block_size + at % shape.block_size
         write_kv_reference(keys[-1], values[-1], layer, slot)

@@ -67,6 +67,18 @@ FORMATS: dict[str, peft.PeftConfig] = {
     ),
 }
 
+ATTENTION = LORA | {"target_modules": r".*\.self_attn\.[a-z_]+_(proj|mqa)"}
+OF_LATENTS: dict[str, peft.PeftConfig] = {
+    "latent_plain": peft.LoraConfig(**ATTENTION),
+    "latent_bias": peft.LoraConfig(**ATTENTION, lora_bias=True),
+    "latent_dora": peft.LoraConfig(**ATTENTION | {"r": 19}, use_dora=True),
+    "latent_ia3": peft.IA3Config(target_modules=["kv_b_proj", "o_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+    "latent_ia3_inputs": peft.IA3Config(
+        target_modules=["kv_b_proj", "q_b_proj"], feedforward_modules=["kv_b_proj"], task_type="CAUSAL_LM"
+    ),
+}
+"""Formats for bases with a compressed KV."""
+
 
 class FormatZoo(Zoo):
     """One family's base, an adapter in each format, and PEFT's answers from what it reads back from disk."""
@@ -79,7 +91,7 @@ class FormatZoo(Zoo):
     def make_adapters(self) -> None:
         """Save every format."""
         for seed, name in enumerate(self.formats):
-            self.make_format(name, FORMATS[name], seed)
+            self.make_format(name, (FORMATS | OF_LATENTS)[name], seed)
 
     def make_format(self, name: str, config: peft.PeftConfig, seed: int) -> Path:
         """Save one adapter all of whose parameters matter."""

@@ -15,12 +15,17 @@ from loramux_kernels.tables import KvLayer
 NAN_CODE = 0x7F
 
 
-def fp8_layer(num_pages: int, heads: int, block_size: int, key_dim: int, value_dim: int) -> KvLayer:
+def fp8_layer(
+    num_pages: int, heads: int, block_size: int, key_dim: int, value_dim: int, has_values_in_keys: bool = False
+) -> KvLayer:
     """Pages in which every byte is a NaN and every scale too: the second layer of two, after both layers' scales."""
     sizes = [heads * block_size * dim for dim in (key_dim, value_dim)]
     pool = torch.full((num_pages, 2 * sum(sizes)), NAN_CODE, dtype=torch.uint8)
     scales = torch.full((num_pages, 4, heads), float("nan"))
     key, value = pool[:, sum(sizes) :].split(sizes, dim=1)
+    if has_values_in_keys:
+        key = key.unflatten(1, (heads, block_size, key_dim))
+        return KvLayer(key, key[..., :value_dim], *[scales[:, 2]] * 2, has_values_in_keys=True)
     return KvLayer(
         key.unflatten(1, (heads, block_size, key_dim)),
         value.unflatten(1, (heads, block_size, value_dim)),
@@ -40,7 +45,8 @@ def decoded(layer: KvLayer) -> KvLayer:
 def in_fp8(case: Case) -> Case:
     """The case with its context in FP8, and with the keys and values that are left of it."""
     num_pages, heads, block_size, key_dim = case.layer.key.shape
-    layer = fp8_layer(num_pages, heads, block_size, key_dim, case.layer.value.shape[3])
+    is_latent = case.layer.has_values_in_keys
+    layer = fp8_layer(num_pages, heads, block_size, key_dim, case.layer.value.shape[3], is_latent)
     keys, values = [], []
     for pages, key, value in zip(case.batch.block_table, case.keys, case.values, strict=True):
         at = torch.arange(len(key))
@@ -78,3 +84,16 @@ class Fp8Cache(transformers.DynamicCache):
             at += 1
         self._seen[layer, side] = at
         return torch.stack(held, dim=2)
+
+
+class Fp8LatentCache(Fp8Cache):
+    """The same for a compressed KV, which transformers gives in two parts, and pages hold as one row with one scale."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a step's latents `[1, 1, T, rank]` and rotated keys, and return all of the layer."""
+        widths = [key_states.shape[-1], value_states.shape[-1]]
+        rows = self._held(torch.cat((key_states, value_states), dim=-1), layer_idx, "key")
+        latents, rotated = rows.split(widths, dim=-1)
+        return transformers.DynamicCache.update(self, latents, rotated, layer_idx, *args, **kwargs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from loramux_kernels.tables import RANK_TILE, LoraGroup, LoraTable, Segments
+from loramux_kernels.tables import RANK_TILE, HeadColumns, LoraGroup, LoraTable, Segments
 
 
 @dataclass(frozen=True)
@@ -78,3 +78,22 @@ def make_case(
     y = torch.randn(total, sum(out_features), generator=generator).to(dtype)
     group = LoraGroup(tuple(range(num_sites)), out_features)
     return Case(pool, table, group, Segments(tuple(cu_seqlens), tuple(range(len(rows)))), a, b, x, y)
+
+
+def by_heads(case: Case, num_heads: int, first: int, width: int) -> list[tuple[LoraTable, LoraGroup]]:
+    """Tables and groups of the heads of a case's only site: columns of B, of which head h has some, and the whole of A.
+
+    A is multiplied by rows of x, or by v, as B is: the table of B's heads is transposed.
+    """
+    (out_features,) = case.group.out_features
+    step, in_features = out_features // num_heads, case.x.shape[1]
+    of_b = LoraGroup.of_heads(0, num_heads, HeadColumns(width, first, step, out_features))
+    of_a = LoraGroup.of_heads(0, num_heads, HeadColumns(in_features, 0, 0, in_features))
+    return [(case.table.transposed, of_b), (case.table, of_a)]
+
+
+def head_inputs(case: Case, num_heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y `[T, heads, width]`, as transformers leaves them: a head's rows are next to each other."""
+    generator, rows = torch.Generator().manual_seed(9), len(case.x)
+    x, y = torch.randn(2, num_heads, rows, width + 5, generator=generator).to(case.x)[..., :width].transpose(1, 2)
+    return x, y

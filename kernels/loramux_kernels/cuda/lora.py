@@ -9,6 +9,9 @@ Semantics, with s = cu_seqlens:
 A step with few rows does not fill a GPU. Shrink then cuts the product over in_features into p = 1, 2, ... splits, and
 expand adds the partial sums while it loads them, always in the same order. Both compute the number of splits from the
 step's work list (`split_count`), so a captured launch serves steps of any mix.
+
+For a group of one linear's heads (`HeadColumns`), site i is head i: it has its own rows of x or y, and its columns of A
+or Bt. For other groups the arguments of heads are None, and their code is not compiled.
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def lora_shrink(
 def new_intermediate(x: torch.Tensor, group: LoraGroup, segments: Segments, table: LoraTable) -> torch.Tensor:
     """Return an empty tensor for the partial sums that shrink passes to expand."""
     tile_map = tile_map_of(segments, table)
-    splits = min(tile_map.max_splits, triton.cdiv(x.shape[1], MIN_SPLIT))
+    splits = min(tile_map.max_splits, triton.cdiv(x.shape[-1], MIN_SPLIT))
     return x.new_empty(splits, len(group.sites), tile_map.rows, tile_map.rank, dtype=torch.float32)
 
 
@@ -72,7 +75,7 @@ def prepare_shrink(
     x: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, v: torch.Tensor
 ) -> list[Launch]:
     """Return the launches that fill `v`: one for each tile shape of the step, none if the step has no adapter."""
-    assert x.stride(1) == 1, "rows of x are contiguous"
+    assert x.stride(-1) == 1, "rows of x are contiguous"
     shared = {
         "x": x,
         "pool": pool,
@@ -81,8 +84,10 @@ def prepare_shrink(
         "sites": group_table(group, 1 << 30, x.device).sites,
         "a_offsets": table.a_offsets,
         "ranks": table.ranks,
-        "in_features": x.shape[1],
+        "in_features": x.shape[-1],
         "x_stride": x.stride(0),
+        **_head_arguments(group),
+        "x_head": None if group.heads is None else x.stride(1),
         "v_rows": v.shape[2],
         "v_rank": v.shape[3],
         "table_sites": table.ranks.shape[1],
@@ -92,6 +97,14 @@ def prepare_shrink(
     }
     tile_map = tile_map_of(segments, table)
     return [_shrink_launch(tiles, tile_map, shared, x) for tiles in tile_map.tiles]
+
+
+def _head_arguments(group: LoraGroup) -> dict[str, int | None]:
+    """Return the places of a head's columns in rows of A or Bt; None for linears, whose rows are whole."""
+    heads = group.heads
+    if heads is None:
+        return {"head_first": None, "head_step": None, "matrix_row": None}
+    return {"head_first": heads.first, "head_step": heads.step, "matrix_row": heads.row}
 
 
 def _shrink_launch(tiles: RowTiles, tile_map: TileMap, shared: dict[str, Any], x: torch.Tensor) -> Launch:
@@ -126,7 +139,8 @@ def split_count(items: tl.tensor, num_sites: tl.tensor, split_programs: tl.tenso
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _shrink_rows(
     x: tl.tensor, pool: tl.tensor, v: tl.tensor, work: tl.tensor, sites: tl.tensor, a_offsets: tl.tensor,
-    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
+    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, x_head: tl.tensor, head_first: tl.tensor,
+    head_step: tl.tensor, matrix_row: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
     table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
     NUM_SITES: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -145,13 +159,18 @@ def _shrink_rows(
         rank = tl.load(ranks + cell)
         if first_rank < rank:
             a = pool + tl.multiple_of(tl.load(a_offsets + cell * table_tiles + first_rank // _TILE), _VECTOR)
-            a_rows = a + r[:, None].to(tl.int64) * in_features
+            x_row = x + row * x_stride
+            if matrix_row is None:
+                a_rows = a + r[:, None].to(tl.int64) * in_features
+            else:
+                a_rows = a + head_first + index * head_step + r[:, None].to(tl.int64) * matrix_row
+                x_row += index.to(tl.int64) * x_head
             has_rank = (first_rank + r < rank)[:, None]
             total = tl.zeros((_TILE, BLOCK_K), tl.float32)
             for start in range(split * span, tl.minimum((split + 1) * span, in_features), BLOCK_K):
                 k = start + tl.arange(0, BLOCK_K)
                 weights = tl.load(a_rows + k[None, :], mask=has_rank & (k < in_features)[None, :], other=0.0)
-                inputs = tl.load(x + row * x_stride + k, mask=k < in_features, other=0.0)
+                inputs = tl.load(x_row + k, mask=k < in_features, other=0.0)
                 total += weights.to(tl.float32) * inputs.to(tl.float32)[None, :]
             out = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + row) * v_rank + first_rank
             tl.store(out + r, tl.sum(total, axis=1), mask=first_rank + r < rank)
@@ -160,7 +179,8 @@ def _shrink_rows(
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _shrink_tiles(
     x: tl.tensor, pool: tl.tensor, v: tl.tensor, work: tl.tensor, sites: tl.tensor, a_offsets: tl.tensor,
-    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
+    ranks: tl.tensor, in_features: tl.tensor, x_stride: tl.tensor, x_head: tl.tensor, head_first: tl.tensor,
+    head_step: tl.tensor, matrix_row: tl.tensor, v_rows: tl.tensor, v_rank: tl.tensor,
     table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor, max_splits: tl.tensor,
     NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -181,8 +201,13 @@ def _shrink_tiles(
         if first_rank < rank:
             has_rank = r < rank
             tiles = tl.load(a_offsets + cell * table_tiles + r // _TILE, mask=has_rank, other=0)
-            a_rows = pool + tl.multiple_of(tiles, _VECTOR)[:, None] + (r % _TILE)[:, None].to(tl.int64) * in_features
+            a = pool + tl.multiple_of(tiles, _VECTOR)[:, None]
             x_rows = x + rows[:, None] * x_stride
+            if matrix_row is None:
+                a_rows = a + (r % _TILE)[:, None].to(tl.int64) * in_features
+            else:
+                a_rows = a + head_first + index * head_step + (r % _TILE)[:, None].to(tl.int64) * matrix_row
+                x_rows += index.to(tl.int64) * x_head
             total = tl.zeros((BLOCK_ROWS, BLOCK_RANK), tl.float32)
             for start in range(split * span, tl.minimum((split + 1) * span, in_features), BLOCK_K):
                 k = start + tl.arange(0, BLOCK_K)
@@ -209,7 +234,7 @@ def prepare_expand(
     v: torch.Tensor, pool: torch.Tensor, table: LoraTable, group: LoraGroup, segments: Segments, y: torch.Tensor
 ) -> list[Launch]:
     """Return the launches that add to `y`: one for each tile shape of the step, none if the step has no adapter."""
-    assert y.stride(1) == 1, "rows of y are contiguous"
+    assert y.stride(-1) == 1, "rows of y are contiguous"
     shared = {
         "v": v,
         "pool": pool,
@@ -218,6 +243,8 @@ def prepare_expand(
         "ranks": table.ranks,
         "scales": table.scales,
         "y_stride": y.stride(0),
+        **_head_arguments(group),
+        "y_head": None if group.heads is None else y.stride(1),
         "v_rows": v.shape[2],
         "v_rank": v.shape[3],
         "table_sites": table.ranks.shape[1],
@@ -262,7 +289,8 @@ def _block_columns(tiles: RowTiles, dtype: torch.dtype) -> int:
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _expand_rows(
     v: tl.tensor, pool: tl.tensor, y: tl.tensor, shrink_work: tl.tensor, work: tl.tensor, blocks: tl.tensor,
-    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, v_rows: tl.tensor,
+    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, y_head: tl.tensor,
+    head_first: tl.tensor, head_step: tl.tensor, matrix_row: tl.tensor, v_rows: tl.tensor,
     v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
     max_splits: tl.tensor, num_blocks: tl.tensor,
     NUM_SITES: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -288,7 +316,10 @@ def _expand_rows(
         if rank > 0:
             column = tl.load(block + 2) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
             has_column = column < width
-            out = y + row * y_stride + y_start + column
+            if matrix_row is None:
+                out = y + row * y_stride + y_start + column
+            else:
+                out = y + row * y_stride + index.to(tl.int64) * y_head + column
             scale = tl.load(scales + cell)
             wait_for_earlier(DEPENDENT)
             base = tl.load(out, mask=has_column, other=0.0).to(tl.float32)
@@ -297,7 +328,11 @@ def _expand_rows(
             for first in range(0, rank, _TILE):
                 r = first + tile_rank
                 start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
-                b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
+                if matrix_row is None:
+                    b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
+                else:
+                    b = pool + start + head_first + index * head_step + column[None, :]
+                    b += tile_rank[:, None].to(tl.int64) * matrix_row
                 weights = tl.load(b, mask=(r < rank)[:, None] & has_column[None, :], other=0.0)
                 has_partial = (partial < splits)[:, None] & (r < rank)[None, :]
                 inner = tl.sum(tl.load(v_row[:, None] + r[None, :], mask=has_partial, other=0.0), axis=0)
@@ -311,7 +346,8 @@ def _expand_rows(
 @triton.jit(do_not_specialize=["v_rows", "max_splits"])
 def _expand_tiles(
     v: tl.tensor, pool: tl.tensor, y: tl.tensor, shrink_work: tl.tensor, work: tl.tensor, blocks: tl.tensor,
-    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, v_rows: tl.tensor,
+    b_offsets: tl.tensor, ranks: tl.tensor, scales: tl.tensor, y_stride: tl.tensor, y_head: tl.tensor,
+    head_first: tl.tensor, head_step: tl.tensor, matrix_row: tl.tensor, v_rows: tl.tensor,
     v_rank: tl.tensor, table_sites: tl.tensor, table_tiles: tl.tensor, split_programs: tl.tensor,
     max_splits: tl.tensor, num_blocks: tl.tensor,
     NUM_SITES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
@@ -343,14 +379,21 @@ def _expand_tiles(
             for first in range(0, rank, _TILE):
                 r = first + tile_rank
                 start = tl.multiple_of(tl.load(b_offsets + cell * table_tiles + first // _TILE), _VECTOR)
-                b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
+                if matrix_row is None:
+                    b = pool + start + tile_rank[:, None].to(tl.int64) * width + column[None, :]
+                else:
+                    b = pool + start + head_first + index * head_step + column[None, :]
+                    b += tile_rank[:, None].to(tl.int64) * matrix_row
                 weights = tl.load(b, mask=(r < rank)[:, None] & has_column, other=0.0)
                 inner = tl.zeros((BLOCK_ROWS, _TILE), tl.float32)
                 for split in range(splits):
                     v_row = v + ((split * NUM_SITES + index).to(tl.int64) * v_rows + rows) * v_rank
                     inner += tl.load(v_row[:, None] + r[None, :], mask=has_row & (r < rank)[None, :], other=0.0)
                 total = tl.dot(inner.to(weights.dtype), weights, total, input_precision="ieee")
-            out = y + rows[:, None] * y_stride + y_start + column[None, :]
+            if matrix_row is None:
+                out = y + rows[:, None] * y_stride + y_start + column[None, :]
+            else:
+                out = y + rows[:, None] * y_stride + index.to(tl.int64) * y_head + column[None, :]
             base = tl.load(out, mask=has_row & has_column, other=0.0).to(tl.float32)
             tl.store(out, (base + scale * total).to(y.dtype.element_ty), mask=has_row & has_column)
     wait_for_earlier(DEPENDENT)

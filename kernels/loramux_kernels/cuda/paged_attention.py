@@ -17,6 +17,10 @@ In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a t
 So the tokens that begin a page have a separate launch, before that of the others. Attention widens a key's codes to the
 query's dtype, which is exact, and multiplies the scores with the pages' scales. Values are multiplied with their scale
 before they take that dtype, because weights times scales could overflow float16.
+
+If values are the first elements of their keys (`KvLayer.has_values_in_keys`), only keys are stored, and a loaded block
+of keys is the block of values too. Keys wider than 256 whose width is no power of two are loaded in two parts, so that
+576 elements take the registers of 512 + 64 and not those of 1,024.
 """
 
 from __future__ import annotations
@@ -73,7 +77,7 @@ def prepare_write_kv(
         "block_size": layer.block_size,
         "NUM_HEADS": key.shape[1],
         "KEY_DIM": key.shape[2],
-        "VALUE_DIM": value.shape[2],
+        "VALUE_DIM": 0 if layer.has_values_in_keys else value.shape[2],
         "BLOCK_HEADS": triton.next_power_of_2(key.shape[1]),
         "BLOCK_KEY": triton.next_power_of_2(key.shape[2]),
         "BLOCK_VALUE": triton.next_power_of_2(value.shape[2]),
@@ -110,11 +114,12 @@ def _write_kv(
             key + token * key_token, key_head, to_key, key_cache_head, key_scale,
             NUM_HEADS, KEY_DIM, BLOCK_HEADS, BLOCK_KEY, BEGINS,
         )  # fmt: skip
-        to_value = value_cache + page * value_cache_page + offset * value_cache_token
-        store_heads(
-            value + token * value_token, value_head, to_value, value_cache_head, value_scale,
-            NUM_HEADS, VALUE_DIM, BLOCK_HEADS, BLOCK_VALUE, BEGINS,
-        )  # fmt: skip
+        if VALUE_DIM > 0:
+            to_value = value_cache + page * value_cache_page + offset * value_cache_token
+            store_heads(
+                value + token * value_token, value_head, to_value, value_cache_head, value_scale,
+                NUM_HEADS, VALUE_DIM, BLOCK_HEADS, BLOCK_VALUE, BEGINS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -173,14 +178,15 @@ def prepare_attention(
     """Return the launches that fill `output` `[T, Hq, Dv]`."""
     assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
-    block_key, block_value = _blocks(key_dim, value_dim)
+    block_key, block_rest, block_value = _blocks(key_dim, value_dim)
     long_rows = _long_rows(max(key_dim, value_dim), query.dtype)
-    groups = query.shape[1] // kv_heads
-    shape = AttentionShape(groups, kv_heads, sliding_window, long_rows, batch.is_invariant)
+    repeats = _repeats(query.shape[1] // kv_heads, max(key_dim, value_dim))
+    groups = query.shape[1] // kv_heads // repeats
+    shape = AttentionShape(groups, kv_heads * repeats, sliding_window, long_rows, batch.is_invariant)
     shared: dict[str, Any] = {
         "output": output,
         "output_token": output.stride(0),
-        "KV_HEADS": kv_heads,
+        "KV_HEADS": shape.kv_heads,
         "GROUPS": shape.groups,
         "VALUE_DIM": value_dim,
         "BLOCK_VALUE": block_value,
@@ -203,6 +209,9 @@ def prepare_attention(
         "PAGE": layer.block_size,
         "KEY_DIM": key_dim,
         "BLOCK_KEY": block_key,
+        "BLOCK_REST": block_rest,
+        "REPEATS": repeats,
+        "VALUES_IN_KEYS": layer.has_values_in_keys and block_key == block_value,
     }
     plan = plan_attention(batch, shape)
     return [launch for tiles in plan for launch in _launches(tiles, shared, attend, query)]
@@ -217,14 +226,26 @@ def _long_rows(dim: int, dtype: torch.dtype) -> int:
     return 32 if dim > 128 else 64
 
 
-def _blocks(key_dim: int, value_dim: int) -> tuple[int, int]:
-    """Round up to sizes that a tensor core multiplies: powers of two, at least 16.
+def _repeats(groups: int, dim: int) -> int:
+    """Return the tiles that share a kv head: the heads of a tile's row are so few that registers hold their sums."""
+    if dim <= 256 or groups <= DECODE_TILE_ROWS:
+        return 1
+    return min(n for n in range(1, groups + 1) if groups % n == 0 and groups // n <= DECODE_TILE_ROWS)
+
+
+def _blocks(key_dim: int, value_dim: int) -> tuple[int, int, int]:
+    """Return the elements of a block of keys, of what is left of each key, and of a block of values.
+
+    They are rounded up to sizes that a tensor core multiplies: powers of two, at least 16. A wide key is not: it has a
+    second part.
 
     Below 64 both are made equal. ptxas 12.8, which Triton 3.6 and 3.7 ship, confuses the WGMMA descriptors of keys
     with those of narrower values; the two differ in form only below 64 (`compile_check` finds it).
     """
     key, value = (max(16, int(triton.next_power_of_2(dim))) for dim in (key_dim, value_dim))
-    return max(key, min(64, value)), max(value, min(64, key))
+    if key_dim > 256 and key > key_dim:
+        return key // 2, max(16, int(triton.next_power_of_2(key_dim - key // 2))), value
+    return max(key, min(64, value)), 0, max(value, min(64, key))
 
 
 def _strides(name: str, cache: torch.Tensor) -> dict[str, int]:
@@ -278,6 +299,7 @@ def _launches(
     same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
     stages = _stages(tiles.rows, same_width, query.dtype, is_fp8)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
+    warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
     launches = [Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)]
     if tiles.merges is not None:
         arguments = {**shared, "work": tiles.merges.work}
@@ -293,9 +315,10 @@ def _attend(
     key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor, value_token: tl.tensor,
     table_stride: tl.tensor, output_token: tl.tensor, key_scale: tl.tensor, value_scale: tl.tensor,
     key_scale_page: tl.tensor, value_scale_page: tl.tensor,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, REPEATS: tl.constexpr, KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
     """Attend with one tile of query rows, one kv head and one stretch of context for each item."""
     begin_dependent(DEPENDENT)
@@ -315,6 +338,10 @@ def _attend(
         partial = tl.load(item + 6).to(tl.int64)
         query_rows = query + row[:, None] * query_token + (head * GROUPS + member)[:, None] * query_head
         q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+        q_rest = None
+        if BLOCK_REST > 0:
+            rest = BLOCK_KEY + tl.arange(0, BLOCK_REST)
+            q_rest = tl.load(query_rows + rest[None, :], mask=has_row[:, None] & (rest < KEY_DIM)[None, :], other=0.0)
         highest = tl.full((BLOCK_ROWS,), _NEVER, tl.float32)
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
         if sinks is not None:  # noqa: SIM102 - evaluated when compiling; the nested condition is not
@@ -327,25 +354,26 @@ def _attend(
         if window is None:
             whole = tl.maximum(tl.minimum(stop, first_position + 1) - first_token, 0)
             seen += whole // BLOCK_TOKENS * BLOCK_TOKENS
-        keys = key_cache + head * key_head
-        values = value_cache + head * value_head
+        kv_head = head // REPEATS
+        keys = key_cache + kv_head * key_head
+        values = value_cache + kv_head * value_head
         key_scales = key_scale
         value_scales = value_scale
         if key_scale is not None:
-            key_scales += head
-            value_scales += head
+            key_scales += kv_head
+            value_scales += kv_head
         pages = block_table + tl.load(item).to(tl.int64) * table_stride
         sums, total, highest = absorb(
-            q, sums, total, highest, keys, values, key_scales, value_scales, pages,
+            q, q_rest, sums, total, highest, keys, values, key_scales, value_scales, pages,
             first_token, seen, first_position + tile_row, scaling, softcap, window,
             key_page, key_token, value_page, value_token, key_scale_page, value_scale_page,
-            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_VALUE, BLOCK_TOKENS, False,
+            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, False,
         )  # fmt: skip
         sums, total, highest = absorb(
-            q, sums, total, highest, keys, values, key_scales, value_scales, pages,
+            q, q_rest, sums, total, highest, keys, values, key_scales, value_scales, pages,
             seen, stop, first_position + tile_row, scaling, softcap, window,
             key_page, key_token, value_page, value_token, key_scale_page, value_scale_page,
-            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_VALUE, BLOCK_TOKENS, True,
+            KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, True,
         )  # fmt: skip
         e = tl.arange(0, BLOCK_VALUE)
         inside = has_row[:, None] & (e < VALUE_DIM)[None, :]
@@ -363,13 +391,14 @@ def _attend(
 
 @triton.jit
 def absorb(
-    q: tl.tensor, sums: tl.tensor, total: tl.tensor, highest: tl.tensor, keys: tl.tensor, values: tl.tensor,
-    key_scales: tl.tensor, value_scales: tl.tensor, pages: tl.tensor, start: tl.tensor, stop: tl.tensor,
-    position: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor, key_page: tl.tensor,
-    key_token: tl.tensor, value_page: tl.tensor, value_token: tl.tensor, key_scale_page: tl.tensor,
-    value_scale_page: tl.tensor,
+    q: tl.tensor, q_rest: tl.tensor, sums: tl.tensor, total: tl.tensor, highest: tl.tensor, keys: tl.tensor,
+    values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, pages: tl.tensor, start: tl.tensor,
+    stop: tl.tensor, position: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor,
+    key_page: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_token: tl.tensor,
+    key_scale_page: tl.tensor, value_scale_page: tl.tensor,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_REST: tl.constexpr, BLOCK_VALUE: tl.constexpr, BLOCK_TOKENS: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add tokens [start, stop) to (sums, total, highest); MASKED if some row does not see all of them.
 
@@ -381,11 +410,19 @@ def absorb(
         token = first + tl.arange(0, BLOCK_TOKENS)
         exists = token < stop
         page = tl.load(pages + token // PAGE, mask=exists, other=0).to(tl.int64)
-        key = keys + (page * key_page + (token % PAGE) * key_token)[:, None] + d[None, :]
-        k = tl.load(key, mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+        key_rows = keys + (page * key_page + (token % PAGE) * key_token)[:, None]
+        held = tl.load(key_rows + d[None, :], mask=exists[:, None] & (d < KEY_DIM)[None, :], other=0.0)
+        k = held
         if key_scales is not None:
-            k = from_e4m3(k).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
+            k = from_e4m3(held).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if BLOCK_REST > 0:
+            rest = BLOCK_KEY + tl.arange(0, BLOCK_REST)
+            k = tl.load(key_rows + rest[None, :], mask=exists[:, None] & (rest < KEY_DIM)[None, :], other=0.0)
+            if key_scales is not None:
+                k = from_e4m3(k).to(q.dtype)
+            scores = tl.dot(q_rest, tl.trans(k), scores, input_precision="ieee")
+        scores *= scaling
         if key_scales is not None:
             scores *= tl.load(key_scales + page * key_scale_page, mask=exists, other=1.0)[None, :]
         if softcap is not None:
@@ -404,8 +441,11 @@ def absorb(
         weights = tl.exp2(scores - shift[:, None])
         decay = tl.exp2(highest - shift)
         total = total * decay + tl.sum(weights, axis=1)
-        value = values + (page * value_page + (token % PAGE) * value_token)[:, None] + e[None, :]
-        v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
+        if VALUES_IN_KEYS:
+            v = held
+        else:
+            value = values + (page * value_page + (token % PAGE) * value_token)[:, None] + e[None, :]
+            v = tl.load(value, mask=exists[:, None] & (e < VALUE_DIM)[None, :], other=0.0)
         if value_scales is not None:
             value_scale = tl.load(value_scales + page * value_scale_page, mask=exists, other=1.0)
             v = (from_e4m3(v) * value_scale[:, None]).to(q.dtype)

@@ -294,8 +294,9 @@ class AttentionShape:
     """Facts, in addition to the batch, on which a plan depends. They are the same for all layers of one kind."""
 
     groups: int
-    """Query heads that share a kv head: they are next to each other in a tile's rows."""
+    """Query heads of a tile: they share a kv head and are next to each other in the tile's rows."""
     kv_heads: int
+    """Tiles with the same query rows: kv heads, each as often as its query heads are divided."""
     sliding_window: int | None
     long_rows: int
     """Rows of a prefill tile: query rows times `groups`."""

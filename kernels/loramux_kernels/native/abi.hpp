@@ -156,12 +156,13 @@ LORAMUX_EXPORT void loramux_linear(int dtype, int weight_dtype, const void* x, i
 LORAMUX_EXPORT void loramux_coded_linear(int dtype, int coding, const void* x, int64_t ldx, int64_t rows,
                                          const loramux::CodedWeightsAbi* weights, const float* bias, void* y, int64_t ldy,
                                          int64_t columns, int threads);
-LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, int64_t width, const void* pool,
-                                        const loramux::LoraTableAbi* table, const int64_t* group,
+// x_site, y_site: from a head's input or output to the next one's, in a group of heads.
+LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, int64_t x_site, int64_t width,
+                                        const void* pool, const loramux::LoraTableAbi* table, const int64_t* group,
                                         const int64_t* segments, float* v, int64_t ldv, int threads);
 LORAMUX_EXPORT void loramux_lora_expand(int dtype, const float* v, int64_t ldv, const void* pool,
                                         const loramux::LoraTableAbi* table, const int64_t* group,
-                                        const int64_t* segments, void* y, int64_t ldy, int threads);
+                                        const int64_t* segments, void* y, int64_t ldy, int64_t y_site, int threads);
 LORAMUX_EXPORT void loramux_rope(int dtype, const loramux::RopeAbi* call, const loramux::KvLayerAbi* layer, int threads);
 LORAMUX_EXPORT void loramux_attention(int dtype, const loramux::AttentionAbi* call, const loramux::KvLayerAbi* layer,
                                       const loramux::AttentionBatchAbi* batch, int threads);

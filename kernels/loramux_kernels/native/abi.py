@@ -168,11 +168,11 @@ _LINEAR = (c_int, c_int, c_void_p, *(c_int64,) * 3, *(c_void_p,) * 3, c_int64, c
 
 SIGNATURES = {
     "loramux_use_runtime": (RuntimeAbi,),
-    "loramux_lora_shrink": (c_int, c_void_p, c_int64, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
-    "loramux_lora_expand": (c_int, c_void_p, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int),
+    "loramux_lora_shrink": (c_int, c_void_p, *(c_int64,) * 3, c_void_p, *_LORA, c_void_p, c_int64, c_int),
+    "loramux_lora_expand": (c_int, c_void_p, c_int64, c_void_p, *_LORA, c_void_p, c_int64, c_int64, c_int),
     "loramux_linear_pack": (c_int, c_int, c_void_p, c_int64, c_int64, c_int64, c_int64, c_void_p, c_int),
     "loramux_linear": _LINEAR,
-    "loramux_rows_linear": _LINEAR,
+    "loramux_rows_linear": (*_LINEAR[:-1], *(c_int64,) * 3, c_int),
     "loramux_coded_linear": (
         c_int, c_int, c_void_p, c_int64, c_int64, POINTER(CodedWeightsAbi), c_void_p, c_void_p, c_int64, c_int64, c_int,
     ),

@@ -1,4 +1,4 @@
-// New keys and values, row by row to their pages.
+// New keys and values, row by row to their pages; keys alone where the values are a part of them.
 #include "kv_rows.hpp"
 
 using namespace loramux;
@@ -13,7 +13,7 @@ LORAMUX_EXPORT void loramux_write_kv(int dtype, const KvLayerAbi* layer, const v
         for_tokens(*layer, slots, tokens, threads_for(bytes, threads), [&](int64_t t) {
             for (int64_t h = 0; h < layer->num_kv_heads; h++) {
                 keys.put(slots[t], h, (const T*)key + t * key_token + h * key_head);
-                values.put(slots[t], h, (const T*)value + t * value_token + h * value_head);
+                if (value) values.put(slots[t], h, (const T*)value + t * value_token + h * value_head);
             }
         });
     });

@@ -87,10 +87,10 @@ class Layer {
             loramux_coded_linear(step.dtype, linear.coding, x, ldx, step.rows, linear.coded, (const float*)linear.bias, y,
                                  columns, columns, threads);
         if (!step.segments) return;
-        loramux_lora_shrink(step.dtype, x, ldx, linear.width, step.pool, step.table, linear.group, step.segments, step.shrunk,
-                            step.max_rank, threads);
+        loramux_lora_shrink(step.dtype, x, ldx, 0, linear.width, step.pool, step.table, linear.group, step.segments,
+                            step.shrunk, step.max_rank, threads);
         loramux_lora_expand(step.dtype, step.shrunk, step.max_rank, step.pool, step.table, linear.group, step.segments, y,
-                            columns, threads);
+                            columns, 0, threads);
     }
 
     // Returns the rows that the output projection reads; writes the step's KV.

@@ -18,10 +18,17 @@ struct Segments {
     explicit Segments(const int64_t* packed) : count(packed[0]), rows(packed + 1), slots(packed + 2 + packed[0]) {}
 };
 
+// Linears, or the heads of one linear, whose matrix then has rows of `row` elements; a head has some of their columns.
 struct Group {
-    int64_t count;
+    int64_t count, first, step, row;
     const int64_t *sites, *starts;
-    explicit Group(const int64_t* packed) : count(packed[0]), sites(packed + 1), starts(packed + 1 + packed[0]) {}
+    explicit Group(const int64_t* packed)
+        : count(packed[0]), first(packed[1]), step(packed[2]), row(packed[3]), sites(packed + 4),
+          starts(packed + 4 + packed[0]) {}
+    int64_t column(int64_t site) const { return first + site * step; }
+    int64_t row_of(int64_t width) const { return row ? row : width; }
+    // Where a site's outputs begin in a row of y.
+    int64_t output(int64_t site, int64_t y_site) const { return row ? site * y_site : starts[site]; }
 };
 
 inline int64_t blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
@@ -86,7 +93,8 @@ struct Prefetch {
 
 // v[M][N] = x[M][:] . a[N][:]
 template <class T, int M, int N>
-void dot_block(const T* x, int64_t ldx, const T* a, Prefetch<T> prefetch, int64_t width, float* v, int64_t ldv) {
+void dot_block(const T* x, int64_t ldx, const T* a, int64_t lda, Prefetch<T> prefetch, int64_t width, float* v,
+               int64_t ldv) {
     using U = Unit<T>;
     constexpr int step = 16 * U::elements;
     f32x16 acc[M][4] = {};
@@ -98,14 +106,14 @@ void dot_block(const T* x, int64_t ldx, const T* a, Prefetch<T> prefetch, int64_
         f32x16 row[M];
         for (int m = 0; m < M; m++) row[m] = U::load(x + m * ldx + k);
         for (int n = 0; n < N; n++) {
-            f32x16 column = U::load(a + n * width + k);
-            if (fetches) fetch(prefetch.next + n * width + k, prefetch.early);
+            f32x16 column = U::load(a + n * lda + k);
+            if (fetches) fetch(prefetch.next + n * lda + k, prefetch.early);
             for (int m = 0; m < M; m++) acc[m][n] = U::add_product(acc[m][n], row[m], column);
         }
     }
     if (int64_t rest = width - k)
         for (int n = 0; n < N; n++) {
-            f32x16 column = U::load_first(a + n * width + k, rest);
+            f32x16 column = U::load_first(a + n * lda + k, rest);
             for (int m = 0; m < M; m++)
                 acc[m][n] = U::add_product(acc[m][n], U::load_first(x + m * ldx + k, rest), column);
         }
@@ -117,21 +125,22 @@ void dot_block(const T* x, int64_t ldx, const T* a, Prefetch<T> prefetch, int64_
 }
 
 template <class T, int N>
-void dot_rows(const T* x, int64_t ldx, int64_t rows, const T* a, const T* next, int64_t early, int64_t width, float* v,
-              int64_t ldv) {
+void dot_rows(const T* x, int64_t ldx, int64_t rows, const T* a, int64_t lda, const T* next, int64_t early,
+              int64_t width, float* v, int64_t ldv) {
     Prefetch<T> prefetch{next, early, 0, (int)(rows / 4 + rows % 4)};
     for (; rows >= 4; rows -= 4, x += 4 * ldx, v += 4 * ldv, prefetch.block++)
-        dot_block<T, 4, N>(x, ldx, a, prefetch, width, v, ldv);
-    for (; rows; rows--, x += ldx, v += ldv, prefetch.block++) dot_block<T, 1, N>(x, ldx, a, prefetch, width, v, ldv);
+        dot_block<T, 4, N>(x, ldx, a, lda, prefetch, width, v, ldv);
+    for (; rows; rows--, x += ldx, v += ldv, prefetch.block++)
+        dot_block<T, 1, N>(x, ldx, a, lda, prefetch, width, v, ldv);
 }
 
 constexpr int64_t SHRINK_ROWS = 48, SHRINK_RANKS = 4;
 constexpr int64_t EARLY = 16 << 10;  // bytes
 
 template <class T>
-void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTableAbi& table, const Group& group,
-            const Segments& segments, float* v, int64_t ldv, int threads) {
-    int64_t all_rows = segments.rows[segments.count];
+void shrink(const T* x, int64_t ldx, int64_t x_site, int64_t width, const T* pool, const LoraTableAbi& table,
+            const Group& group, const Segments& segments, float* v, int64_t ldv, int threads) {
+    const int64_t all_rows = segments.rows[segments.count], lda = group.row_of(width);
     auto cost = [&](const Pair& p) {
         int64_t rows = p.rows < SHRINK_ROWS ? p.rows : SHRINK_ROWS;
         return Work{blocks(p.rank, SHRINK_RANKS) * blocks(p.rows, SHRINK_ROWS), width * (4 + rows)};
@@ -139,7 +148,7 @@ void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTab
     auto first_rank = [&](const Pair& p, int64_t unit) { return unit % blocks(p.rank, SHRINK_RANKS) * SHRINK_RANKS; };
     auto start = [&](const Pair& p, int64_t unit) {
         int64_t rank = first_rank(p, unit);
-        return pool + p.offsets[rank / RANK_TILE] + rank % RANK_TILE * width;
+        return pool + p.offsets[rank / RANK_TILE] + rank % RANK_TILE * lda + group.column(p.site);
     };
     share_out(segments, group, table, table.a_offsets, threads, cost, start, [&](const Pair& p, int64_t unit, const T* next) {
         int64_t rank = first_rank(p, unit), row = unit / blocks(p.rank, SHRINK_RANKS) * SHRINK_ROWS,
@@ -147,15 +156,15 @@ void shrink(const T* x, int64_t ldx, int64_t width, const T* pool, const LoraTab
         row += p.first_row;
         const T* a = start(p, unit);
         float* out = v + (p.site * all_rows + row) * ldv + rank;
-        const T* in = x + row * ldx;
-        // Tiles mostly follow one another. What lies behind the last one is nobody's next.
-        const int64_t left = (p.rank - rank - SHRINK_RANKS) * width, ahead = EARLY / (int64_t)sizeof(T);
+        const T* in = x + row * ldx + p.site * x_site;
+        // Tiles mostly follow one another. What lies behind the last one, or beside a head's columns, is nobody's next.
+        const int64_t left = lda == width ? (p.rank - rank - SHRINK_RANKS) * width : 0, ahead = EARLY / (int64_t)sizeof(T);
         const int64_t early = ahead < left ? ahead : 0;
         switch (p.rank - rank) {
-            case 1: return dot_rows<T, 1>(in, ldx, rows, a, next, early, width, out, ldv);
-            case 2: return dot_rows<T, 2>(in, ldx, rows, a, next, early, width, out, ldv);
-            case 3: return dot_rows<T, 3>(in, ldx, rows, a, next, early, width, out, ldv);
-            default: return dot_rows<T, 4>(in, ldx, rows, a, next, early, width, out, ldv);
+            case 1: return dot_rows<T, 1>(in, ldx, rows, a, lda, next, early, width, out, ldv);
+            case 2: return dot_rows<T, 2>(in, ldx, rows, a, lda, next, early, width, out, ldv);
+            case 3: return dot_rows<T, 3>(in, ldx, rows, a, lda, next, early, width, out, ldv);
+            default: return dot_rows<T, 4>(in, ldx, rows, a, lda, next, early, width, out, ldv);
         }
     });
 }
@@ -243,11 +252,13 @@ inline void finish(bf16* y, const float* sums, float scale) {
 template <class T>
 struct Expansion {
     const Pair& pair;
-    const T* pool;
-    int64_t width, column, columns, rows;
+    const T* first;  // of B's columns, in a tile at the pool's start
+    int64_t ldb;
+    bool is_last;  // of the blocks of columns
+    int64_t columns, rows;
 
-    Expansion(const Pair& pair, const T* pool, int64_t width, int64_t column, int64_t columns, int64_t rows)
-        : pair(pair), pool(pool), width(width), column(column), columns(columns), rows(rows) {}
+    Expansion(const Pair& pair, const T* first, int64_t ldb, bool is_last, int64_t columns, int64_t rows)
+        : pair(pair), first(first), ldb(ldb), is_last(is_last), columns(columns), rows(rows) {}
 
     alignas(64) float sums[EXPAND_ROWS][EXPAND_COLUMNS];
     alignas(64) float weights[EXPAND_ROWS][RANK_TILE];
@@ -267,29 +278,29 @@ struct Expansion {
         for (int64_t m = 0; m < rows; m++) write(y + m * ldy, sums[m]);
     }
 
-    const T* tile(int64_t rank) const { return pool + pair.offsets[rank / RANK_TILE] + column; }
+    const T* tile(int64_t rank) const { return first + pair.offsets[rank / RANK_TILE]; }
 
-    // The ranks from `first` on, R at a time as long as there are so many: the order of a sum is the order of the ranks.
+    // The ranks from `done` on, R at a time as long as there are so many: the order of a sum is the order of the ranks.
     template <int R>
-    void add_ranks(int64_t first, int64_t ranks, const T* b, const T* next, bool fresh) {
-        if (ranks - first >= R) {
-            add<R>(weights[0] + first / Unit<T>::elements, b + first * width, next + first * width, fresh);
-            first += R;
+    void add_ranks(int64_t done, int64_t ranks, const T* b, const T* next, bool fresh) {
+        if (ranks - done >= R) {
+            add<R>(weights[0] + done / Unit<T>::elements, b + done * ldb, next + done * ldb, fresh);
+            done += R;
             fresh = false;
         }
         if constexpr (R > 1)
-            if (first < ranks) add_ranks<R / 2>(first, ranks, b, next, fresh);
+            if (done < ranks) add_ranks<R / 2>(done, ranks, b, next, fresh);
     }
 
     template <int R>
     void add(const float* weights, const T* b, const T* next, bool fresh) {
         using Rows = RankRows<T, R>;
         constexpr int cache_line = 64 / sizeof(T);
-        const int64_t early = rows <= EARLY_ROWS && column + columns < width ? EXPAND_COLUMNS : 0;
+        const int64_t early = rows <= EARLY_ROWS && !is_last ? EXPAND_COLUMNS : 0;
         for (int64_t c = 0; c < columns; c += Rows::columns) {
             if (c % cache_line == 0)
-                for (int r = 0; r < R; r++) fetch(next + r * width + c, early);
-            const Rows strip = columns - c >= Rows::columns ? Rows(b + c, width) : Rows(b + c, width, columns - c);
+                for (int r = 0; r < R; r++) fetch(next + r * ldb + c, early);
+            const Rows strip = columns - c >= Rows::columns ? Rows(b + c, ldb) : Rows(b + c, ldb, columns - c);
             for (int64_t m = 0; m < rows; m++) strip.add_to(sums[m] + c, weights + m * RANK_TILE, fresh);
         }
     }
@@ -309,7 +320,7 @@ struct Expansion {
 
 template <class T>
 void expand(const float* v, int64_t ldv, const T* pool, const LoraTableAbi& table, const Group& group,
-            const Segments& segments, T* y, int64_t ldy, int threads) {
+            const Segments& segments, T* y, int64_t ldy, int64_t y_site, int threads) {
     int64_t all_rows = segments.rows[segments.count];
     auto width_of = [&](const Pair& p) { return group.starts[p.site + 1] - group.starts[p.site]; };
     auto cost = [&](const Pair& p) {
@@ -317,14 +328,16 @@ void expand(const float* v, int64_t ldv, const T* pool, const LoraTableAbi& tabl
         return Work{blocks(width_of(p), EXPAND_COLUMNS) * blocks(p.rows, EXPAND_ROWS), p.rank * EXPAND_COLUMNS * (4 + rows)};
     };
     auto first_column = [&](const Pair& p, int64_t unit) { return unit / blocks(p.rows, EXPAND_ROWS) * EXPAND_COLUMNS; };
-    auto start = [&](const Pair& p, int64_t unit) { return pool + p.offsets[0] + first_column(p, unit); };
+    auto of_block = [&](const Pair& p, int64_t unit) { return pool + group.column(p.site) + first_column(p, unit); };
+    auto start = [&](const Pair& p, int64_t unit) { return of_block(p, unit) + p.offsets[0]; };
     share_out(segments, group, table, table.b_offsets, threads, cost, start, [&](const Pair& p, int64_t unit, const T* next) {
         const int64_t width = width_of(p), column = first_column(p, unit), row = unit % blocks(p.rows, EXPAND_ROWS) * EXPAND_ROWS;
         const int64_t columns = width - column, rows = p.rows - row;
-        Expansion<T> expansion(p, pool, width, column, columns < EXPAND_COLUMNS ? columns : EXPAND_COLUMNS,
+        Expansion<T> expansion(p, of_block(p, unit), group.row_of(width), columns <= EXPAND_COLUMNS,
+                               columns < EXPAND_COLUMNS ? columns : EXPAND_COLUMNS,
                                rows < EXPAND_ROWS ? rows : EXPAND_ROWS);
         expansion.run(v + (p.site * all_rows + p.first_row + row) * ldv, ldv, next,
-                      y + (p.first_row + row) * ldy + group.starts[p.site] + column, ldy);
+                      y + (p.first_row + row) * ldy + group.output(p.site, y_site) + column, ldy);
     });
 }
 
@@ -333,20 +346,20 @@ void expand(const float* v, int64_t ldv, const T* pool, const LoraTableAbi& tabl
 
 using namespace loramux;
 
-LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, int64_t width, const void* pool,
-                                        const LoraTableAbi* table, const int64_t* group, const int64_t* segments,
-                                        float* v, int64_t ldv, int threads) {
+LORAMUX_EXPORT void loramux_lora_shrink(int dtype, const void* x, int64_t ldx, int64_t x_site, int64_t width,
+                                        const void* pool, const LoraTableAbi* table, const int64_t* group,
+                                        const int64_t* segments, float* v, int64_t ldv, int threads) {
     on_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        shrink((const T*)x, ldx, width, (const T*)pool, *table, Group(group), Segments(segments), v, ldv, threads);
+        shrink((const T*)x, ldx, x_site, width, (const T*)pool, *table, Group(group), Segments(segments), v, ldv, threads);
     });
 }
 
 LORAMUX_EXPORT void loramux_lora_expand(int dtype, const float* v, int64_t ldv, const void* pool,
                                         const LoraTableAbi* table, const int64_t* group, const int64_t* segments,
-                                        void* y, int64_t ldy, int threads) {
+                                        void* y, int64_t ldy, int64_t y_site, int threads) {
     on_dtype(dtype, [&](auto zero) {
         using T = decltype(zero);
-        expand(v, ldv, (const T*)pool, *table, Group(group), Segments(segments), (T*)y, ldy, threads);
+        expand(v, ldv, (const T*)pool, *table, Group(group), Segments(segments), (T*)y, ldy, y_site, threads);
     });
 }

@@ -1,5 +1,5 @@
 // y = x @ W.T + bias with W as a checkpoint has it, row by row: for an output head, which the embedding shares, so that
-// panels would be a second copy of it.
+// panels would be a second copy of it. And for heads, each with its own x, W and y, whose matrices are small.
 //
 // Sixteen sums at a time, of R rows of x and 16 / R rows of W. A row's answer does not depend on the rows beside it.
 #include "abi.hpp"
@@ -22,18 +22,28 @@ class RowProduct {
     T* y;
     int64_t ldy;
 
+    int64_t heads, x_head, y_head;  // elements from a head's rows to the next one's; W is [heads][columns][width]
+
     void run(int threads) const {
         const int64_t blocks = (columns + 15) / 16;
-        threads = threads_for(columns * width * (int64_t)sizeof(W), threads);
-        Runs runs(blocks, threads);
+        threads = threads_for(heads * columns * width * (int64_t)sizeof(W), threads);
+        Runs runs(heads * blocks, threads);
         on_threads(threads, [&](int, int) {
             runs.take([&](int64_t block, int64_t end) {
-                for (; block < end; block++) multiply_columns(block * 16);
+                for (; block < end; block++) of_head(block / blocks).multiply_columns(block % blocks * 16);
             });
         });
     }
 
    private:
+    RowProduct of_head(int64_t head) const {
+        RowProduct product = *this;
+        product.x += head * x_head;
+        product.y += head * y_head;
+        product.weight += head * columns * width;
+        return product;
+    }
+
     // Sixteen columns. Four rows of W stay in the first-level cache from one group of rows of x to the next.
     void multiply_columns(int64_t column) const {
         int64_t row = rows / 4 * 4;
@@ -92,11 +102,13 @@ using namespace loramux;
 // The weights' dtype is that of x, or any where x is floats.
 LORAMUX_EXPORT void loramux_rows_linear(int dtype, int weight_dtype, const void* x, int64_t ldx, int64_t rows,
                                         int64_t width, const void* weight, const void* bias, void* y, int64_t ldy,
-                                        int64_t columns, int threads) {
+                                        int64_t columns, int64_t heads, int64_t x_head, int64_t y_head, int threads) {
     auto multiply = [&](auto zero, auto zero_weight) {
         using T = decltype(zero);
         using W = decltype(zero_weight);
-        RowProduct<T, W>{(const T*)x, (const T*)bias, (const W*)weight, ldx, rows, width, columns, (T*)y, ldy}.run(threads);
+        const RowProduct<T, W> product{
+            (const T*)x, (const T*)bias, (const W*)weight, ldx, rows, width, columns, (T*)y, ldy, heads, x_head, y_head};
+        product.run(threads);
     };
     if (dtype == FLOAT32)
         on_dtype(weight_dtype, [&](auto zero_weight) { multiply(float{}, zero_weight); });

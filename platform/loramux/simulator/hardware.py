@@ -45,6 +45,9 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     vocab_size: Count
     head_dim: Count | None = None
     """Size of a head; None: hidden_size / num_attention_heads."""
+    kv_lora_rank: Count | None = None
+    """Elements of a token's compressed KV, next to those of `qk_rope_head_dim`; None: each head has keys and values."""
+    qk_rope_head_dim: Count | None = None
     tie_word_embeddings: bool = False
     bytes_per_element: Count = 2
     bits_per_weight: Annotated[float, Meta(gt=0)] | None = None
@@ -130,7 +133,11 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of all layers for one token."""
-        return 2 * (self.bytes_per_kv_element or self.bytes_per_element) * self.num_hidden_layers * self.linears["k"][1]
+        if self.kv_lora_rank is None:
+            elements = 2 * self.linears["k"][1]
+        else:
+            elements = self.kv_lora_rank + (self.qk_rope_head_dim or 0)
+        return (self.bytes_per_kv_element or self.bytes_per_element) * self.num_hidden_layers * elements
 
     @property
     def least_block_size(self) -> int:

@@ -45,3 +45,13 @@ def test_write_kv_takes_slots_beyond_32_bits(device):
     write_kv(key, value, KvLayer(pages[:, 0], pages[:, 1]), slot)
     assert torch.equal(pages[page, 0, 0, 3], key[0, 0])
     assert torch.equal(pages[page, 1, 0, 3], value[0, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_write_kv_stores_no_values_that_are_in_their_keys(device, dtype):
+    key = torch.full((2, 1, 4, 20), float("nan"), dtype=dtype, device=device)
+    layer = KvLayer(key, key[..., :12], has_values_in_keys=True)
+    rows = torch.randn(3, 1, 20, device=device).to(dtype)
+    write_kv(rows, torch.zeros(3, 1, 12, dtype=dtype, device=device), layer, torch.tensor([1, 6, -1], device=device))
+    assert torch.equal(key.flatten(0, 2)[[1, 6]], rows[:2, 0])
+    assert key.isnan().sum() == 6 * 20

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import far_memory
-from lora_cases import Case, make_case
+from lora_cases import Case, by_heads, head_inputs, make_case
 
 from loramux_kernels.cuda.launch import run_all
 from loramux_kernels.cuda.lora import (
@@ -231,3 +233,21 @@ def test_group_table_is_made_once(device):
     assert table is group_table(LoraGroup((3, 5), (300, 64)), 256, device)
     assert table.blocks[:, :5].tolist() == [[0, 3, 0, 300, 0], [0, 3, 1, 300, 0], [1, 5, 0, 64, 300]]
     assert not group_table(LoraGroup((0,), (30,)), 256, device).aligned
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("ranks", "rows"), [([[16], [40]], [1, 1]), ([[8], [0], [24]], [3, 4, 20]), ([[33]], [70])])
+def test_lora_of_heads_reads_each_heads_columns(device, dtype, ranks, rows):
+    """In both ways of a transposed product: B's columns and then A, A and then B's columns."""
+    num_heads, first, width = 3, 24, 21
+    case = case_on(device, dtype, ranks, rows, in_features=600, out_features=(num_heads * 64,))
+    for (table, narrow), (_, wide) in permutations(by_heads(case, num_heads, first, width)):
+        x, _ = head_inputs(case, num_heads, narrow.out_features[0])
+        _, y = head_inputs(case, num_heads, wide.out_features[0])
+        got, wanted = y.clone(), y.float()
+        lora_expand(lora_shrink(x, case.pool, table, narrow, case.segments), case.pool, table, wide, case.segments, got)
+        v = lora_shrink_reference(x, case.pool, table, narrow, case.segments)
+        lora_expand_reference(v, case.pool, table, wide, case.segments, wanted)
+        largest = wanted.abs().amax(dim=(1, 2), keepdim=True)
+        assert bool(((got.float() - wanted).abs() <= TOLERANCE[dtype] * largest).all())
+        assert torch.equal(got[case.segments.rows :], y[case.segments.rows :]), "base rows are left alone"

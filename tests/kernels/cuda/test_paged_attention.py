@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import Case, Shape, expected, make_case
+from fp8_cache import in_fp8
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import far_memory
@@ -192,3 +193,17 @@ def test_attention_reserved_tables_of_every_height_serve_prompts_with_decoding(d
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(output[:stop].cpu().double(), wanted[:stop], rtol=tolerance, atol=tolerance)
         assert output[stop:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "key_dim", "value_dim"), [(4, 24, 16), (20, 576, 512), (34, 320, 48), (36, 40, 32)])
+@pytest.mark.parametrize("is_fp8", [False, True], ids=["", "fp8"])
+def test_attention_over_values_in_their_keys_equals_the_reference(device, dtype, heads, key_dim, value_dim, is_fp8):
+    """Keys in one part and in two; heads of one tile and of several."""
+    shape = Shape(heads, 1, key_dim, value_dim, has_values_in_keys=True)
+    case = make_case([(1, 40), (3, 19), (1, 300)], dtype, shape)
+    check(in_fp8(case) if is_fp8 else case, device)
+
+
+def test_attention_over_wide_keys_beside_values_equals_the_reference(device):
+    check(make_case([(1, 40), (3, 19)], torch.float32, Shape(20, 1, 576, 64)), device)

@@ -16,6 +16,7 @@ from loramux.engine.execution.fused_layers import FusedLayer
 from loramux_adapters import families
 from loramux_adapters.base import mixtures
 from loramux_adapters.families import ExpertForm, Family, family_of
+from loramux_adapters.latent import expands_latents
 
 NEW = Family("sarvam_moe", fuses_layers=True, experts=ExpertForm())
 """A family of transformers' that is not served."""
@@ -67,6 +68,7 @@ def test_row_says_what_transformers_modules_are(name: str) -> None:
     }
     keeps_none = name == "granite4_micro"  # attention in every layer
     assert holders == (set() if row.states is None or keeps_none else {row.states.module})
+    assert row.compresses_kv == any(map(expands_latents, model.modules()))
     rotary = getattr(decoder, "rotary_emb", None)
     asks_the_batch = hasattr(rotary, "original_max_seq_len") and not hasattr(rotary, "_set_cos_sin_cache")
     assert row.recomputes_rope <= asks_the_batch

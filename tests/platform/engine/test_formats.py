@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 from adapter_zoo import Asked, serve
 from eager_drafts import draft_always
-from formats import FORMATS, FormatZoo
+from formats import FORMATS, OF_LATENTS, FormatZoo
 from preempting import preempting
 
 ON_LINEARS = ("lora_bias", "biases", "biases_dora", "dora", "ia3")
@@ -22,6 +22,8 @@ BASES = {
     # Its embeddings are scaled.
     "scaled": ("gemma3", ("embedding", "saved_embedding", "saved_norms", "tokens", "dora"), False),
     "scaled and tied": ("gemma3", ("tied_saved", "tied_pair"), True),
+    # Its cache is compressed: queries and results are multiplied instead of keys and values.
+    "latent": ("deepseek_v3", tuple(OF_LATENTS), False),
 }
 
 
@@ -80,6 +82,7 @@ def test_every_format_with_drafts_answers_as_peft_does(formats_of, base: str) ->
     [
         ("llama", 2, 3),
         ("tied", 2, 3),
+        ("latent", 2, 3),
         *(
             pytest.param(base, size, seed, marks=pytest.mark.slow)
             for base, size in (("llama", 2), ("llama", 4), ("tied", 2), ("head norms", 2), ("scaled", 2))

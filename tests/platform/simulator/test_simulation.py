@@ -128,6 +128,8 @@ def test_model_sizes_are_those_of_the_literature() -> None:
     fp8_kv = msgspec.structs.replace(llama, bytes_per_kv_element=1)
     assert (2 * fp8_kv.kv_bytes_per_token, fp8_kv.weight_bytes) == (llama.kv_bytes_per_token, llama.weight_bytes)
     assert (int4.kv_bytes_per_token, int4.adapter_bytes(16)) == (llama.kv_bytes_per_token, llama.adapter_bytes(16))
+    latent = msgspec.structs.replace(llama, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert latent.kv_bytes_per_token == latent.share_of(2).kv_bytes_per_token == 2 * 32 * 576
 
 
 def test_the_gap_is_the_range_of_the_difference_while_both_wait() -> None:

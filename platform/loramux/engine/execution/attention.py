@@ -19,6 +19,8 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from loramux_adapters.base import MODEL_LOCK
+from loramux_adapters.families import LATENT_EXPANSION
+from loramux_adapters.latent import expands_latents, pass_latents
 from loramux_kernels.paged_attention import paged_attention, write_kv
 from loramux_kernels.tables import AttentionBatch, KvLayer, StateLayer
 
@@ -51,6 +53,8 @@ class LayerShape:
     options: AttentionOptions = AttentionOptions()
     source: int | None = None
     """Index of the earlier layer whose keys and values this layer reads; None: its own."""
+    has_values_in_keys: bool = False
+    """True if a value is the first elements of its key, as in a compressed KV."""
 
     @property
     def scaling(self) -> float:
@@ -60,7 +64,12 @@ class LayerShape:
     @property
     def elements(self) -> int:
         """Elements of key and value together that the layer itself keeps."""
-        return self.num_kept_heads * (self.key_dim + self.value_dim)
+        return self.num_kept_heads * sum(self.kept_dims)
+
+    @property
+    def kept_dims(self) -> tuple[int, ...]:
+        """Elements of a head's key and, unless the key holds it, of its value."""
+        return (self.key_dim,) if self.has_values_in_keys else (self.key_dim, self.value_dim)
 
     @property
     def num_kept_heads(self) -> int:
@@ -84,7 +93,8 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Layout of a page of `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise.
+    """Layout of a page of `block_size` tokens: layer after layer, keys `[heads, tokens, dim]`, then values likewise,
+    unless they are part of the keys.
 
     In FP8 the page begins with the scales of all heads, float32, in the same order.
     """
@@ -137,7 +147,7 @@ class KvLayout:
                 views.append(replace(views[layer.source], is_read_only=True))
                 continue
             sides, its_scales = [], []
-            for dim in (layer.key_dim, layer.value_dim):
+            for dim in layer.kept_dims:
                 shape = (num_pages, layer.num_kv_heads, self.block_size, dim)
                 stride = (self.page_bytes // cells.element_size(), self.block_size * dim, dim, 1)
                 sides.append(torch.as_strided(cells, shape, stride, start))
@@ -146,12 +156,15 @@ class KvLayout:
                     to_page = self.page_bytes // SCALE_BYTES
                     its_scales.append(torch.as_strided(scales, shape[:2], (to_page, 1), scale_start))
                     scale_start += layer.num_kv_heads
-            views.append(KvLayer(*sides, *its_scales))
+            if layer.has_values_in_keys:
+                sides, its_scales = [sides[0], sides[0][..., : layer.value_dim]], its_scales * 2
+            views.append(KvLayer(*sides, *its_scales, has_values_in_keys=layer.has_values_in_keys))
         return views
 
     @property
     def _scale_bytes(self) -> int:
-        return _aligned(2 * SCALE_BYTES * sum(layer.num_kept_heads for layer in self.layers)) if self.is_fp8 else 0
+        num_scales = sum(layer.num_kept_heads * len(layer.kept_dims) for layer in self.layers)
+        return _aligned(SCALE_BYTES * num_scales) if self.is_fp8 else 0
 
 
 def _aligned(num_bytes: int) -> int:
@@ -193,22 +206,26 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
     """Compute attention over packed sequences: write this step's KV into its pages, then read each sequence's own
     pages.
 
-    query `[1, Hq, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, already rotated; returns `[1, T, Hq, Dv]`.
+    query `[1, Hq, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, already rotated; returns `[1, T, Hq, Dv]`. A
+    module with a compressed KV passes it as one head, and queries before they are absorbed (see `latent`).
     """
     assert attention_mask is None, "no mask function is registered, so transformers passes none"
     layer = attention_step.layers[_layer_index(module)]
     if not layer.is_read_only:
         write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, attention_step.batch.slot_mapping)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = query[0].transpose(0, 1)
+    latent = getattr(module, LATENT_EXPANSION, None)
     output = paged_attention(
-        query[0].transpose(0, 1),
+        rows if latent is None else latent.absorb(rows),
         layer,
         attention_step.batch_of(sliding_window),
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
     )
-    return output.unsqueeze(0), None
+    return (output if latent is None else latent.expand(output)).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)
@@ -235,7 +252,7 @@ class _Probe:
         """Keys of each layer. A layer that passes the very tensor of an earlier layer shares that layer's KV."""
 
     def __call__(
-        self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, None]:
         self.calls += 1
         self.ignored |= {name for name, value in kwargs.items() if name not in _KNOWN and value not in (None, False)}
@@ -248,12 +265,21 @@ class _Probe:
         index = _layer_index(module)
         source = next((layer for layer, keys in self._keys.items() if keys is key), None)
         self._keys.setdefault(index, key)
-        self.seen[index] = LayerShape(key.shape[1], key.shape[3], value.shape[3], options, source)
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        is_in_key = _begins_with(key, value)
+        self.seen[index] = LayerShape(key.shape[1], key.shape[3], value.shape[3], options, source, is_in_key)
+        width = module.v_head_dim if expands_latents(module) else value.shape[3]
+        return query.new_zeros(1, query.shape[2], query.shape[1], width), None
+
+
+def _begins_with(key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Is each `value` the first elements of its `key`, in the same memory?"""
+    places = [(t.untyped_storage()._cdata, t.storage_offset(), t.stride()) for t in (key, value)]
+    return places[0] == places[1] and key.shape[:3] == value.shape[:3] and value.shape[3] <= key.shape[3]
 
 
 def probe_layers(model: PreTrainedModel, num_tokens: int = 2) -> tuple[LayerShape, ...]:
-    """Return every layer's KV shape, learned from one forward of `num_tokens` tokens.
+    """Return every layer's KV shape, learned from one forward of `num_tokens` tokens. From then on the model calls
+    `attend`, and a compressed KV is not expanded any more.
 
     Raises UnsupportedModel if a layer does not call the attention function exactly once (its KV would be lost), or
     passes an argument that `attend` would ignore.
@@ -299,6 +325,7 @@ def _attention(model: PreTrainedModel, function: _Probe) -> Iterator[None]:
     with MODEL_LOCK:  # only one function can have the name at a time, and other threads may load engines
         AttentionInterface.register(PROBE, function)
         model.set_attn_implementation(PROBE)
+        pass_latents(model)
         try:
             yield
         finally:

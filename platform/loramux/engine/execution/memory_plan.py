@@ -215,7 +215,9 @@ def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, it
 def _page_bytes(sharding: Sharding, block_size: int | None, widest: int, itemsize: int, has_fp8_kv: bool) -> int:
     """Return the bytes of a page, found by a forward on the meta device; 0 for models whose forward needs values."""
     try:
-        layout = KvLayout(probe_layers(empty_model(sharding)), 1, itemsize, has_fp8_kv)
+        # In bfloat16, because torch's product of a mixture's experts takes no float32 on the meta device.
+        layers = probe_layers(empty_model(sharding).to(torch.bfloat16))
+        layout = KvLayout(layers, 1, itemsize, has_fp8_kv)
         return layout.with_block_size(block_size, widest).page_bytes
     except UnsupportedModel:  # some mixtures: which experts compute depends on values
         return 0
