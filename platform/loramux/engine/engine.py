@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -117,10 +118,13 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     if loaded.team is not None and loaded.sharding is not None:
         loaded.team.on_death = wake
         target = RankedBank(bank, loaded.sharding, loaded.team)
+    store = DiskStore(target, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading)
+    if loaded.tower is not None:
+        loaded.tower.read_adapter = partial(store.read, timeout=adapters.load_timeout_s)
     parts = EngineParts(
         facts=loaded.facts,
         runner=loaded.runner,
-        store=DiskStore(target, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading),
+        store=store,
         host_kv=host_kv,
         weight_bytes=loaded.weight_bytes,
         constraints=loaded.constraints,
@@ -212,7 +216,8 @@ class Engine:
         def has_started(request_id: str) -> bool:
             return request_id not in sequences or sequences[request_id].began_at is not None
 
-        rows = ImageRows(tower, max_bytes, self._counters, self._clock, self._wake, has_started, self._note_image)
+        memory, counters = self.scheduler.memory, self._counters
+        rows = ImageRows(tower, memory, max_bytes, counters, self._clock, self._wake, has_started, self._note_image)
         self._runner.image_rows = rows
         return rows
 
@@ -226,6 +231,7 @@ class Engine:
         if self._team is not None:
             self._team.ensure_alive()
         self._was_commanded = False
+        self.scheduler.process_loads()  # requests with images wait for inspections, too
         self._add_with_images()
         self._add_compiled()
         step = self.scheduler.plan()
@@ -295,6 +301,8 @@ class Engine:
         self._was_commanded = True
         self._pins.retire(digest)
         self.scheduler.memory.retire(digest)
+        if self._images is not None:
+            self._images.retire(digest)
 
     def pin(self, ref: AdapterRef, owner: str) -> None:
         """Keep a revision in the pool; the report of a later step has the outcome."""

@@ -8,12 +8,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import scheduler_harness
 from manual_clock import ManualClock
 
-from loramux.engine.memory.image_rows import MAX_AHEAD, NICENESS, ImageRows
+from loramux.engine.memory.image_rows import MAX_AHEAD, NICENESS, AdapterUnread, ImageRows
 from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.memory.prefix_digests import prefix_digests
-from loramux.engine.messages import ImageInput, Request, SamplingParams
+from loramux.engine.memory.residency import Inspected
+from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, SamplingParams
 from loramux.engine.metrics import Counters
 
 
@@ -22,6 +24,8 @@ class Encoder:
 
     def __init__(self) -> None:
         self.computed: list[str] = []
+        self.adapters: list[str | None] = []
+        """Revision with which each image was computed."""
         self.niceness: list[int] = []
         self.done = threading.Semaphore(0)
 
@@ -31,13 +35,16 @@ class Encoder:
     def bytes_of(self, image: ImageInput) -> int:
         return 10 * image.num_tokens
 
-    def encode(self, image: ImageInput) -> str:
+    def encode(self, image: ImageInput, adapter: AdapterRef | None) -> str:
         assert self.done.acquire(timeout=10)
         self.computed.append(image.digest)
+        self.adapters.append(adapter and adapter.digest)
         self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if image.digest.startswith("bad"):
             raise RuntimeError("too odd")
-        return f"rows of {image.digest}"
+        if image.digest.startswith("unread"):
+            raise AdapterUnread("no such file.")
+        return f"rows of {image.digest}" + (f" by {adapter.digest}" if adapter else "")
 
 
 class Harness:
@@ -46,8 +53,11 @@ class Harness:
         self.waiting: set[str] = set()
         self.started: list[str] = []
         self.woken = threading.Semaphore(0)
+        adapters = scheduler_harness.Harness()
+        self.store, self.memory = adapters.store, adapters.scheduler.memory
         self.rows = ImageRows(
             self.encoder,
+            self.memory,
             max_bytes,
             self.counters,
             self.clock,
@@ -57,10 +67,25 @@ class Harness:
         )
 
     def submit(
-        self, name: str, tenant: str, *images: str, num_tokens: int = 10, deadline_ms: int | None = None
+        self,
+        name: str,
+        tenant: str,
+        *images: str,
+        num_tokens: int = 10,
+        deadline_ms: int | None = None,
+        adapter: str | None = None,
     ) -> None:
-        made = request(name, tenant, *images, num_tokens=num_tokens, deadline_ms=deadline_ms)
+        made = request(name, tenant, *images, num_tokens=num_tokens, deadline_ms=deadline_ms, adapter=adapter)
         assert self.rows.submit(made) is None
+
+    def inspect(self, found: Inspected | Exception) -> None:
+        """End the first running inspection."""
+        job, _ = self.store.pending.pop(0)
+        if isinstance(found, Exception):
+            job.set_exception(found)
+        else:
+            job.set_result(found)
+        self.memory.residency.poll()
 
     def compute(self) -> list[str]:
         """Compute one image; return the requests that are ready after it."""
@@ -75,7 +100,14 @@ class Harness:
         return [one.id for one in ready]
 
 
-def request(name: str, tenant: str, *images: str, num_tokens: int = 10, deadline_ms: int | None = None) -> Request:
+def request(
+    name: str,
+    tenant: str,
+    *images: str,
+    num_tokens: int = 10,
+    deadline_ms: int | None = None,
+    adapter: str | None = None,
+) -> Request:
     places = [
         ImageInput(digest=digest, patches=b"x", grid=(1, 2, 2 * num_tokens), start=100 * i, num_tokens=num_tokens)
         for i, digest in enumerate(images)
@@ -87,7 +119,11 @@ def request(name: str, tenant: str, *images: str, num_tokens: int = 10, deadline
         images=tuple(places),
         sampling=SamplingParams(max_tokens=3),
         deadline_ms=deadline_ms,
+        adapter=AdapterRef(digest=adapter, path="") if adapter else None,
     )
+
+
+OFF_THE_TOWER, ON_THE_TOWER = Inspected(2), Inspected(2, changes_tower=True)
 
 
 @pytest.fixture
@@ -122,7 +158,74 @@ def test_equal_image_is_computed_once_a_tenant(harness: Harness) -> None:
     assert harness.compute() == ["a", "b"]
     assert harness.compute() == ["c"]
     assert (harness.counters.images_encoded, harness.counters.images_found) == (2, 1)
-    assert harness.rows.rows_of("x", "same") == "rows of same"
+    assert harness.rows.rows_of("a", "same") == "rows of same"
+
+
+def test_rows_of_an_adapter_on_the_tower_are_its_revisions_alone(harness: Harness) -> None:
+    for digest, inspected in (("a", ON_THE_TOWER), ("b", ON_THE_TOWER), ("c", OFF_THE_TOWER)):
+        harness.submit(digest, "t", "same", adapter=digest)
+        harness.inspect(inspected)
+    harness.submit("base", "t", "same")
+    harness.submit("again", "t", "same", adapter="b")
+    assert [harness.compute() for _ in range(3)] == [["a"], ["b"], ["c", "base", "again"]]
+    assert harness.encoder.adapters == ["a", "b", None]
+    found = {name: harness.rows.rows_of(name, "same") for name in ("a", "b", "again", "c", "base")}
+    of_b = "rows of same by b"
+    assert found == {"a": "rows of same by a", "b": of_b, "again": of_b, "c": "rows of same", "base": "rows of same"}
+    harness.submit("other", "u", "same", adapter="b")
+    assert harness.compute() == ["other"]
+    assert harness.encoder.adapters[-1] == "b", "tenants share no rows"
+
+
+def test_request_waits_for_the_inspection_of_its_adapter_and_other_turns_go_on(harness: Harness) -> None:
+    harness.submit("cached", "t", "same")
+    assert harness.compute() == ["cached"]
+    harness.submit("adapted", "t", "same", adapter="a")
+    harness.submit("other", "u", "one")
+    assert harness.compute() == ["other"]
+    harness.inspect(ON_THE_TOWER)
+    assert harness.compute() == ["adapted"]
+    assert harness.encoder.adapters == [None, None, "a"]
+    harness.submit("known", "t", "same", adapter="a")
+    assert harness.advance() == ["known"]
+
+
+def test_requests_of_an_adapter_that_is_not_served_end_with_its_reason(harness: Harness) -> None:
+    refused = Inspected(2, changes_tower=True, images_refused="It replaces a norm.")
+    for adapter, inspected in (("a", refused), ("b", ValueError("no such file.")), ("c", ON_THE_TOWER)):
+        harness.submit(adapter, "t", "unread", adapter=adapter)
+        harness.inspect(inspected)
+    harness.submit("last", "t", "fine")
+    ready, failed = harness.rows.advance()
+    assert not ready
+    harness.encoder.done.release(2)
+    assert harness.woken.acquire(timeout=10)
+    failed += harness.rows.advance()[1]
+    assert [one.id for one, _ in failed] == ["a", "b", "c"]
+    faults = [fault for _, fault in failed]
+    assert faults[0] == EngineFault("images_not_supported", "It replaces a norm.", field="messages")
+    assert [fault.code for fault in faults[1:]] == ["adapter_failed", "adapter_failed"]
+    assert all("no such file." in fault.message for fault in faults[1:])
+    assert harness.woken.acquire(timeout=10)
+    assert harness.advance() == ["last"]
+    assert harness.memory.residency._awaited == set(), "ended requests want no revision"
+
+
+def test_rows_of_a_deleted_revision_are_dropped_after_its_last_request(harness: Harness) -> None:
+    for name, adapter in (("base", None), ("running", "a"), ("ended", "b")):
+        harness.submit(name, "t", "same", adapter=adapter)
+        if adapter is not None:
+            harness.inspect(ON_THE_TOWER)
+        assert harness.compute() == [name]
+    harness.rows.release("ended")
+    for digest in ("a", "b"):
+        harness.memory.retire(digest)
+        harness.rows.retire(digest)
+    assert harness.rows.num_bytes == 200
+    assert harness.rows.rows_of("running", "same") == "rows of same by a"
+    harness.rows.release("running")
+    assert harness.rows.num_bytes == 100
+    assert harness.rows.rows_of("base", "same") == "rows of same"
 
 
 def test_rows_of_open_requests_stay_and_others_leave_by_their_last_use() -> None:
@@ -140,7 +243,7 @@ def test_rows_of_open_requests_stay_and_others_leave_by_their_last_use() -> None
     assert harness.compute() == ["d"], "in the place of the oldest"
     assert harness.rows.num_bytes == 300
     assert harness.compute() == ["again"]
-    assert [harness.rows.rows_of("t", "image d"), harness.rows.rows_of("u", "image a")]
+    assert [harness.rows.rows_of("d", "image d"), harness.rows.rows_of("again", "image a")]
     assert harness.rows.num_bytes == 300
     harness.rows.close()
 

@@ -28,12 +28,25 @@ from loramux_adapters.sharding import Sharding
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
 RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, "lora_alpha": 6, "use_rslora": True}}
+ON_THE_TOWER: dict[str, dict[str, object]] = {
+    "tower": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "eyes": {
+        "r": 12,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "use_dora": True,
+        "target_modules": r".*\.(blocks|merger|deepstack_merger_list)\..*(qkv|proj|fc1|fc2|\.0|\.2)",
+        "rank_pattern": {"qkv": 20},
+        "alpha_pattern": {"proj": 3},
+    },
+}
+"""Adapters of the whole model, and of the tower with its connector alone."""
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageZoo:
     made = Zoo(request.param, tmp_path_factory.mktemp(request.param))
-    for seed, (name, recipe) in enumerate(RECIPES.items()):
+    for seed, (name, recipe) in enumerate((RECIPES | ON_THE_TOWER).items()):
         made.make_adapter(name, recipe, seed)
     return ImageZoo(made)
 
@@ -168,19 +181,57 @@ def test_quantized_text_keeps_its_tower(zoo: ImageZoo) -> None:
         engine.close()
 
 
-def test_adapter_of_the_tower_answers_text_and_is_refused_by_name_for_images(zoo: ImageZoo) -> None:
-    zoo.zoo.make_adapter("tower", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, 7)
-    text = Asked("text", "tower", tuple(range(3, 19)), 5)
+def test_answers_with_adapters_of_the_tower_next_to_others_are_peft(zoo: ImageZoo) -> None:
+    image, small = picture(3, 30, 20), picture(4, 9, 24)
+    asked: list[Any] = [
+        Pictured(f"{adapter}{i}", adapter, ((5, 6, 7 + i), image, (8, 9), small), 6)
+        for i in range(2)
+        for adapter in (None, "plain", *ON_THE_TOWER)
+    ]
+    asked += [Asked(f"text {adapter}", adapter, tuple(range(3, 19)), 5) for adapter in ON_THE_TOWER]
+    wanted = {one.name: zoo.answer(one) for one in asked}
+    assert len({tuple(tokens) for tokens in list(wanted.values())[:4]}) == 4, "each adapter matters"
+    engine = zoo.zoo.engine(max_num_batched_tokens=64)
+    try:
+        assert serve(zoo, engine, asked) == wanted
+        stats = engine.stats()
+        assert stats.images_encoded == 2 * 3, "once for the base and the adapter off the tower, once for each other"
+        again = [Pictured("again", "eyes", asked[3].parts, 6), Pictured("off", "wide", asked[0].parts, 6)]
+        assert serve(zoo, engine, again) == {one.name: zoo.answer(one) for one in again}
+        assert engine.stats().images_encoded == stats.images_encoded
+    finally:
+        engine.close()
+
+
+def test_new_revision_on_the_tower_and_another_tenant_get_rows_of_their_own(zoo: ImageZoo) -> None:
+    parts = ((5, 6), picture(3, 30, 20), (7, 8))
+    engine = zoo.zoo.engine()
+    try:
+        for count, (adapter, tenant) in enumerate((("tower", "a"), ("eyes", "a"), ("eyes", "b"), (None, "b")), 1):
+            one = Pictured(f"r{count}", adapter, parts, 6, tenant)
+            assert serve(zoo, engine, [one]) == {one.name: zoo.answer(one)}
+            assert engine.stats().images_encoded == count
+        held = engine.stats().image_bytes
+        engine.retire(zoo.zoo.ref("eyes").digest)
+        assert engine.stats().image_bytes == held / 2, "of both tenants"
+    finally:
+        engine.close()
+
+
+def test_adapter_that_replaces_a_norm_of_the_tower_answers_text_and_refuses_images_by_name(tmp_path: Path) -> None:
+    zoo = ImageZoo(Zoo("qwen2_5_vl", tmp_path))
+    zoo.zoo.make_adapter("norm", RECIPES["plain"] | {"modules_to_save": ["merger.ln_q"]}, 7)
+    text = Asked("text", "norm", tuple(range(3, 19)), 5)
     engine = zoo.zoo.engine()
     try:
         assert serve(zoo, engine, [text]) == {"text": zoo.answer(text)}
-        engine.submit(zoo.request(Pictured("image", "tower", ((5, 6), picture(3, 16, 16), (7,)), 5)))
+        engine.submit(zoo.request(Pictured("image", "norm", ((5, 6), picture(3, 16, 16), (7,)), 5)))
         ended = [event for event in until_ended(engine, "image") if event.finish_reason]
     finally:
         engine.close()
     assert ended[0].fault is not None
     assert ended[0].fault.code == "images_not_supported"
-    assert "visual." in ended[0].fault.message
+    assert "visual.merger.ln_q" in ended[0].fault.message
 
 
 def test_images_larger_than_their_memory_are_refused_with_the_setting(zoo: ImageZoo) -> None:

@@ -568,7 +568,7 @@ class CpuRunner:
         if packed.rotary_positions is None:
             return None
         assert self.image_rows is not None, "requests with images are refused otherwise"
-        rows = [(place, self.image_rows.rows_of(place.tenant, place.digest)) for place in packed.images]
+        rows = [(place, self.image_rows.rows_of(place.request_id, place.digest)) for place in packed.images]
         return StepImages.of(packed.rotary_positions, rows)
 
     def _start_masks(self, chunks: list[Chunk]) -> Future[TokenMasks | None] | None:

@@ -177,7 +177,7 @@ class Scheduler:
         if self._running_rows:
             self.speculation.times.observe(self._running_rows, now - self._planned_at)
         self._planned_at, self._running_tokens, self._running_rows = now, 0, 0
-        self._process_loads()
+        self.process_loads()
         self._process_deadlines(now)
         self.queue.update_ceilings()
         priority_flow = self._admission.preempt_for_next()
@@ -246,8 +246,10 @@ class Scheduler:
 
     # the parts of a plan
 
-    def _process_loads(self) -> None:
-        """Reject the requests of revisions that failed, and let flows that waited for a load take part again."""
+    def process_loads(self) -> None:
+        """Take over the inspections and loads that have ended. Reject the requests of revisions that failed, and let
+        flows that waited for a load take part again.
+        """
         state = self.state
         for digest in state.residency.poll():
             if state.residency.has_failed(digest):
