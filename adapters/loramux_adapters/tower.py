@@ -41,8 +41,14 @@ def images_refused(plan: AdapterPlan) -> str | None:
     return None
 
 
+def linears_of_tower(model: nn.Module) -> dict[str, nn.Linear]:
+    """Return the linears of `model` that read images, by name."""
+    found = ((name, part) for name, part in model.named_modules() if reads_other_inputs(name))
+    return {name: part for name, part in found if isinstance(part, nn.Linear)}
+
+
 @contextmanager
-def changed_linears(linears: Mapping[str, nn.Module], weights: AdapterWeights) -> Iterator[None]:
+def changed_linears(linears: Mapping[str, nn.Linear], weights: AdapterWeights) -> Iterator[None]:
     """Let `linears`, by their names in the model, compute in this block as an adapter that was fitted to the base
     changes them."""
     handles = []

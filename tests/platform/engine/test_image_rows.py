@@ -6,17 +6,16 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import scheduler_harness
-from manual_clock import ManualClock
 
 from loramux.engine.memory.image_rows import MAX_AHEAD, NICENESS, AdapterUnread, ImageRows
 from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.memory.prefix_digests import prefix_digests
 from loramux.engine.memory.residency import Inspected
 from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, SamplingParams
-from loramux.engine.metrics import Counters
 
 
 class Encoder:
@@ -24,6 +23,7 @@ class Encoder:
 
     def __init__(self) -> None:
         self.computed: list[str] = []
+        self.adapter: str | None = None
         self.adapters: list[str | None] = []
         """Revision with which each image was computed."""
         self.niceness: list[int] = []
@@ -35,32 +35,38 @@ class Encoder:
     def bytes_of(self, image: ImageInput) -> int:
         return 10 * image.num_tokens
 
-    def encode(self, image: ImageInput, adapter: AdapterRef | None) -> str:
+    @contextmanager
+    def changed_by(self, adapter: AdapterRef) -> Iterator[None]:
+        if adapter.path == "missing":
+            raise AdapterUnread("no such file.")
+        self.adapter = adapter.digest
+        yield
+        self.adapter = None
+
+    def encode(self, image: ImageInput) -> str:
         assert self.done.acquire(timeout=10)
         self.computed.append(image.digest)
-        self.adapters.append(adapter and adapter.digest)
+        self.adapters.append(self.adapter)
         self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if image.digest.startswith("bad"):
             raise RuntimeError("too odd")
-        if image.digest.startswith("unread"):
-            raise AdapterUnread("no such file.")
-        return f"rows of {image.digest}" + (f" by {adapter.digest}" if adapter else "")
+        return f"rows of {image.digest}" + (f" by {self.adapter}" if self.adapter else "")
 
 
 class Harness:
     def __init__(self, max_bytes: int = 1000) -> None:
-        self.encoder, self.counters, self.clock = Encoder(), Counters(), ManualClock(0.0)
+        self.encoder = Encoder()
         self.waiting: set[str] = set()
         self.started: list[str] = []
         self.woken = threading.Semaphore(0)
-        adapters = scheduler_harness.Harness()
-        self.store, self.memory = adapters.store, adapters.scheduler.memory
+        self.adapters = scheduler_harness.Harness(pace=(0.0, 0.0))
+        self.store, self.memory = self.adapters.store, self.adapters.scheduler.memory
+        self.counters = self.memory.residency.counters
         self.rows = ImageRows(
             self.encoder,
+            self.encoder.changed_by,
             self.memory,
             max_bytes,
-            self.counters,
-            self.clock,
             self.woken.release,
             lambda id: id not in self.waiting,
             self.started.append,
@@ -119,7 +125,7 @@ def request(
         images=tuple(places),
         sampling=SamplingParams(max_tokens=3),
         deadline_ms=deadline_ms,
-        adapter=AdapterRef(digest=adapter, path="") if adapter else None,
+        adapter=AdapterRef(digest=adapter, path="missing" if adapter == "huge" else "") if adapter else None,
     )
 
 
@@ -192,22 +198,20 @@ def test_request_waits_for_the_inspection_of_its_adapter_and_other_turns_go_on(h
 
 def test_requests_of_an_adapter_that_is_not_served_end_with_its_reason(harness: Harness) -> None:
     refused = Inspected(2, changes_tower=True, images_refused="It replaces a norm.")
-    for adapter, inspected in (("a", refused), ("b", ValueError("no such file.")), ("c", ON_THE_TOWER)):
-        harness.submit(adapter, "t", "unread", adapter=adapter)
+    for adapter, inspected in (("a", refused), ("b", ValueError("no such file.")), ("huge", ON_THE_TOWER)):
+        harness.submit(adapter, "t", "image", adapter=adapter)
         harness.inspect(inspected)
     harness.submit("last", "t", "fine")
     ready, failed = harness.rows.advance()
     assert not ready
-    harness.encoder.done.release(2)
     assert harness.woken.acquire(timeout=10)
     failed += harness.rows.advance()[1]
-    assert [one.id for one, _ in failed] == ["a", "b", "c"]
+    assert [one.id for one, _ in failed] == ["a", "b", "huge"]
     faults = [fault for _, fault in failed]
     assert faults[0] == EngineFault("images_not_supported", "It replaces a norm.", field="messages")
     assert [fault.code for fault in faults[1:]] == ["adapter_failed", "adapter_failed"]
     assert all("no such file." in fault.message for fault in faults[1:])
-    assert harness.woken.acquire(timeout=10)
-    assert harness.advance() == ["last"]
+    assert harness.compute() == ["last"]
     assert harness.memory.residency._awaited == set(), "ended requests want no revision"
 
 
@@ -309,7 +313,7 @@ def test_request_that_is_cancelled_while_its_image_is_computed_leaves_others(har
 def test_deadline_is_shorter_by_the_wait_and_patches_are_dropped(harness: Harness) -> None:
     harness.submit("a", "t", "one", deadline_ms=5000)
     harness.rows.advance()
-    harness.clock.now = 2.0
+    harness.adapters.time = 2.0
     harness.encoder.done.release()
     assert harness.woken.acquire(timeout=10)
     ready, _ = harness.rows.advance()

@@ -1,9 +1,9 @@
 """Images of prompts: patches become rows of the model's width, and these rows take the place of embeddings.
 
 The vision tower is transformers' own module, with the connector that makes rows of the text's width. It computes one
-image a call, outside the steps (`memory.image_rows`). An adapter may change its linears. In a step, an image's rows
-replace the embeddings of its placeholders. Some towers also make rows for the first decoder layers, which are added to
-the layers' results (DeepStack, Meng et al., 2024).
+image a call, outside the steps (`memory.image_rows`). In a step, an image's rows replace the embeddings of its
+placeholders. Some towers also make rows for the first decoder layers, which are added to the layers' results
+(DeepStack, Meng et al., 2024).
 
 **Positions.** Each token has three: time, height and width (M-RoPE, Wang et al., 2024). Those of text are equal. An
 image's rows count up from the position of its first token: one by time, its line and its column. The text after it
@@ -15,7 +15,7 @@ tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,11 +27,9 @@ from torch import nn
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
-from loramux.engine.messages import AdapterRef, ImageInput, Request
+from loramux.engine.messages import ImageInput, Request
 from loramux_adapters.families import FAMILIES, reads_other_inputs
 from loramux_adapters.modules import LoraLinear
-from loramux_adapters.tower import changed_linears
-from loramux_adapters.weights import AdapterWeights
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -111,21 +109,10 @@ def rows_of_images(request: Request, start: int, end: int, row: int) -> Iterator
 class Tower:
     """The vision tower of a model, and the scaling of its inputs."""
 
-    read_adapter: Callable[[AdapterRef], AdapterWeights]
-    """Function that returns an adapter's weights, fitted to the base. The engine sets it."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        linears: Mapping[str, nn.Module],
-        scale: torch.Tensor,
-        offset: torch.Tensor,
-        depth: int,
-    ) -> None:
-        """`linears`: linears of tower and connector, by their names in the model. `scale` and `offset` `[values of a
-        patch]` make the tower's inputs from bytes. `depth`: rows that the tower makes for each token."""
+    def __init__(self, module: nn.Module, scale: torch.Tensor, offset: torch.Tensor, depth: int) -> None:
+        """`scale` and `offset` `[values of a patch]` make the tower's inputs from bytes. `depth`: rows that the tower
+        makes for each token."""
         self._module: Any = module
-        self._linears = linears
         self._scale, self._offset = scale, offset
         config: Any = self._module.config
         self._merge = int(config.spatial_merge_size)
@@ -146,15 +133,8 @@ class Tower:
         return image.num_tokens * self._row_bytes
 
     @torch.inference_mode()
-    def encode(self, image: ImageInput, adapter: AdapterRef | None) -> torch.Tensor:
-        """Return the rows `[1 + d, num_tokens, hidden]` of `image`, in the model's dtype, with the linears as `adapter`
-        changes them."""
-        if adapter is None:
-            return self._encode(image)
-        with changed_linears(self._linears, self.read_adapter(adapter)):
-            return self._encode(image)
-
-    def _encode(self, image: ImageInput) -> torch.Tensor:
+    def encode(self, image: ImageInput) -> torch.Tensor:
+        """Return the rows `[1 + d, num_tokens, hidden]` of `image`, in the model's dtype."""
         patches = torch.frombuffer(bytearray(image.patches), dtype=torch.uint8).view(-1, len(self._scale))
         pixels = patches.float().mul_(self._scale).add_(self._offset)
         output = self._module(pixels.to(self._module.dtype), grid_thw=torch.tensor([image.grid]), return_dict=True)
@@ -198,12 +178,7 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     values = module.config.temporal_patch_size * module.config.patch_size**2
     by_channel = torch.tensor([mean, deviation], dtype=torch.float64).repeat_interleave(values, dim=1)
     scale, offset = factor / by_channel[1], -by_channel[0] / by_channel[1]
-    linears = {name: part for name, part in model.named_modules() if _is_of_tower(name, part)}
-    return Tower(module, linears, scale.float(), offset.float(), 1 + num_deep_rows(model.config))
-
-
-def _is_of_tower(name: str, part: nn.Module) -> bool:
-    return isinstance(part, nn.Linear) and reads_other_inputs(name)
+    return Tower(module, scale.float(), offset.float(), 1 + num_deep_rows(model.config))
 
 
 def num_deep_rows(config: PretrainedConfig) -> int:

@@ -26,6 +26,7 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -33,7 +34,6 @@ import msgspec
 
 from loramux.engine.memory.memory import Memory
 from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, ServiceClass
-from loramux.engine.metrics import Counters
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +70,12 @@ class Encoder(Protocol[Rows_co]):
     def bytes_of(self, image: ImageInput) -> int:
         """Return the bytes of the rows of `image`."""
 
-    def encode(self, image: ImageInput, adapter: AdapterRef | None) -> Rows_co:
-        """Compute the rows of `image` with the tower as `adapter` changes it. Raises AdapterUnread."""
+    def encode(self, image: ImageInput) -> Rows_co:
+        """Compute the rows of `image`."""
+
+
+TowerOf = Callable[[AdapterRef], AbstractContextManager[None]]
+"""Function that returns a context in which the encoder computes as an adapter changes it. Raises AdapterUnread."""
 
 
 @dataclass(slots=True)
@@ -95,25 +99,25 @@ class ImageRows(Generic[Rows]):
     def __init__(
         self,
         encoder: Encoder[Rows],
+        tower_of: TowerOf,
         memory: Memory,
         max_bytes: int,
-        counters: Counters,
-        clock: Callable[[], float],
         wake: Callable[[], None],
         has_started: Callable[[str], bool],
         on_start: Callable[[str], None],
     ) -> None:
-        """`memory` knows the adapters. `wake` is called from the thread after each image. `has_started` tells if a
-        request, by its id, has begun to run or has ended. `on_start` is called with a request's id before an image of
-        it is computed."""
+        """`memory` has the adapters, the counters and the clock. `wake` is called from the thread after each image.
+        `has_started` tells if a request, by its id, has begun to run or has ended. `on_start` is called with a
+        request's id before an image of it is computed."""
         self.num_bytes = 0
         """Bytes of rows, computed or reserved."""
         self._encoder = encoder
+        self._tower_of = tower_of
         self._memory = memory
         self._residency = memory.residency
         self._max_bytes = max_bytes
-        self._counters = counters
-        self._clock = clock
+        self._counters = self._residency.counters
+        self._clock = self._residency.clock
         self._wake = wake
         self._has_started = has_started
         self._on_start = on_start
@@ -308,11 +312,15 @@ class ImageRows(Generic[Rows]):
                     continue
             image = next(i for i in request.images if self._held[self._key(request, i)].rows is None)
             self._on_start(request.id)
-            job = self._thread.submit(self._encoder.encode, image, self._tower_adapter(request))
+            job = self._thread.submit(self._encode, image, self._tower_adapter(request))
             self._job = self._key(request, image), job
             job.add_done_callback(lambda _: self._wake())
             self._turns.move_to_end(turn)
             return
+
+    def _encode(self, image: ImageInput, adapter: AdapterRef | None) -> Rows:
+        with nullcontext() if adapter is None else self._tower_of(adapter):
+            return self._encoder.encode(image)
 
     def _begin(self, request: Request) -> bool:
         """Reserve the memory of the rows of `request`. Return False if other requests hold too much."""
