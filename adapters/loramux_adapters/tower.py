@@ -1,6 +1,6 @@
 """Adapters on the linears that read images: those of a vision tower and of its connector.
 
-A tower computes one image at a time, for one request. So its linears stay torch's own, and hooks add the changes of the
+A tower computes one image of one request at a time. So its linears stay torch's own, and hooks add the changes of the
 request's adapter while the image is computed, by PEFT's formula `W x + scale * B A x`. No weights are merged.
 """
 
@@ -13,32 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from loramux_adapters.components import AdapterPlan, LinearVector, LoraPair, VectorKind
 from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.weights import AdapterWeights, LoraWeights
-
-
-def changes_tower(plan: AdapterPlan) -> bool:
-    """Return whether the adapter changes modules that read images."""
-    return any(reads_other_inputs(part.module) for part in plan.components)
-
-
-def images_refused(plan: AdapterPlan) -> str | None:
-    """Return why prompts with images are refused with the adapter; None if they are served."""
-    parts = [part for part in plan.components if reads_other_inputs(part.module)]
-    if parts and plan.invocation is not None:
-        return (
-            f"The adapter is an activated LoRA that changes {parts[0].module}, a part of the model that reads images, "
-            f"in which no tokens activate it. Send text alone, or train the adapter on the language model's modules."
-        )
-    for part in parts:
-        is_vector = isinstance(part, LinearVector) and part.kind is not VectorKind.NORM
-        if not (is_vector or isinstance(part, LoraPair)):
-            return (
-                f"The adapter replaces {part.module}, in a part of the model that reads images; of that part this "
-                f"server serves changes of linears alone. Send text alone, or train the adapter without that module."
-            )
-    return None
 
 
 def linears_of_tower(model: nn.Module) -> dict[str, nn.Linear]:

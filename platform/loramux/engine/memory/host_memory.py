@@ -33,7 +33,6 @@ from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.plan import PlanLimits, inspect_adapter
 from loramux_adapters.prepared import PreparedAdapter
-from loramux_adapters.tower import changes_tower, images_refused
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
 
 R = TypeVar("R")
@@ -294,7 +293,7 @@ class DiskStore:
         if self._host.may_take(plan.file_bytes):
             self._prepared(ref)
         num_pages = self._bank.plan_layout(plan).num_pages
-        return Inspected(num_pages, plan.invocation, changes_tower(plan), images_refused(plan))
+        return Inspected(num_pages, plan.invocation, plan.changes_tower, plan.images_refused)
 
     @torch.inference_mode()
     def _install(self, pages: list[int], fence: torch.cuda.Event | None, adapter: PreparedAdapter) -> int:
