@@ -23,7 +23,13 @@ from loramux.engine.execution.vision import rotary_positions
 from loramux.engine.messages import TokenEvent
 from loramux.engine.worker import request_fault
 from loramux_adapters.base import describe_base
+from loramux_adapters.base_weights import fit_to_base
+from loramux_adapters.components import PREFIX
+from loramux_adapters.names import TensorNames
+from loramux_adapters.plan import PlanLimits
 from loramux_adapters.sharding import Sharding
+from loramux_adapters.tower import changed_linears
+from loramux_adapters.weights import AdapterWeights, load_adapter
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
@@ -201,6 +207,31 @@ def test_answers_with_adapters_of_the_tower_next_to_others_are_peft(zoo: ImageZo
         assert engine.stats().images_encoded == stats.images_encoded
     finally:
         engine.close()
+
+
+def test_dora_of_the_tower_is_fitted_to_the_base_alone_while_an_image_is_computed(zoo: ImageZoo) -> None:
+    loaded, _ = load(zoo.zoo.base)
+    limits = PlanLimits(max_rank=64)
+
+    def fitted(name: str) -> AdapterWeights:
+        folder = zoo.zoo.adapters / name
+        return fit_to_base(load_adapter(folder, loaded.base, limits, torch.float32), loaded.weights)
+
+    wanted = fitted("eyes").columns
+    with changed_linears(loaded.tower_linears, fitted("tower")):
+        found = fitted("eyes").columns
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(columns, found[name]) for name, columns in wanted.items())
+
+
+def test_names_of_tower_linears_are_read_in_the_spelling_of_transformers_4_and_unknown_ones_are_not_dropped(
+    zoo: ImageZoo,
+) -> None:
+    names, tail = TensorNames(describe_base(zoo.zoo.base)), "lora_A.weight"
+    place = names.read(f"{PREFIX}visual.blocks.1.attn.qkv.{tail}")
+    assert place is not None
+    assert place.key == f"{PREFIX}model.visual.blocks.1.attn.qkv.{tail}"
+    assert names.read(f"{PREFIX}model.vision_tower.layers.1.qkv.{tail}") is None, "an upload names it as unexpected"
 
 
 def test_new_revision_on_the_tower_and_another_tenant_get_rows_of_their_own(zoo: ImageZoo) -> None:
