@@ -243,8 +243,8 @@ def _served(
             len(states.layers),
             states.num_pages,
         )
-    linears = {} if tower is None else linears_of_tower(model)
-    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, linears)
+    of_tower = {} if tower is None else linears_of_tower(model)
+    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, of_tower)
 
 
 def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
