@@ -41,11 +41,12 @@ from loramux.money.limits.errors import LimitsError
 from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
 from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.errors import ServingError
 from loramux.serving.formats import GrammarTrials
 from loramux.serving.generation import Generation
 from loramux.serving.messages import GenerationRequest
-from loramux.serving.service import CompletionService, ServedBase, ServedBases
+from loramux.serving.service import CompletionService
 from loramux.serving.tokenizer import Tokenizer
 from simulation.database import PEPPER, Faults, Template, seeded_names, simulated_database
 from simulation.loop import Queue, SimulationLoop, Thread, current_loop, sleep
@@ -90,6 +91,13 @@ class Outcome:
     @property
     def received(self) -> int:
         return sum(map(len, self.token_ids.values()))
+
+    @property
+    def answered_prompts(self) -> int:
+        """Prompts of which a choice was answered: a choice whose adapter does not load a second time ends alone."""
+        choices = range(self.call.prompts * self.call.n)
+        answered = (index for index in choices if self.token_ids.get(index) or self.finish.get(index) != "abort")
+        return len({index // self.call.n for index in answered})
 
     @property
     def is_past_deadline(self) -> bool:
@@ -487,7 +495,7 @@ class World:
             return
         platform_failed = outcome.error in PLATFORM_FAILED
         is_whole = outcome.error is None and not outcome.left
-        if is_whole and entry.input_tokens != outcome.call.prompts * len(context_of(outcome.call)):
+        if is_whole and entry.input_tokens != outcome.answered_prompts * len(context_of(outcome.call)):
             raise Violation(f"{outcome.request_id} is billed {entry.input_tokens} tokens of its prompts")
         if is_whole and entry.output_tokens != outcome.received:
             raise Violation(f"{outcome.request_id} got {outcome.received} tokens and is billed {entry.output_tokens}")
