@@ -7,6 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from loramux_adapters.families import reads_other_inputs
+
 if TYPE_CHECKING:
     import torch
 
@@ -322,6 +324,31 @@ class AdapterPlan:
     def max_rank(self) -> int:
         """The largest rank of a pair; 0 without pairs."""
         return max((pair.rank for pair in self.pairs), default=0)
+
+    @property
+    def changes_tower(self) -> bool:
+        """True if the adapter changes modules that read images."""
+        return any(reads_other_inputs(part.module) for part in self.components)
+
+    @property
+    def images_refused(self) -> str | None:
+        """Reason why prompts with images are refused with the adapter; None if they are served."""
+        parts = [part for part in self.components if reads_other_inputs(part.module)]
+        if parts and self.invocation is not None:
+            return (
+                f"The adapter is an activated LoRA that changes {parts[0].module}, a part of the model that reads "
+                f"images, where no tokens activate it. Send text alone, or train the adapter on the language model's "
+                f"modules."
+            )
+        for part in parts:
+            is_vector = isinstance(part, LinearVector) and part.kind is not VectorKind.NORM
+            if not (is_vector or isinstance(part, LoraPair)):
+                return (
+                    f"The adapter replaces {part.module}, in the part of the model that reads images; there this "
+                    f"server serves changes of linears alone. Send text alone, or train the adapter without that "
+                    f"module."
+                )
+        return None
 
     @property
     def components(self) -> tuple[LoraPair | LinearVector | TokenRows | ClassifierHead, ...]:

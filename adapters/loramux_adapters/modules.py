@@ -357,7 +357,8 @@ def install_linears(
     sites = {name: site for name, site in bank.sites.items() if not is_expert(name)}
     for name in filter(reads_other_inputs, bank.sites):
         if isinstance(linear := model.get_submodule(name), nn.Linear):
-            known[name] = base_linear(linear, linear, slice(None))
+            # Not the module itself: while an image is computed, its hooks add another adapter's changes (`tower`).
+            known[name] = base_linear(linear, linear.forward, slice(None))
             del sites[name]
     for names in track(list(_groups(sites))):
         linears = [_linear(model, name) for name in names]

@@ -2,7 +2,8 @@
 
 - `lora_A.default.weight`: the adapter's name is in the tensor's name, as in state dicts of a wrapped model.
 - `model.language_model.layers...` or `language_model.model.layers...`: trained on a multimodal checkpoint whose text
-  model is served here, or the reverse. Parts for other inputs than text (`vision_tower`, ...) are never used.
+  model is served here, or the reverse. Parts for other inputs than text (`vision_tower`, ...) are not used if
+  the base lacks them.
 - `layers...` without `model.`: trained on the model without its head, as adapters of task type FEATURE_EXTRACTION are.
     The same for an encoder, whose pooler runs only for classes, if at all.
 - `k_proj`, `v_proj` of a layer that reads the keys and values of an earlier layer: older versions of transformers have
@@ -109,6 +110,10 @@ class TensorNames:
     def _modules(self) -> frozenset[str]:
         return frozenset(self._base.names)
 
+    @cached_property
+    def _has_tower(self) -> bool:
+        return any(map(reads_other_inputs, self._base.names))
+
     def are_other(self, keys: Iterable[str]) -> bool:
         """True if any of `keys` is spelled otherwise than PEFT 0.21 spells it for this base."""
         return any((place := self.read(key)) is not None and place.key != key for key in keys)
@@ -133,7 +138,8 @@ class TensorNames:
         if place is None and (part := self._of_joined(module, tail)) is not None:
             return part
         if place is None:
-            never_runs = reads_other_inputs(module) or self._is_of_shared_kv(module)
+            is_of_absent_tower = reads_other_inputs(module) and not self._has_tower
+            never_runs = is_of_absent_tower or self._is_of_shared_kv(module)
             never_runs |= self._base.encoder is not None and module in UNUSED_POOLERS
             return TensorPlace(module, "", tail) if never_runs else None
         return TensorPlace(module, place + module.removeprefix(stem), tail)

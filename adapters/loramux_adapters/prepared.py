@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from loramux_adapters.components import AdapterPlan
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, Block
 from loramux_kernels.device import host_memory
 
@@ -35,7 +36,7 @@ class PreparedAdapter:
     plan: AdapterPlan
     layout: AdapterLayout
     pairs: Mapping[str, PairFacts]
-    """Facts of the pairs by module."""
+    """Facts of the pairs that steps read, by module."""
     source: AdapterWeights | tuple[torch.Tensor, ...]
     """The tensors, or the contents of the filled part of each page, in memory from which a GPU copies."""
 
@@ -61,7 +62,11 @@ def prepare(weights: AdapterWeights, layout: AdapterLayout) -> PreparedAdapter:
     """Prepare an adapter for a pool in the host's memory."""
     assert not weights.magnitudes, "fit_to_base turns them into columns"
     assert not weights.biases, "fit_to_base turns them into columns"
-    pairs = {name: PairFacts(pair.a.shape[0], pair.scale) for name, pair in weights.modules.items()}
+    pairs = {
+        name: PairFacts(pair.a.shape[0], pair.scale)
+        for name, pair in weights.modules.items()
+        if not reads_other_inputs(name)
+    }
     return PreparedAdapter(weights.plan, layout, pairs, weights)
 
 

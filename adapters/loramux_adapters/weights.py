@@ -25,6 +25,7 @@ from loramux_adapters.components import (
     VectorKind,
 )
 from loramux_adapters.errors import AdapterRejected, WeightsFileRejected
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.plan import WEIGHTS_NAME, PlanLimits, plan_adapter, read_config
 from loramux_adapters.weights_file import SafetensorsHeader, TensorInfo, read_header
 from loramux_kernels.tables import RANK_TILE
@@ -142,12 +143,14 @@ def _cut(matrix: Matrix, page_elements: int) -> Iterator[tuple[Matrix, int, int]
 
 
 def matrices_of(plan: AdapterPlan, vocabulary: VocabularyShape | None) -> Iterator[Matrix]:
-    """Yield the matrices of a plan: the matrices of linears in rank tiles, and the matrices of embedding and head row
-    by row.
+    """Yield the matrices of a plan that steps read: the matrices of linears in rank tiles, and the matrices of
+    embedding and head row by row. Those of modules that read images are read outside of steps (`tower`).
     """
     head = vocabulary.head if vocabulary else None
     embedding = vocabulary.embedding if vocabulary else None
     for pair in plan.pairs:
+        if reads_other_inputs(pair.module):
+            continue
         if pair.module == embedding:
             yield from _embedding_pair(pair)
         elif pair.module == head:
@@ -156,7 +159,8 @@ def matrices_of(plan: AdapterPlan, vocabulary: VocabularyShape | None) -> Iterat
             yield Matrix(pair.module, MatrixKind.A, pair.rank, pair.in_features)
             yield Matrix(pair.module, MatrixKind.B, pair.rank, pair.out_features, transposed=True)
     # All vectors of a linear's outputs become one pair of columns.
-    yield from dict.fromkeys(_vector(vector, of_head=vector.module == head) for vector in plan.vectors)
+    vectors = (vector for vector in plan.vectors if not reads_other_inputs(vector.module))
+    yield from dict.fromkeys(_vector(vector, of_head=vector.module == head) for vector in vectors)
     for part in plan.rows:
         yield Matrix(part.module, MatrixKind.ROWS, part.served_rows, part.width, fills_pages=True)
     for linear in () if plan.classifier is None else plan.classifier.linears:

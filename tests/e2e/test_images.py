@@ -214,3 +214,22 @@ def test_answers_to_images_are_transformers_for_the_base_and_an_adapter(
             tokens, usage = answered(client, model, images)
             assert tokens == reference.answer(images), (model, [image.size for image in images])
             assert usage.prompt_tokens > 0
+
+
+def test_adapter_of_the_vision_tower_is_uploaded_and_answers_as_peft(
+    server: tuple[Child, str], base: Path, tmp_path: Path
+) -> None:
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base)
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        config = peft.LoraConfig(r=6, lora_alpha=9, init_lora_weights=False, target_modules="all-linear", use_dora=True)
+        peft.get_peft_model(model, config).save_pretrained(tmp_path)
+    child, key = server
+    with child.http(key) as http:
+        files = [("files", (path.name, path.read_bytes())) for path in tmp_path.iterdir() if path.suffix != ".md"]
+        made = http.post("/v1/adapters", data={"name": "tower"}, files=files)
+        assert made.status_code == 201, made.text
+    client, images = child.openai(key), [picture(33, 80, seed=3), picture(64, 64, seed=4)]
+    wanted = {name: Reference(base, folder).answer(images) for name, folder in (("tiny", None), ("tower", tmp_path))}
+    assert wanted["tiny"] != wanted["tower"]
+    assert {name: answered(client, name, images)[0] for name in wanted} == wanted

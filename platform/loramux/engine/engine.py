@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -37,7 +38,7 @@ from loramux.engine.execution.rank_team import RankedBank, RankedHostKv, RankTea
 from loramux.engine.execution.runner import CpuRunner, LaunchedStep, Runner
 from loramux.engine.execution.vision import Tower
 from loramux.engine.memory.host_memory import AdapterSource, AdapterTarget, DiskStore, HostCache, HostPages
-from loramux.engine.memory.image_rows import ImageRows
+from loramux.engine.memory.image_rows import ImageRows, TowerOf
 from loramux.engine.memory.memory import AdapterPins, HostKv, PinLimits
 from loramux.engine.memory.pages import PagePool
 from loramux.engine.memory.residency import AdapterStore, Residency, ResidencyPolicy
@@ -58,6 +59,7 @@ from loramux.engine.scheduling.scheduler import Scheduler
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Step
 from loramux.engine.statistics import RequestAccounting, ServiceMeter, StepTimeline, count_step, snapshot
 from loramux_adapters.plan import PlanLimits
+from loramux_adapters.tower import changed_linears
 
 NO_TEXT = "unsupported_task"
 STATS_INTERVAL_S = 1.0
@@ -96,6 +98,8 @@ class EngineParts:
     """Compiler of grammars; None: requests with a constraint are refused."""
     tower: Tower | None = None
     """The vision tower; None: no request has images."""
+    tower_of: TowerOf = lambda _: nullcontext()
+    """Function that returns a context in which the tower computes as an adapter changes it."""
     team: RankTeam | None = None
     """The other ranks of this engine."""
     clock: Callable[[], float] = time.monotonic
@@ -115,14 +119,20 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
     if loaded.team is not None and loaded.sharding is not None:
         loaded.team.on_death = wake
         target = RankedBank(bank, loaded.sharding, loaded.team)
+    store = DiskStore(target, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading)
+
+    def tower_of(ref: AdapterRef) -> AbstractContextManager[None]:
+        return changed_linears(loaded.tower_linears, store.read(ref, adapters.load_timeout_s))
+
     parts = EngineParts(
         facts=loaded.facts,
         runner=loaded.runner,
-        store=DiskStore(target, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading),
+        store=store,
         host_kv=host_kv,
         weight_bytes=loaded.weight_bytes,
         constraints=loaded.constraints,
         tower=loaded.tower,
+        tower_of=tower_of,
         team=loaded.team,
     )
     return Engine(parts, settings, wake)
@@ -176,7 +186,7 @@ class Engine:
             policy,
             parts.host_kv,
         )
-        self._images = self._serve_images(parts.tower, settings.engine.image_bytes)
+        self._images = self._serve_images(parts, settings.engine.image_bytes)
         """Requests that wait for their images, and the rows of images; None: no request has images."""
         max_pinned = int(budget.num_pages * adapters.pinned_pool_share)
         pin_limits = PinLimits(max_pinned, budget.watermark, adapters.pins_per_tenant)
@@ -193,8 +203,8 @@ class Engine:
         self._stats_version: tuple[int, ...] | None = None
         """Numbers that change with the statistics, at the time when statistics were last sent."""
 
-    def _serve_images(self, tower: Tower | None, max_bytes: int) -> ImageRows[torch.Tensor] | None:
-        if tower is None:
+    def _serve_images(self, parts: EngineParts, max_bytes: int) -> ImageRows[torch.Tensor] | None:
+        if (tower := parts.tower) is None:
             return None
         assert isinstance(self._runner, CpuRunner), "images are refused on a GPU"
         sequences = self.scheduler.state.sequences
@@ -202,7 +212,8 @@ class Engine:
         def has_started(request_id: str) -> bool:
             return request_id not in sequences or sequences[request_id].began_at is not None
 
-        rows = ImageRows(tower, max_bytes, self._counters, self._clock, self._wake, has_started, self._note_image)
+        memory = self.scheduler.memory
+        rows = ImageRows(tower, parts.tower_of, memory, max_bytes, self._wake, has_started, self._note_image)
         self._runner.image_rows = rows
         return rows
 
@@ -216,6 +227,7 @@ class Engine:
         if self._team is not None:
             self._team.ensure_alive()
         self._was_commanded = False
+        self.scheduler.process_loads()  # requests with images wait for inspections, too
         self._add_with_images()
         self._add_compiled()
         step = self.scheduler.plan()
@@ -285,6 +297,8 @@ class Engine:
         self._was_commanded = True
         self._pins.retire(digest)
         self.scheduler.memory.retire(digest)
+        if self._images is not None:
+            self._images.retire(digest)
 
     def pin(self, ref: AdapterRef, owner: str) -> None:
         """Keep a revision in the pool; the report of a later step has the outcome."""

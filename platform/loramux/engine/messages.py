@@ -293,7 +293,7 @@ class EngineFault(msgspec.Struct, frozen=True):
     deadline), `deadline_exceeded` (its deadline passed while it waited), `adapter_not_finite` (its adapter's logits are
     not finite), `invalid_constraint` (its grammar cannot be compiled), `constraint_too_complex` (its grammar exceeds a
     limit while it is followed), `not_a_classifier` (its adapter has no classification head), `images_not_supported`
-    (its adapter changes modules that read images) or `internal_error`.
+    (its adapter changes modules that read images, other than their linears) or `internal_error`.
     """
     message: str
     retry_after: int | None = None

@@ -6,15 +6,16 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
-from manual_clock import ManualClock
+import scheduler_harness
 
-from loramux.engine.memory.image_rows import MAX_AHEAD, NICENESS, ImageRows
+from loramux.engine.memory.image_rows import MAX_AHEAD, NICENESS, AdapterUnread, ImageRows
 from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.memory.prefix_digests import prefix_digests
-from loramux.engine.messages import ImageInput, Request, SamplingParams
-from loramux.engine.metrics import Counters
+from loramux.engine.memory.residency import Inspected
+from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, SamplingParams
 
 
 class Encoder:
@@ -22,6 +23,9 @@ class Encoder:
 
     def __init__(self) -> None:
         self.computed: list[str] = []
+        self.adapter: str | None = None
+        self.adapters: list[str | None] = []
+        """Revision with which each image was computed."""
         self.niceness: list[int] = []
         self.done = threading.Semaphore(0)
 
@@ -31,36 +35,63 @@ class Encoder:
     def bytes_of(self, image: ImageInput) -> int:
         return 10 * image.num_tokens
 
+    @contextmanager
+    def changed_by(self, adapter: AdapterRef) -> Iterator[None]:
+        if adapter.path == "missing":
+            raise AdapterUnread("no such file.")
+        self.adapter = adapter.digest
+        yield
+        self.adapter = None
+
     def encode(self, image: ImageInput) -> str:
         assert self.done.acquire(timeout=10)
         self.computed.append(image.digest)
+        self.adapters.append(self.adapter)
         self.niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         if image.digest.startswith("bad"):
             raise RuntimeError("too odd")
-        return f"rows of {image.digest}"
+        return f"rows of {image.digest}" + (f" by {self.adapter}" if self.adapter else "")
 
 
 class Harness:
     def __init__(self, max_bytes: int = 1000) -> None:
-        self.encoder, self.counters, self.clock = Encoder(), Counters(), ManualClock(0.0)
+        self.encoder = Encoder()
         self.waiting: set[str] = set()
         self.started: list[str] = []
         self.woken = threading.Semaphore(0)
+        self.adapters = scheduler_harness.Harness(pace=(0.0, 0.0))
+        self.store, self.memory = self.adapters.store, self.adapters.scheduler.memory
+        self.counters = self.memory.residency.counters
         self.rows = ImageRows(
             self.encoder,
+            self.encoder.changed_by,
+            self.memory,
             max_bytes,
-            self.counters,
-            self.clock,
             self.woken.release,
             lambda id: id not in self.waiting,
             self.started.append,
         )
 
     def submit(
-        self, name: str, tenant: str, *images: str, num_tokens: int = 10, deadline_ms: int | None = None
+        self,
+        name: str,
+        tenant: str,
+        *images: str,
+        num_tokens: int = 10,
+        deadline_ms: int | None = None,
+        adapter: str | None = None,
     ) -> None:
-        made = request(name, tenant, *images, num_tokens=num_tokens, deadline_ms=deadline_ms)
+        made = request(name, tenant, *images, num_tokens=num_tokens, deadline_ms=deadline_ms, adapter=adapter)
         assert self.rows.submit(made) is None
+
+    def inspect(self, found: Inspected | Exception) -> None:
+        """End the first running inspection."""
+        job, _ = self.store.pending.pop(0)
+        if isinstance(found, Exception):
+            job.set_exception(found)
+        else:
+            job.set_result(found)
+        self.memory.residency.poll()
 
     def compute(self) -> list[str]:
         """Compute one image; return the requests that are ready after it."""
@@ -75,7 +106,14 @@ class Harness:
         return [one.id for one in ready]
 
 
-def request(name: str, tenant: str, *images: str, num_tokens: int = 10, deadline_ms: int | None = None) -> Request:
+def request(
+    name: str,
+    tenant: str,
+    *images: str,
+    num_tokens: int = 10,
+    deadline_ms: int | None = None,
+    adapter: str | None = None,
+) -> Request:
     places = [
         ImageInput(digest=digest, patches=b"x", grid=(1, 2, 2 * num_tokens), start=100 * i, num_tokens=num_tokens)
         for i, digest in enumerate(images)
@@ -87,7 +125,11 @@ def request(name: str, tenant: str, *images: str, num_tokens: int = 10, deadline
         images=tuple(places),
         sampling=SamplingParams(max_tokens=3),
         deadline_ms=deadline_ms,
+        adapter=AdapterRef(digest=adapter, path="missing" if adapter == "huge" else "") if adapter else None,
     )
+
+
+OFF_THE_TOWER, ON_THE_TOWER = Inspected(2), Inspected(2, changes_tower=True)
 
 
 @pytest.fixture
@@ -122,7 +164,72 @@ def test_equal_image_is_computed_once_a_tenant(harness: Harness) -> None:
     assert harness.compute() == ["a", "b"]
     assert harness.compute() == ["c"]
     assert (harness.counters.images_encoded, harness.counters.images_found) == (2, 1)
-    assert harness.rows.rows_of("x", "same") == "rows of same"
+    assert harness.rows.rows_of("a", "same") == "rows of same"
+
+
+def test_rows_of_an_adapter_on_the_tower_are_its_revisions_alone(harness: Harness) -> None:
+    for digest, inspected in (("a", ON_THE_TOWER), ("b", ON_THE_TOWER), ("c", OFF_THE_TOWER)):
+        harness.submit(digest, "t", "same", adapter=digest)
+        harness.inspect(inspected)
+    harness.submit("base", "t", "same")
+    harness.submit("again", "t", "same", adapter="b")
+    assert [harness.compute() for _ in range(3)] == [["a"], ["b"], ["c", "base", "again"]]
+    assert harness.encoder.adapters == ["a", "b", None]
+    found = {name: harness.rows.rows_of(name, "same") for name in ("a", "b", "again", "c", "base")}
+    of_b = "rows of same by b"
+    assert found == {"a": "rows of same by a", "b": of_b, "again": of_b, "c": "rows of same", "base": "rows of same"}
+    harness.submit("other", "u", "same", adapter="b")
+    assert harness.compute() == ["other"]
+    assert harness.encoder.adapters[-1] == "b", "tenants share no rows"
+
+
+def test_request_waits_for_the_inspection_of_its_adapter_and_other_turns_go_on(harness: Harness) -> None:
+    harness.submit("cached", "t", "same")
+    assert harness.compute() == ["cached"]
+    harness.submit("adapted", "t", "same", adapter="a")
+    harness.submit("other", "u", "one")
+    assert harness.compute() == ["other"]
+    harness.inspect(ON_THE_TOWER)
+    assert harness.compute() == ["adapted"]
+    assert harness.encoder.adapters == [None, None, "a"]
+    harness.submit("known", "t", "same", adapter="a")
+    assert harness.advance() == ["known"]
+
+
+def test_requests_of_an_adapter_that_is_not_served_end_with_its_reason(harness: Harness) -> None:
+    refused = Inspected(2, changes_tower=True, images_refused="It replaces a norm.")
+    for adapter, inspected in (("a", refused), ("b", ValueError("no such file.")), ("huge", ON_THE_TOWER)):
+        harness.submit(adapter, "t", "image", adapter=adapter)
+        harness.inspect(inspected)
+    harness.submit("last", "t", "fine")
+    ready, failed = harness.rows.advance()
+    assert not ready
+    assert harness.woken.acquire(timeout=10)
+    failed += harness.rows.advance()[1]
+    assert [one.id for one, _ in failed] == ["a", "b", "huge"]
+    faults = [fault for _, fault in failed]
+    assert faults[0] == EngineFault("images_not_supported", "It replaces a norm.", field="messages")
+    assert [fault.code for fault in faults[1:]] == ["adapter_failed", "adapter_failed"]
+    assert all("no such file." in fault.message for fault in faults[1:])
+    assert harness.compute() == ["last"]
+    assert harness.memory.residency._awaited == set(), "ended requests want no revision"
+
+
+def test_rows_of_a_deleted_revision_are_dropped_after_its_last_request(harness: Harness) -> None:
+    for name, adapter in (("base", None), ("running", "a"), ("ended", "b")):
+        harness.submit(name, "t", "same", adapter=adapter)
+        if adapter is not None:
+            harness.inspect(ON_THE_TOWER)
+        assert harness.compute() == [name]
+    harness.rows.release("ended")
+    for digest in ("a", "b"):
+        harness.memory.retire(digest)
+        harness.rows.retire(digest)
+    assert harness.rows.num_bytes == 200
+    assert harness.rows.rows_of("running", "same") == "rows of same by a"
+    harness.rows.release("running")
+    assert harness.rows.num_bytes == 100
+    assert harness.rows.rows_of("base", "same") == "rows of same"
 
 
 def test_rows_of_open_requests_stay_and_others_leave_by_their_last_use() -> None:
@@ -140,7 +247,7 @@ def test_rows_of_open_requests_stay_and_others_leave_by_their_last_use() -> None
     assert harness.compute() == ["d"], "in the place of the oldest"
     assert harness.rows.num_bytes == 300
     assert harness.compute() == ["again"]
-    assert [harness.rows.rows_of("t", "image d"), harness.rows.rows_of("u", "image a")]
+    assert [harness.rows.rows_of("d", "image d"), harness.rows.rows_of("again", "image a")]
     assert harness.rows.num_bytes == 300
     harness.rows.close()
 
@@ -206,7 +313,7 @@ def test_request_that_is_cancelled_while_its_image_is_computed_leaves_others(har
 def test_deadline_is_shorter_by_the_wait_and_patches_are_dropped(harness: Harness) -> None:
     harness.submit("a", "t", "one", deadline_ms=5000)
     harness.rows.advance()
-    harness.clock.now = 2.0
+    harness.adapters.time = 2.0
     harness.encoder.done.release()
     assert harness.woken.acquire(timeout=10)
     ready, _ = harness.rows.advance()

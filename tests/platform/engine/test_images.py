@@ -28,8 +28,14 @@ from loramux.engine.messages import ImageInput, Request, SamplingParams, Service
 from loramux.engine.scheduling.sequence import Sequence, Step, StepBuilder
 from loramux.engine.worker import request_fault
 from loramux_adapters.base import describe_base
+from loramux_adapters.base_weights import fit_to_base
+from loramux_adapters.components import PREFIX
 from loramux_adapters.families import reads_other_inputs
+from loramux_adapters.names import TensorNames
+from loramux_adapters.plan import PlanLimits
 from loramux_adapters.sharding import Sharding
+from loramux_adapters.tower import changed_linears
+from loramux_adapters.weights import AdapterWeights, load_adapter
 
 WHOLE = ("gemma3_images", "gemma4_images")
 """Families in which tokens of an image see later ones."""
@@ -55,12 +61,25 @@ def without(*left_out: str) -> list[Any]:
 
 TEXT = {"target_modules": r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"}
 RECIPES = {"plain": TEXT | {"r": 8, "lora_alpha": 16}, "wide": TEXT | {"r": 20, "lora_alpha": 6, "use_rslora": True}}
+ON_THE_TOWER: dict[str, dict[str, object]] = {
+    "tower": {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
+    "eyes": {
+        "r": 12,
+        "lora_alpha": 5,
+        "use_rslora": True,
+        "use_dora": True,
+        "target_modules": r".*\.(blocks|merger|deepstack_merger_list)\..*(qkv|proj|fc1|fc2|\.0|\.2)",
+        "rank_pattern": {"qkv": 20},
+        "alpha_pattern": {"proj": 3},
+    },
+}
+"""Adapters of the whole model, and of the tower with its connector alone."""
 
 
 @pytest.fixture(scope="module", params=without())
 def zoo(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ImageZoo:
     made = Zoo(request.param, tmp_path_factory.mktemp(request.param), max_position_embeddings=512)
-    for seed, (name, recipe) in enumerate(RECIPES.items()):
+    for seed, (name, recipe) in enumerate((RECIPES | ON_THE_TOWER).items()):
         made.make_adapter(name, recipe, seed)
     return ImageZoo(made)
 
@@ -324,19 +343,82 @@ def test_quantized_text_keeps_its_tower(zoo: ImageZoo) -> None:
         engine.close()
 
 
-def test_adapter_of_the_tower_answers_text_and_is_refused_by_name_for_images(zoo: ImageZoo) -> None:
-    zoo.zoo.make_adapter("tower", {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}, 7)
-    text = Asked("text", "tower", tuple(range(3, 19)), 5)
+def test_answers_with_adapters_of_the_tower_next_to_others_are_peft(zoo: ImageZoo) -> None:
+    image, small = picture(3, 30, 20), picture(4, 9, 24)
+    asked: list[Any] = [
+        Pictured(f"{adapter}{i}", adapter, ((5, 6, 7 + i), image, (8, 9), small), 6)
+        for i in range(2)
+        for adapter in (None, "plain", *ON_THE_TOWER)
+    ]
+    asked += [Asked(f"text {adapter}", adapter, tuple(range(3, 19)), 5) for adapter in ON_THE_TOWER]
+    wanted = {one.name: zoo.answer(one) for one in asked}
+    assert len({tuple(tokens) for tokens in list(wanted.values())[:4]}) == 4, "each adapter matters"
+    engine = zoo.zoo.engine(max_num_batched_tokens=64)
+    try:
+        assert serve(zoo, engine, asked) == wanted
+        stats = engine.stats()
+        assert stats.images_encoded == 2 * 3, "once for the base and the adapter off the tower, once for each other"
+        again = [Pictured("again", "eyes", asked[3].parts, 6), Pictured("off", "wide", asked[0].parts, 6)]
+        assert serve(zoo, engine, again) == {one.name: zoo.answer(one) for one in again}
+        assert engine.stats().images_encoded == stats.images_encoded
+    finally:
+        engine.close()
+
+
+def test_dora_of_the_tower_is_fitted_to_the_base_alone_while_an_image_is_computed(zoo: ImageZoo) -> None:
+    loaded, _ = load(zoo.zoo.base)
+    limits = PlanLimits(max_rank=64)
+
+    def fitted(name: str) -> AdapterWeights:
+        folder = zoo.zoo.adapters / name
+        return fit_to_base(load_adapter(folder, loaded.base, limits, torch.float32), loaded.weights)
+
+    wanted = fitted("eyes").columns
+    with changed_linears(loaded.tower_linears, fitted("tower")):
+        found = fitted("eyes").columns
+    assert wanted.keys() == found.keys()
+    assert all(torch.equal(columns, found[name]) for name, columns in wanted.items())
+
+
+def test_names_of_tower_linears_are_read_in_the_spelling_of_transformers_4_and_unknown_ones_are_not_dropped(
+    zoo: ImageZoo,
+) -> None:
+    names, tail = TensorNames(describe_base(zoo.zoo.base)), "lora_A.weight"
+    place = names.read(f"{PREFIX}visual.blocks.1.attn.qkv.{tail}")
+    assert place is not None
+    assert place.key == f"{PREFIX}model.visual.blocks.1.attn.qkv.{tail}"
+    assert names.read(f"{PREFIX}model.vision_tower.layers.1.qkv.{tail}") is None, "an upload names it as unexpected"
+
+
+def test_new_revision_on_the_tower_and_another_tenant_get_rows_of_their_own(zoo: ImageZoo) -> None:
+    parts = ((5, 6), picture(3, 30, 20), (7, 8))
+    engine = zoo.zoo.engine()
+    try:
+        for count, (adapter, tenant) in enumerate((("tower", "a"), ("eyes", "a"), ("eyes", "b"), (None, "b")), 1):
+            one = Pictured(f"r{count}", adapter, parts, 6, tenant)
+            assert serve(zoo, engine, [one]) == {one.name: zoo.answer(one)}
+            assert engine.stats().images_encoded == count
+        held = engine.stats().image_bytes
+        engine.retire(zoo.zoo.ref("eyes").digest)
+        assert engine.stats().image_bytes == held / 2, "of both tenants"
+    finally:
+        engine.close()
+
+
+def test_adapter_that_replaces_a_norm_of_the_tower_answers_text_and_refuses_images_by_name(tmp_path: Path) -> None:
+    zoo = ImageZoo(Zoo("qwen2_5_vl", tmp_path))
+    zoo.zoo.make_adapter("norm", RECIPES["plain"] | {"modules_to_save": ["merger.ln_q"]}, 7)
+    text = Asked("text", "norm", tuple(range(3, 19)), 5)
     engine = zoo.zoo.engine()
     try:
         assert serve(zoo, engine, [text]) == {"text": zoo.answer(text)}
-        engine.submit(zoo.request(Pictured("image", "tower", ((5, 6), picture(3, 16, 16), (7,)), 5)))
+        engine.submit(zoo.request(Pictured("image", "norm", ((5, 6), picture(3, 16, 16), (7,)), 5)))
         ended = [event for event in until_ended(engine, "image") if event.finish_reason]
     finally:
         engine.close()
     assert ended[0].fault is not None
     assert ended[0].fault.code == "images_not_supported"
-    assert reads_other_inputs(ended[0].fault.message)
+    assert "visual.merger.ln_q" in ended[0].fault.message
 
 
 def test_images_larger_than_their_memory_are_refused_with_the_setting(zoo: ImageZoo) -> None:

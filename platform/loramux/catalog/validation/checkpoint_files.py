@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from loramux.engine.execution.quantized_checkpoint import WeightFormat
 
 _ONE_FILE = "model.safetensors"
+_OLDER_NAMES = (
+    ("model.language_model.", "model."),
+    ("model.language_model.", "language_model.model."),
+    ("model.", ""),
+)
+"""Beginnings of names in a model of text and images, and in its checkpoints: transformers 5 still saves Qwen2-VL and
+Qwen2.5-VL under these older names."""
 _INDEX = "model.safetensors.index.json"
 
 DTYPES = {
@@ -130,7 +137,15 @@ def _tensor(file: Path, name: str) -> torch.Tensor:
 
 
 def read_parameter(model_dir: str, name: str) -> torch.Tensor | None:
-    """Read a tensor as saved; None if no tensor of that name has a float dtype of 16 or 32 bits."""
+    """Read a parameter as saved, under its name in the model or an older one; None if no tensor of these names has a
+    float dtype of 16 or 32 bits.
+    """
+    older = (saved + name.removeprefix(module) for module, saved in _OLDER_NAMES if name.startswith(module))
+    found = (_read_tensor(model_dir, candidate) for candidate in (name, *older))
+    return next((tensor for tensor in found if tensor is not None), None)
+
+
+def _read_tensor(model_dir: str, name: str) -> torch.Tensor | None:
     index = Path(model_dir) / _INDEX
     shards = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
     file = Path(model_dir) / shards.get(name, _ONE_FILE)

@@ -116,6 +116,8 @@ def _warnings(examined: ExaminedAdapter, served: FilesSetup) -> Iterator[ReportW
                 f"{' or '.join(served.base_names)}. Its modules fit; only you know whether it is the same base."
             ),
         )
+    if (reason := examined.plan.images_refused) is not None:
+        yield ReportWarning(code="images_refused", field=None, message=reason)
     if absent := examined.plan.absent:
         targeted = {part.module for part in examined.plan.components} | set(absent)
         yield ReportWarning(

@@ -43,11 +43,13 @@ from loramux.catalog.validation.parity_tokens import (
 from loramux.common.errors import Rejection
 from loramux_adapters.bank import AdapterBank, Site
 from loramux_adapters.base import BaseDescription, VocabularyShape, input_of
-from loramux_adapters.base_weights import BaseWeights, LocalMatrix, fit_to_base
+from loramux_adapters.base_weights import BaseWeights, LocalMatrix, base_linear, fit_to_base
 from loramux_adapters.components import PREFIX, AdapterPlan, BaseCopy
 from loramux_adapters.errors import AdapterRejected
+from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.modules import install_linears
 from loramux_adapters.plan import WEIGHTS_NAME, inspect_adapter, plan_adapter, read_config
+from loramux_adapters.tower import changed_linears
 from loramux_adapters.weights import AdapterWeights, lay_out, matrices_of, read_tensor, read_weights
 from loramux_adapters.weights_file import SafetensorsHeader, read_header
 from loramux_kernels.native.loader import native_library
@@ -111,9 +113,12 @@ class ParityComparison:
         """Compare one adapter and report."""
         try:
             if job.answers and self.streamed is not None:
-                return self._report({TOKENS_CHECK: compare_answers(self.streamed, self.setup, job)})
-            check_base_copies(self.setup, self.files, job)
-            return self._compare(job)
+                compared = self._report({TOKENS_CHECK: compare_answers(self.streamed, self.setup, job)})
+            else:
+                check_base_copies(self.setup, self.files, job)
+                compared = self._compare(job)
+            plan = inspect_adapter(Path(job.served), self.setup.base, job.limits)
+            return _without_images(compared) if plan.changes_tower else compared
         except AdapterRejected as rejected:
             failed = Check(name="fits_the_base", outcome="failed", detail=rejected.message)
             refusal = Rejection(code=rejected.code, field=rejected.field, message=rejected.message)
@@ -142,6 +147,17 @@ class ParityComparison:
             checks=tuple(_check(name, verdict, self.files.precision) for name, verdict in verdicts.items()),
             refusal=next((_refusal(v.fault) for v in verdicts.values() if isinstance(v, Verdict) and v.fault), None),
         )
+
+
+def _without_images(report: ValidationReport) -> ValidationReport:
+    """Say that tokens were compared in prompts without images."""
+    checks = (
+        replace(check, detail=f"{check.detail}; no prompt has an image")
+        if (check.name, check.outcome) == (TOKENS_CHECK, "passed")
+        else check
+        for check in report.checks
+    )
+    return replace(report, checks=tuple(checks))
 
 
 def _check(name: str, verdict: Verdict | NotRun, precision: str) -> Check:
@@ -212,7 +228,8 @@ class Measured(NamedTuple):
 
 
 def compare_layers(setup: ParitySetup, files: BaseFiles, job: ParityJob) -> Verdict | NotRun:
-    """Compare every adapted linear of the first, the middle and the last layer that the adapter touches.
+    """Compare every adapted linear of the first, the middle and the last layer that the adapter touches. In the part
+    that reads images, compare those of its first, middle and last layer too, and all that are in no layer (connectors).
 
     Memory: only linears that read the same input are held together.
     """
@@ -260,7 +277,14 @@ def _read(files: BaseFiles, names: Iterable[str]) -> dict[str, nn.Linear]:
 
 
 def _sampled(plan: AdapterPlan, base: BaseDescription) -> list[str]:
-    layer_of = {part.module: base.modules[part.module].layer for part in plan.components if part.module in base.modules}
+    changed = [part.module for part in plan.components if part.module in base.modules]
+    of_text = {module: base.modules[module].layer for module in changed if not reads_other_inputs(module)}
+    of_tower = {module: base.modules[module].layer for module in changed if reads_other_inputs(module)}
+    connector = [module for module, layer in of_tower.items() if layer is None]
+    return list(dict.fromkeys((*_in_three_layers(of_text), *_in_three_layers(of_tower), *connector)))
+
+
+def _in_three_layers(layer_of: Mapping[str, int | None]) -> list[str]:
     layers = sorted({layer for layer in layer_of.values() if layer is not None})
     chosen = {layers[0], layers[len(layers) // 2], layers[-1]} if layers else {None}
     return [module for module, layer in layer_of.items() if layer in chosen]
@@ -297,6 +321,8 @@ def _peft_outputs(folder: str, linears: Mapping[str, nn.Linear]) -> dict[str, to
 
 @torch.inference_mode()
 def _our_outputs(weights: AdapterWeights, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor]:
+    if any(map(reads_other_inputs, linears)):
+        return _outputs_in_tower(weights, linears)
     sites = {
         name: Site(index, linear.in_features, linear.out_features)
         for index, (name, linear) in enumerate(linears.items())
@@ -311,6 +337,15 @@ def _our_outputs(weights: AdapterWeights, linears: Mapping[str, nn.Linear]) -> d
     segments = Segments((0, ROWS), (slot,))
     with bank.serving(segments, bank.extras_of(segments, np.arange(0))):
         return {name: model.get_submodule(name)(_inputs(linear)) for name, linear in linears.items()}
+
+
+def _outputs_in_tower(weights: AdapterWeights, linears: Mapping[str, nn.Linear]) -> dict[str, torch.Tensor]:
+    """Return the outputs of linears that read images: each row with the adapter, the base's rows after it."""
+    own = {name: base_linear(linear, linear, slice(None)) for name, linear in linears.items()}
+    fitted = fit_to_base(weights, BaseWeights(own, {}))
+    with changed_linears(linears, fitted):
+        changed = {name: linear(_inputs(linear)[:ROWS]) for name, linear in linears.items()}
+    return {name: torch.cat((changed[name], linear(_inputs(linear)[ROWS:]))) for name, linear in linears.items()}
 
 
 @torch.inference_mode()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from loramux.common.bundle import SamplingDefaults
@@ -59,6 +61,7 @@ from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
 from loramux_adapters.families import encoder_of, family_of
 from loramux_adapters.sharding import Sharding
+from loramux_adapters.tower import linears_of_tower
 from loramux_kernels.device import runs_triton
 
 logger = logging.getLogger(__name__)
@@ -83,6 +86,8 @@ class LoadedModel:
     """Division of the base among ranks; None: one rank has all."""
     team: RankTeam | None = None
     """The other ranks."""
+    tower_linears: Mapping[str, nn.Linear] = field(default_factory=dict)
+    """Linears of the tower and its connector, by name."""
 
 
 def load_model(settings: Settings) -> LoadedModel:
@@ -273,7 +278,8 @@ def _served(
             len(states.layers),
             states.num_pages,
         )
-    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team)
+    of_tower = {} if tower is None else linears_of_tower(model)
+    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, of_tower)
 
 
 def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:

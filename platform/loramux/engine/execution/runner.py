@@ -604,7 +604,7 @@ class CpuRunner:
         if packed.rotary_positions is None and not packed.images:
             return None
         assert self.image_rows is not None, "requests with images are refused otherwise"
-        rows = [(place, self.image_rows.rows_of(place.tenant, place.digest)) for place in packed.images]
+        rows = [(place, self.image_rows.rows_of(place.request_id, place.digest)) for place in packed.images]
         looks = packed.images and self._forward.sees_ahead != "nowhere"
         ends = row_ends(packed.position_ids, packed.images) if looks else None
         return StepImages.of(packed.rotary_positions, rows, ends)

@@ -44,7 +44,7 @@ class RowsOfImage(NamedTuple):
 
     row: int
     """The first of them in the step."""
-    tenant: str
+    request_id: str
     digest: str
     first: int
     """Its number in the image."""
@@ -142,7 +142,7 @@ def rows_of_images(request: Request, start: int, end: int, row: int) -> Iterator
             first, last = max(begin, start), min(begin + own, end)
             if first < last:
                 number = line * own + first - begin
-                yield RowsOfImage(row + first - start, request.tenant, image.digest, number, last - first)
+                yield RowsOfImage(row + first - start, request.id, image.digest, number, last - first)
 
 
 class Tower:

@@ -26,13 +26,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
+from loramux.engine.memory.image_rows import AdapterUnread
 from loramux.engine.memory.ranking import NEVER_USED, used_at
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import AdapterRef
 from loramux_adapters.base import BaseDescription
 from loramux_adapters.base_weights import BaseWeights, fit_to_base
 from loramux_adapters.components import AdapterPlan
-from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.plan import PlanLimits, inspect_adapter
 from loramux_adapters.prepared import PreparedAdapter
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, load_adapter
@@ -266,6 +266,18 @@ class DiskStore:
         fence = self._bank.fence()  # steps launched until now may still read the pages' old content; later steps do not
         return self._copiers.submit(ref.digest, partial(self._prepared, ref), partial(self._install, pages, fence))
 
+    def read(self, ref: AdapterRef, timeout: float) -> AdapterWeights:
+        """Return the weights on the CPU, from the host's memory if it has them, after at most `timeout` seconds. Raises
+        AdapterUnread."""
+        job = self._copiers.submit(ref.digest, partial(self._prepared, ref), lambda adapter: adapter)
+        try:
+            adapter = job.result(timeout)
+        except Exception as error:
+            job.cancel()
+            raise AdapterUnread(str(error) or f"its files could not be read within {timeout:g} seconds.") from error
+        assert isinstance(adapter.source, AdapterWeights), "images are refused on a GPU"
+        return adapter.source
+
     def drop(self, slot: int) -> None:
         """Forget a slot."""
         self._bank.drop(slot)
@@ -283,8 +295,8 @@ class DiskStore:
         plan = self._source.inspect(ref)
         if self._host.may_take(plan.file_bytes):
             self._prepared(ref)
-        changed = (part.module for part in plan.components if reads_other_inputs(part.module))
-        return Inspected(self._bank.plan_layout(plan).num_pages, plan.invocation, next(changed, None))
+        num_pages = self._bank.plan_layout(plan).num_pages
+        return Inspected(num_pages, plan.invocation, plan.changes_tower, plan.images_refused)
 
     @torch.inference_mode()
     def _install(self, pages: list[int], fence: torch.cuda.Event | None, adapter: PreparedAdapter) -> int:

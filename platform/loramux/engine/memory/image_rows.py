@@ -7,10 +7,14 @@ Tenants take turns, image by image (one turn for each class of service), so many
 another tenant's image by one image of each tenant that waits. A tenant whose images are computed waits for its requests
 to start before more of its images are computed (`MAX_AHEAD`).
 
-The rows of an image are kept under its tenant and digest, so the same image of two tenants is computed twice. The rows
-of a request stay until the request ends, because a preempted request computes its prompt again. Other rows stay until
-their memory is needed, the least recently used first. A request begins only if all its rows fit: requests that hold
-rows never wait for others, so every request progresses.
+The rows of an image are kept under its tenant and digest, so the same image of two tenants is computed twice. If an
+adapter changes the tower, its revision is part of the key. Such rows are no other revision's, and rows of the base are
+shared by all adapters that leave the tower alone. An adapter's files tell which of both it is, so a request waits until
+they have been inspected.
+
+The rows of a request stay until the request ends, because a preempted request computes its prompt again. Other rows
+stay until their memory is needed, the least recently used first. A request begins only if all its rows fit: requests
+that hold rows never wait for others, so every request progresses.
 """
 
 from __future__ import annotations
@@ -22,13 +26,14 @@ import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from loramux.engine.messages import EngineFault, ImageInput, Request, ServiceClass
-from loramux.engine.metrics import Counters
+from loramux.engine.memory.memory import Memory
+from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, ServiceClass
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +42,23 @@ NICENESS = 10
 MAX_AHEAD = 4
 """Requests of a tenant and class whose images are computed and that have not started."""
 
-Key = tuple[str, str]
-"""Tenant and digest of an image."""
 Turn = tuple[ServiceClass, str]
 Rows = TypeVar("Rows")
 Rows_co = TypeVar("Rows_co", covariant=True)
+
+
+class AdapterUnread(Exception):
+    """The weights of an adapter, with which the tower was to compute an image, could not be read."""
+
+
+class Key(NamedTuple):
+    """Identity of an image's rows."""
+
+    tenant: str
+    digest: str
+    """Digest of the image."""
+    revision: str
+    """Digest of the revision whose tower computes the rows; empty: the base's tower."""
 
 
 class Encoder(Protocol[Rows_co]):
@@ -55,6 +72,10 @@ class Encoder(Protocol[Rows_co]):
 
     def encode(self, image: ImageInput) -> Rows_co:
         """Compute the rows of `image`."""
+
+
+TowerOf = Callable[[AdapterRef], AbstractContextManager[None]]
+"""Function that returns a context in which the encoder computes as an adapter changes it. Raises AdapterUnread."""
 
 
 @dataclass(slots=True)
@@ -78,21 +99,25 @@ class ImageRows(Generic[Rows]):
     def __init__(
         self,
         encoder: Encoder[Rows],
+        tower_of: TowerOf,
+        memory: Memory,
         max_bytes: int,
-        counters: Counters,
-        clock: Callable[[], float],
         wake: Callable[[], None],
         has_started: Callable[[str], bool],
         on_start: Callable[[str], None],
     ) -> None:
-        """`wake` is called from the thread after each image. `has_started` tells if a request, by its id, has begun to
-        run or has ended. `on_start` is called with a request's id before an image of it is computed."""
+        """`memory` has the adapters, the counters and the clock. `wake` is called from the thread after each image.
+        `has_started` tells if a request, by its id, has begun to run or has ended. `on_start` is called with a
+        request's id before an image of it is computed."""
         self.num_bytes = 0
         """Bytes of rows, computed or reserved."""
         self._encoder = encoder
+        self._tower_of = tower_of
+        self._memory = memory
+        self._residency = memory.residency
         self._max_bytes = max_bytes
-        self._counters = counters
-        self._clock = clock
+        self._counters = self._residency.counters
+        self._clock = self._residency.clock
         self._wake = wake
         self._has_started = has_started
         self._on_start = on_start
@@ -101,6 +126,10 @@ class ImageRows(Generic[Rows]):
         """The last used last."""
         self._pinned: dict[str, tuple[Turn, list[Key]]] = {}
         """The turn of a request and the rows that it needs, by its id."""
+        self._wanted: dict[str, str] = {}
+        """The revision of a request with an adapter, by the request's id."""
+        self._inspecting: set[str] = set()
+        """Revisions whose inspection the first request of a turn waits for."""
         self._turns: OrderedDict[Turn, deque[_Waiting]] = OrderedDict()
         """Waiting requests by tenant and class, the next turn first."""
         self._job: tuple[Key, Future[Rows]] | None = None
@@ -114,9 +143,9 @@ class ImageRows(Generic[Rows]):
         """True if no request waits."""
         return not self._turns
 
-    def rows_of(self, tenant: str, digest: str) -> Rows:
+    def rows_of(self, request_id: str, digest: str) -> Rows:
         """Return the rows of an image of a request that has not ended."""
-        rows = self._held[tenant, digest].rows
+        rows = next(self._held[key].rows for key in self._pinned[request_id][1] if key.digest == digest)
         assert rows is not None, "a request runs after its images are computed"
         return rows
 
@@ -127,12 +156,16 @@ class ImageRows(Generic[Rows]):
         for image in request.images:
             if fault := self._encoder.fault_of(image):
                 return EngineFault("internal_error", fault, field="messages")
-        if (needed := sum(self._sizes(request).values())) > self._max_bytes:
+        needed = sum({image.digest: self._encoder.bytes_of(image) for image in request.images}.values())
+        if needed > self._max_bytes:
             message = (
                 f"The request's images take {needed} bytes, more than the {self._max_bytes} that this server keeps for "
                 f"images. Send fewer or smaller images, or ask the operator for a larger engine.image_bytes."
             )
             return EngineFault("context_length_exceeded", message, field="messages")
+        if (adapter := request.adapter) is not None:
+            self._residency.want(adapter)
+            self._wanted[request.id] = adapter.digest
         self._has_news = True
         turn = request.service_class, request.tenant
         self._turns.setdefault(turn, deque()).append(_Waiting(request, self._clock()))
@@ -154,16 +187,30 @@ class ImageRows(Generic[Rows]):
         """Let the rows of a request that has ended be dropped when their memory is needed."""
         for key in self._pinned.pop(request_id, (None, ()))[1]:
             self._held[key].users -= 1
+        if (digest := self._wanted.pop(request_id, None)) is not None:
+            self._memory.release(digest)
+            if not self._residency.is_known(digest):  # it was deleted, and this was its last request
+                self.retire(digest)
+
+    def retire(self, digest: str) -> None:
+        """Drop the rows of a deleted revision that no request needs."""
+        for key in [key for key, held in self._held.items() if key.revision == digest and not held.users]:
+            self._drop(key)
 
     def advance(self) -> tuple[list[Request], list[tuple[Request, EngineFault]]]:
         """Start the next image if none is being computed. Return the requests whose images are computed now, and those
-        whose images have failed.
+        whose images or adapters have failed.
 
         Returned requests hold no patches, and their deadline is shortened by their wait here.
         """
         failed = self._take_result()
+        if inspected := {digest for digest in self._inspecting if not self._residency.is_inspecting(digest)}:
+            self._inspecting -= inspected
+            self._has_news = True
         turns, self._has_news = list(self._turns) if self._has_news else [], False
-        ready = [self._without_patches(one) for turn in turns for one in self._take_ready(turn)]
+        ready: list[Request] = []
+        for turn in turns:
+            self._take_leading(turn, ready, failed)
         if self._job is None:
             self._start_next()
         return ready, failed
@@ -174,8 +221,31 @@ class ImageRows(Generic[Rows]):
 
     # the parts
 
+    def _is_inspected(self, request: Request) -> bool:
+        """Return whether it is known if the adapter of `request` changes the tower."""
+        return request.adapter is None or self._residency.changes_tower(request.adapter.digest) is not None
+
+    def _tower_adapter(self, request: Request) -> AdapterRef | None:
+        """Return the adapter of `request`, whose files have been inspected, if it changes the tower."""
+        adapter = request.adapter
+        return adapter if adapter is not None and self._residency.changes_tower(adapter.digest) else None
+
+    def _key(self, request: Request, image: ImageInput) -> Key:
+        adapter = self._tower_adapter(request)
+        return Key(request.tenant, image.digest, "" if adapter is None else adapter.digest)
+
     def _sizes(self, request: Request) -> dict[Key, int]:
-        return {(request.tenant, image.digest): self._encoder.bytes_of(image) for image in request.images}
+        return {self._key(request, image): self._encoder.bytes_of(image) for image in request.images}
+
+    def _fault_of_adapter(self, request: Request) -> EngineFault | None:
+        if request.adapter is None:
+            return None
+        digest = request.adapter.digest
+        if self._residency.has_failed(digest):
+            reason = self._residency.failure(digest)
+            return EngineFault("adapter_failed", f"The adapter could not be loaded: {reason}")
+        refused = self._residency.images_refused(digest)
+        return None if refused is None else EngineFault("images_not_supported", refused, field="messages")
 
     def _take_result(self) -> list[tuple[Request, EngineFault]]:
         """Keep the rows that the thread has computed. If it has failed, return the requests that need them."""
@@ -188,27 +258,39 @@ class ImageRows(Generic[Rows]):
             if held := self._held.get(key):  # None: its request was cancelled, and others needed the memory
                 held.rows = job.result()
             return []
-        logger.error("an image could not be computed", exc_info=error)
+        if isinstance(error, AdapterUnread):
+            fault = EngineFault("adapter_failed", f"The adapter could not be loaded: {error}")
+        else:
+            logger.error("an image could not be computed", exc_info=error)
+            fault = EngineFault("internal_error", "An image of the request could not be computed.", field="messages")
         waiting = [one.request for turn in self._turns.values() for one in turn]
         failed = [request for request in waiting if key in self._pinned.get(request.id, (None, ()))[1]]
         for request in failed:
             self.cancel(request.id)
         if key in self._held:
             self._drop(key)
-        fault = EngineFault("internal_error", "An image of the request could not be computed.", field="messages")
         return [(request, fault) for request in failed]
 
-    def _take_ready(self, turn: Turn) -> list[_Waiting]:
-        """Take the leading requests of `turn` whose images are computed."""
-        waiting, ready = self._turns[turn], []
-        while waiting and self._is_computed(waiting[0].request):
-            ready.append(waiting.popleft())
-        if not waiting:
-            del self._turns[turn]
-        return ready
+    def _take_leading(self, turn: Turn, ready: list[Request], failed: list[tuple[Request, EngineFault]]) -> None:
+        """Take the leading requests of `turn` whose images are computed, and those whose adapter is not served."""
+        while waiting := self._turns.get(turn):
+            request = waiting[0].request
+            if fault := self._fault_of_adapter(request):
+                failed.append((request, fault))
+                self.cancel(request.id)
+            elif self._is_computed(request):
+                ready.append(self._without_patches(waiting.popleft()))
+                if not waiting:
+                    del self._turns[turn]
+            else:
+                if request.adapter is not None and not self._is_inspected(request):
+                    self._inspecting.add(request.adapter.digest)
+                return
 
     def _is_computed(self, request: Request) -> bool:
         if request.id not in self._pinned:
+            if not self._is_inspected(request):
+                return False
             found = [self._held.get(key) for key in self._sizes(request)]
             if any(held is None or held.rows is None for held in found):
                 return False
@@ -223,18 +305,22 @@ class ImageRows(Generic[Rows]):
         for turn, waiting in self._turns.items():
             request = waiting[0].request
             if request.id not in self._pinned:
-                if is_full or ahead[turn] >= MAX_AHEAD:
+                if is_full or ahead[turn] >= MAX_AHEAD or not self._is_inspected(request):
                     continue
                 if not self._begin(request):
                     is_full = True  # no request overtakes one that waits for memory
                     continue
-            image = next(i for i in request.images if self._held[request.tenant, i.digest].rows is None)
+            image = next(i for i in request.images if self._held[self._key(request, i)].rows is None)
             self._on_start(request.id)
-            job = self._thread.submit(self._encoder.encode, image)
-            self._job = (request.tenant, image.digest), job
+            job = self._thread.submit(self._encode, image, self._tower_adapter(request))
+            self._job = self._key(request, image), job
             job.add_done_callback(lambda _: self._wake())
             self._turns.move_to_end(turn)
             return
+
+    def _encode(self, image: ImageInput, adapter: AdapterRef | None) -> Rows:
+        with nullcontext() if adapter is None else self._tower_of(adapter):
+            return self._encoder.encode(image)
 
     def _begin(self, request: Request) -> bool:
         """Reserve the memory of the rows of `request`. Return False if other requests hold too much."""

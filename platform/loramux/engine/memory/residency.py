@@ -45,8 +45,10 @@ class Inspected(NamedTuple):
     """Pages that the revision takes."""
     invocation: tuple[int, ...] | None = None
     """Tokens that activate an activated LoRA."""
-    part_for_images: str | None = None
-    """A module that the revision changes and that reads images; None: it changes no such module."""
+    changes_tower: bool = False
+    """True if the revision changes modules that read images."""
+    images_refused: str | None = None
+    """Reason why requests of the revision with images are refused; None: they are served."""
 
 
 class StoreJob(Future[T]):
@@ -119,7 +121,8 @@ class Resident:
     state: AdapterState = AdapterState.INSPECTING
     num_pages: int = 0
     invocation: tuple[int, ...] | None = None
-    part_for_images: str | None = None
+    changes_tower: bool | None = None
+    images_refused: str | None = None
     pages: list[int] = field(default_factory=list)
     slot: int | None = None
     users: int = 0
@@ -221,9 +224,17 @@ class Residency:
         """Return the tokens that activate the revision if it is an activated LoRA and its files have been checked."""
         return self._known[digest].invocation
 
-    def part_for_images(self, digest: str) -> str | None:
-        """Return a module that the revision changes and that reads images, if its files have been checked."""
-        return self._known[digest].part_for_images
+    def is_inspecting(self, digest: str) -> bool:
+        """Return whether the files of the revision are being checked."""
+        return digest in self._known and self._known[digest].state is AdapterState.INSPECTING
+
+    def changes_tower(self, digest: str) -> bool | None:
+        """Return whether the revision changes modules that read images; None: its files have not been checked."""
+        return self._known[digest].changes_tower
+
+    def images_refused(self, digest: str) -> str | None:
+        """Return why requests of the revision with images are refused, if its files have been checked."""
+        return self._known[digest].images_refused
 
     def expected_wait(self, digest: str) -> float:
         """Return the seconds until a wanted revision is likely to be READY, estimated from the mean time of all loads
@@ -301,8 +312,15 @@ class Residency:
     # requests come and go
 
     def acquire(self, ref: AdapterRef) -> None:
-        """Note a request for `ref`: start an inspection if the revision's size is unknown, and retry a FAILED revision
-        after its quarantine.
+        """Note a request for `ref`, as `want` does, and count if the revision was READY."""
+        self.want(ref)
+        is_ready = self._known[ref.digest].state is AdapterState.READY
+        self.counters.adapter_hits += is_ready
+        self.counters.adapter_misses += not is_ready
+
+    def want(self, ref: AdapterRef) -> None:
+        """Keep `ref` known until `release`: start an inspection if the revision's size is unknown, and retry a FAILED
+        revision after its quarantine.
         """
         resident = self._known.get(ref.digest)
         if resident is None:
@@ -310,8 +328,6 @@ class Residency:
             self._inspect(resident)
         elif resident.state is AdapterState.FAILED and self.clock() >= resident.retry_at:
             self._inspect(resident)
-        self.counters.adapter_hits += resident.state is AdapterState.READY
-        self.counters.adapter_misses += resident.state is not AdapterState.READY
         self._count_unwanted(resident, -1)
         resident.wanted_by += 1
         self._count_unwanted(resident, +1)
@@ -458,7 +474,7 @@ class Residency:
         elif error := pending.exception():
             self._fail(resident, error)
         elif isinstance(result := pending.result(), Inspected):
-            resident.num_pages, resident.invocation, resident.part_for_images = result
+            resident.num_pages, resident.invocation, resident.changes_tower, resident.images_refused = result
             resident.state = AdapterState.KNOWN
         else:
             resident.slot, resident.state, resident.failures = result, AdapterState.READY, 0

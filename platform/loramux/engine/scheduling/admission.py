@@ -81,17 +81,6 @@ class CapacityPolicy:
             f"for a larger engine.pool_bytes."
         )
 
-    def never_sees(self, sequence: Sequence) -> str | None:
-        """Return why the sequence's adapter does not answer to images, if the sequence has images."""
-        if not (sequence.digest and sequence.request.images):
-            return None
-        if (module := self._residency.part_for_images(sequence.digest)) is None:
-            return None
-        return (
-            f"The adapter changes {module}, a part of the model that reads images, and this server runs that part as "
-            f"the base has it. Send text alone, or train the adapter on the language model's modules."
-        )
-
     def is_over_quota(self, sequence: Sequence) -> bool:
         """Return whether the sequence's tenant would hold more pages than it may. If the tenant holds no pages, the
         sequence was checked on arrival.
@@ -324,9 +313,6 @@ class Admission:
             return False
         if reason := self._capacity.never_fits(sequence):
             self._state.reject(sequence, EngineFault("context_length_exceeded", reason))
-            return True
-        if reason := self._capacity.never_sees(sequence):
-            self._state.reject(sequence, EngineFault("images_not_supported", reason, field="messages"))
             return True
         if self._capacity.is_over_quota(sequence):
             self._queue.park(flow, [quota_of(flow.tenant)])

@@ -181,7 +181,7 @@ class Scheduler:
         state, changes = self.state, self.queue.num_changes
         now = state.clock()
         self._observe_step(now)
-        self._process_loads()
+        self.process_loads()
         self._process_deadlines(now)
         self.queue.update_ceilings()
         priority_flow = self._admission.preempt_for_next()
@@ -277,8 +277,10 @@ class Scheduler:
         self._earlier_tokens, self._planned_at = tokens, now
         self._running_tokens = self._running_rows = 0
 
-    def _process_loads(self) -> None:
-        """Reject the requests of revisions that failed, and let flows that waited for a load take part again."""
+    def process_loads(self) -> None:
+        """Take over the inspections and loads that have ended. Reject the requests of revisions that failed, and let
+        flows that waited for a load take part again.
+        """
         state = self.state
         for digest in state.residency.poll():
             if state.residency.has_failed(digest):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,24 @@ def test_parity_of_out_proj_of_mamba_layers_is_compared_though_peft_refuses_to_t
     if whole:
         assert outcomes(report)["parity_of_tokens"] == "passed"
         assert report.checks[1].figures["mean_divergence_from_base"] > 0
+
+
+@pytest.mark.parametrize(("family", "of_tower"), [("qwen2_5_vl", 2 * 5 + 2), ("qwen3_vl", 2 * 4 + 2 + 2 * 2)])
+def test_parity_of_an_adapter_of_the_vision_tower_compares_linears_of_tower_and_connector(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, of_tower: int
+) -> None:
+    zoo = Zoo(family, tmp_path)
+    zoo.make_adapter("tower", {"r": 5, "lora_alpha": 7, "target_modules": "all-linear", "use_dora": True}, seed=3)
+    comparison = ParityComparison.over(setup_of(zoo, 1 << 30))
+    report = report_on(comparison, zoo.adapters / "tower")
+    assert outcomes(report) == {"parity_of_layers": "passed", "parity_of_tokens": "passed"}
+    assert report.checks[0].figures["linears"] == 3 * 7 + of_tower, "text, blocks of the tower, mergers"
+    assert report.checks[1].detail.endswith("; no prompt has an image")
+    monkeypatch.setattr(parity, "changed_linears", lambda *_: nullcontext())
+    report = report_on(comparison, zoo.adapters / "tower")
+    assert outcomes(report) == {"parity_of_layers": "failed"}
+    assert report.refusal is not None
+    assert "model.visual." in report.refusal.message
 
 
 def test_parity_of_an_adapter_for_vectors_compares_them(comparison: ParityComparison, zoo: Zoo, tmp_path: Path) -> None:
