@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -300,10 +301,49 @@ def test_a_body_may_hold_the_most_images_as_base64_and_not_more(open_site: Site)
             assert answer.status_code == status, answer.text
 
 
+LARGE = base64.b64encode(PICTURE + bytes(1 << 20)).decode()
+"""The picture's file with bytes after its end: large as base64, and few patches."""
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": {
+        "messages": [user({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{LARGE}"}})]
+    },
+    "/v1/responses": {
+        "input": [user({"type": "input_image", "image_url": f"data:image/png;base64,{LARGE}"})],
+        "store": False,
+    },
+    "/v1/messages": {
+        "messages": [user({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": LARGE}})],
+        "max_tokens": 1000,
+    },
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_open_stream_holds_neither_its_body_nor_its_images_as_base64(open_site: Site, path: str) -> None:
+    body = json.dumps({"model": "tiny", "stream": True, **BODIES[path]}).encode()
+    engine = open_site.engine
+    engine.pause, engine.script, before = 0.1, lambda _: [*b"a" * 900, 256], engine.script
+    tracemalloc.start()
+    try:
+        with open_site.http() as http, http.stream("POST", path, content=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            next(answer.iter_raw())
+            held = [str(trace.traceback) for trace in tracemalloc.take_snapshot().traces if trace.size > len(LARGE) / 2]
+            assert not held
+            assert engine.running == 1
+    finally:
+        tracemalloc.stop()
+        engine.pause, engine.script = 0.0, before
+    sees(open_site)
+
+
+CLIENTS = ("openai", "anthropic", "langchain-openai", "langchain-anthropic")
+
+
 @pytest.mark.slow
 def test_official_clients_send_images_unchanged(open_site: Site, web: str, tmp_path: Path) -> None:
     try:
-        programs = make_environment(tmp_path / "environment", "openai", "anthropic", "langchain-openai")
+        programs = make_environment(tmp_path / "environment", *CLIENTS)
     except RegistryError as error:
         pytest.skip(f"the clients cannot be installed here: {error}")
     facts = {"URL": open_site.url, "KEY": open_site.keys["acme"], "DATA": DATA, "ADDRESS": f"{web}/a.png"}

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import binascii
 import io
+import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from loramux.common.sandbox.sandbox import split_bulk, with_bulk
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that are decoded, under Pillow's names."""
@@ -30,10 +35,10 @@ MAX_SCANS = 100
 
 
 class DecodingJob(msgspec.Struct, frozen=True):
-    """One image."""
+    """One image, whose file is the job's bulk."""
 
-    data: str
-    """The bytes of the file, as base64."""
+    is_base64: bool
+    """True if the file is sent as base64."""
     max_bytes: int
     max_pixels: int
     """Maximum number of pixels of the image in its file."""
@@ -42,9 +47,8 @@ class DecodingJob(msgspec.Struct, frozen=True):
 
 
 class DecodedImage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The patches of an image and their grid, as in `ImageInput`; or a fault."""
+    """The grid of an image's patches, as in `ImageInput`, or a fault. The patches are the answer's bulk."""
 
-    patches: bytes = b""
     grid: tuple[int, int, int] = (0, 0, 0)
     fault: ImageFault | None = None
     size: tuple[int, int] = (0, 0)
@@ -59,28 +63,36 @@ class _Refused(Exception):
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function for one job. `setup` is the folder of the checkpoint, whose image processor is loaded."""
+    # transformers imports torch if it finds it. Pillow's processors need none, and torch takes seconds and 200 MB.
+    sys.modules["torch"] = cast(ModuleType, None)
     from transformers import AutoImageProcessor
 
     processor = AutoImageProcessor.from_pretrained(Path(setup.decode()), backend="pil", trust_remote_code=False)
     Image.init()  # import the formats' modules now, because a job cannot open files
-    return lambda job: msgspec.json.encode(decode(msgspec.json.decode(job, type=DecodingJob), processor))
+    return partial(_decode, processor)
 
 
-def decode(job: DecodingJob, processor: Any) -> DecodedImage:
-    """Decode an image, and return its patches or a fault."""
+def _decode(processor: Any, message: bytes) -> bytes:
+    """Decode the image of a DecodingJob, and return a DecodedImage with patches or a fault."""
+    text, file = split_bulk(message)
+    job = msgspec.json.decode(text, type=DecodingJob)
     try:
-        image = _opened(job)
-        return _patches(_upright(image), processor, job.max_tokens)
+        image = _opened(_file(file) if job.is_base64 else file, job)
+        decoded, patches = _patches(_upright(image), processor, job.max_tokens)
     except _Refused as refused:
-        return DecodedImage(fault=refused.fault, size=refused.size)
+        decoded, patches = DecodedImage(fault=refused.fault, size=refused.size), b""
+    return with_bulk(msgspec.json.encode(decoded), patches)
 
 
-def _opened(job: DecodingJob) -> Image.Image:
-    """Read the header, and check its facts."""
+def _file(text: bytes) -> bytes:
     try:
-        data = binascii.a2b_base64(job.data)
+        return binascii.a2b_base64(text.decode("ascii"))
     except ValueError:
         raise _Refused("no_base64") from None
+
+
+def _opened(data: bytes, job: DecodingJob) -> Image.Image:
+    """Read the header, and check its facts."""
     if len(data) > job.max_bytes:
         raise _Refused("too_large")
     Image.MAX_IMAGE_PIXELS = None  # the bound below is the server's own
@@ -115,8 +127,8 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _patches(image: Image.Image, processor: Any, max_tokens: int) -> DecodedImage:
-    """Return the patches before their values are scaled, so that each value is a byte."""
+def _patches(image: Image.Image, processor: Any, max_tokens: int) -> tuple[DecodedImage, bytes]:
+    """Return the grid, and the patches before their values are scaled, so that each value is a byte."""
     side = processor.patch_size * processor.merge_size
     size = dict(processor.size)
     size["longest_edge"] = min(size["longest_edge"], max_tokens * side * side)
@@ -128,4 +140,4 @@ def _patches(image: Image.Image, processor: Any, max_tokens: int) -> DecodedImag
     patches = np.asarray(made["pixel_values"])
     grid = tuple(int(n) for n in made["image_grid_thw"][0])
     assert ((patches >= 0) & (patches <= 255)).all(), "the processor resizes bytes"
-    return DecodedImage(patches.astype(np.uint8).tobytes(), (grid[0], grid[1], grid[2]), size=image.size)
+    return DecodedImage((grid[0], grid[1], grid[2]), size=image.size), patches.astype(np.uint8).tobytes()

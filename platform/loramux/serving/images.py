@@ -11,7 +11,6 @@ that images of running requests hold.
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import struct
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -134,6 +133,10 @@ class ImageFormat:
         """Refuse a prompt without images that has the pad token. Raises InvalidRequest."""
         if self.token_id in token_ids:
             raise _spelled(self, field)
+
+    def start(self) -> None:
+        """Start the process that decodes, so that the first image need not wait for its imports."""
+        self.sandbox.start()
 
     def close(self) -> None:
         """Stop the process that decodes."""
@@ -298,12 +301,13 @@ class ImageReader:
         bounds = self._settings
         max_tokens = min(bounds.max_tokens, SMALL_TOKENS) if source.is_small else bounds.max_tokens
         result_bytes = max_tokens * format.merged * format.patch_bytes
-        text = data if isinstance(data, str) else base64.b64encode(data).decode()
-        job = DecodingJob(text, bounds.max_bytes, bounds.max_pixels, max_tokens)
+        is_base64 = isinstance(data, str)
+        job = DecodingJob(is_base64, bounds.max_bytes, bounds.max_pixels, max_tokens)
+        file = data.encode() if isinstance(data, str) else data
         memory = PROCESS_BYTES + 16 * result_bytes + BYTES_PER_PIXEL * bounds.max_pixels
-        limits = JobLimits(memory, CPU_SECONDS, WALL_SECONDS, answer_bytes=2 * result_bytes + (1 << 16))
+        limits = JobLimits(memory, CPU_SECONDS, WALL_SECONDS, answer_bytes=result_bytes + (1 << 16))
         try:
-            ended = format.sandbox.run(msgspec.json.encode(job), limits)
+            ended = format.sandbox.run(msgspec.json.encode(job), limits, file)
             decoded = msgspec.json.decode(ended.value, type=DecodedImage)
         except SandboxDied:
             raise Unavailable("Images cannot be read at this moment. Please retry.", code="server_busy") from None
@@ -311,7 +315,7 @@ class ImageReader:
             raise _invalid(source, "it takes too much memory or time to decode") from None
         if decoded.fault is not None:
             raise _invalid(source, self._reason(decoded))
-        if (image := _input_of(decoded, format, max_tokens)) is None:
+        if (image := _input_of(decoded, ended.bulk, format, max_tokens)) is None:
             raise _invalid(source, self._reason(decoded))
         return image
 
@@ -389,17 +393,18 @@ def shortened_images(
     return tuple(found)
 
 
-def _input_of(decoded: DecodedImage, format: ImageFormat, max_tokens: int) -> ImageInput | None:
+def _input_of(decoded: DecodedImage, patches: bytes, format: ImageFormat, max_tokens: int) -> ImageInput | None:
     """Return the engine's form of an image; None if the process that decoded it, which is not trusted, does not keep
     its bounds.
     """
     count = decoded.grid[0] * decoded.grid[1] * decoded.grid[2]
     num_tokens, rest = divmod(count, format.merged)
     is_sound = min(decoded.grid) > 0 and not rest and num_tokens <= max_tokens
-    if not is_sound or len(decoded.patches) != count * format.patch_bytes:
+    if not is_sound or len(patches) != count * format.patch_bytes:
         return None
-    digest = hashlib.sha256(struct.pack("<3q", *decoded.grid) + decoded.patches).hexdigest()
-    return ImageInput(digest=digest, patches=decoded.patches, grid=decoded.grid, start=0, num_tokens=num_tokens)
+    digest = hashlib.sha256(struct.pack("<3q", *decoded.grid))
+    digest.update(patches)
+    return ImageInput(digest=digest.hexdigest(), patches=patches, grid=decoded.grid, start=0, num_tokens=num_tokens)
 
 
 def _invalid(source: ImageSource, why: str) -> InvalidRequest:
