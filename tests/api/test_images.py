@@ -93,6 +93,11 @@ def open_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         yield Site(server, engine, settings, keys)
 
 
+def test_a_server_starts_the_decoding_process_before_its_first_image(open_site: Site) -> None:
+    images = open_site.server.app.state.platform.completions.bases["tiny"].images
+    assert images.sandbox._process.poll() is None
+
+
 @pytest.mark.parametrize("path", ["/v1/models/tiny", "/v1/models"])
 def test_models_say_that_prompts_may_have_images(open_site: Site, path: str) -> None:
     with open_site.http() as http:
