@@ -17,7 +17,7 @@ prints, as JSON, how often the requests of each kind and name have ended in whic
   lines wait, files and bodies that arrive slowly, judges with encoded replies, silent webhooks, silent connections.
 
 - `images`: the largest images, the most images and the largest files of a request, and images that are refused
-  (`hostile_images.KINDS`). Each name has places of its own, because some requests wait long. The base must read images.
+  (`hostile_images.KINDS`). Each name has separate places, because some requests wait long. The base must read images.
 - `pictures`: as many requests, each with an ordinary image.
 
 `bodies/NAME`, `pools/NAME` and `images/NAME` are only the requests whose names begin with NAME. Requests of the first

@@ -298,13 +298,9 @@ def test_the_decoding_process_starts_without_torch_and_says_nothing(tmp_path: Pa
         "import sys; from loramux.serving.image_decoding import prepare; prepare(sys.stdin.buffer.read())\n"
         "print([name for name in ('torch', 'transformers') if sys.modules.get(name)])"
     )
-    setup, environment = (
-        str(make_image_files(tmp_path)).encode(),
-        os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    started = subprocess.run(
-        [sys.executable, "-c", code], input=setup, capture_output=True, check=True, env=environment
-    )
+    setup, environment = str(make_image_files(tmp_path)).encode(), {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    started = subprocess.run(command, input=setup, capture_output=True, check=True, env=os.environ | environment)
     assert (started.stdout, started.stderr) == (b"['transformers']\n", b"")
 
 

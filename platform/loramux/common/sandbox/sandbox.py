@@ -399,7 +399,7 @@ def _report_ended(jobs: dict[int, int]) -> None:
         while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
             pid, code = ended
             if (status := jobs.pop(pid, None)) is None:
-                continue  # a child that a job left behind
+                continue  # a child of a job that has ended
             with suppress(ConnectionError):  # the server has the answer, and does not ask
                 os.write(status, bytes([os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0]))
             os.close(status)
