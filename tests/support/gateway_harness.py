@@ -21,10 +21,11 @@ from loramux.data.records import schema
 from loramux.data.records.database import Database
 from loramux.engine.messages import SamplingParams
 from loramux.money.usage.service import UsageService
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.formats import GrammarTrials
 from loramux.serving.images import ImageReader
 from loramux.serving.messages import Answer, GenerationRequest
-from loramux.serving.service import CompletionService, ServedBase, ServedBases
+from loramux.serving.service import CompletionService
 from loramux.serving.tokenizer import Tokenizer
 
 

@@ -23,7 +23,8 @@ from loramux.money.billing.reconcile import LedgerProof
 from loramux.money.exports.delivery import SinkDelivery
 from loramux.money.usage.service import UsageService
 from loramux.serving.adapters import AdapterService
-from loramux.serving.service import CompletionService, ServedBases
+from loramux.serving.bases import ServedBases
+from loramux.serving.service import CompletionService
 from loramux_api.bodies import DocumentRequest
 from loramux_api.openapi import OperatorController
 from loramux_api.parameters import MAX_PAGE, BeforeSequence, OptionalText, PageLimit, PathName

@@ -33,9 +33,9 @@ from loramux.common.jobs import ANYONE, run_blocking
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import ImageSettings
 from loramux.common.units import SECOND
+from loramux.serving.bases import ServedBases
 from loramux.serving.errors import InvalidRequest
 from loramux.serving.image_decoding import FORMATS
-from loramux.serving.service import ServedBases
 from loramux_api.auth import ensure_same_origin, origin_of, requires, session_of
 from loramux_api.bodies import AnyRequest, Body
 from loramux_api.headers import SESSION_COOKIE, SIGN_IN_COOKIE, cookie_name, is_local

@@ -15,7 +15,7 @@ from loramux.catalog.registry.errors import AdapterNotFound, ModelNotFound
 from loramux.common.identity import Principal
 from loramux.common.units import SECOND
 from loramux.serving.adapters import AdapterService
-from loramux.serving.service import ServedBase, ServedBases
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux_api.auth import requires
 from loramux_api.openapi import ApiController
 from loramux_api.parameters import PathName

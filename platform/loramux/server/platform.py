@@ -49,10 +49,11 @@ from loramux.money.exports.sinks import WebhookSink, make_sink
 from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
 from loramux.serving.adapters import AdapterService, LocalFolders
+from loramux.serving.bases import ServedBases
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.images import ImageReader
 from loramux.serving.lifecycle import RECONCILE_SECONDS, BaseLifecycle
-from loramux.serving.service import CompletionService, ServedBases
+from loramux.serving.service import CompletionService
 from loramux.serving.stored_responses import ResponseStore
 
 MAINTENANCE_SECONDS = 10.0

@@ -44,12 +44,12 @@ from loramux.engine.client import EngineDied
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.launching import launcher_of
 from loramux.fleet.member import LaunchEngine
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.checkpoint_files import problem_of
 from loramux.serving.engine_questions import EngineQuestions
 from loramux.serving.errors import BaseConflict, InvalidBase, UnknownBase
 from loramux.serving.formats import GrammarTrials
 from loramux.serving.images import ImageFormat
-from loramux.serving.service import ServedBase, ServedBases
 from loramux.serving.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

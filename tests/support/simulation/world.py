@@ -41,11 +41,12 @@ from loramux.money.limits.errors import LimitsError
 from loramux.money.usage.errors import IdempotencyMismatch, StillRunning
 from loramux.money.usage.idempotency import AnswerStorage
 from loramux.money.usage.service import UsageService
+from loramux.serving.bases import ServedBase, ServedBases
 from loramux.serving.errors import ServingError
 from loramux.serving.formats import GrammarTrials
 from loramux.serving.generation import Generation
 from loramux.serving.messages import GenerationRequest
-from loramux.serving.service import CompletionService, ServedBase, ServedBases
+from loramux.serving.service import CompletionService
 from loramux.serving.tokenizer import Tokenizer
 from simulation.database import PEPPER, Faults, Template, seeded_names, simulated_database
 from simulation.loop import Queue, SimulationLoop, Thread, current_loop, sleep

@@ -95,8 +95,6 @@ async def claim_keys(
 ) -> dict[str, Rejection]:
     """Claim the free keys; return by id the reasons why the other claimants must not run."""
     keyed = [(one, one.claim) for one in claimants if one.claim is not None]
-    if not keyed:
-        return {}
     rows = await ClaimRepository(session).claim([_row(one, claim, now, storage) for one, claim in keyed], now)
     rejections: dict[str, Rejection] = {}
     for one, claim in keyed:

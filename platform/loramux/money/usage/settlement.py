@@ -220,7 +220,9 @@ class SettlementWriter:
         Another server's row is refused.
         """
         requests, now = RequestRepository(session), self._database.now()
-        outcomes: dict[str, SettlementOutcome | Exception] = {**await claim_keys(session, opened, now, self._answers)}
+        outcomes: dict[str, SettlementOutcome | Exception] = {}
+        if any(one.claim for one in opened):
+            outcomes |= await claim_keys(session, opened, now, self._answers)
         fresh = [request for request in opened if request.id not in outcomes]
         outcomes |= {request.id: _admit(admission, request) for request in fresh}
         if refused := [one.id for one in fresh if one.claim and isinstance(outcomes[one.id], Exception)]:
@@ -250,8 +252,8 @@ class SettlementWriter:
         appended = await LedgerRepository(session).append(head, contents)
         if counts := _by_weights(closed):
             await EngineCountRepository(session).add(self._server_id, counts)
-        answers = {row.id: settlement.answer for row, settlement in closed if row.has_claim}
-        await conclude_claims(session, answers, self._answers)
+        if answers := {row.id: settlement.answer for row, settlement in closed if row.has_claim}:
+            await conclude_claims(session, answers, self._answers)
         for row, settlement in closed:
             if row.has_holds:
                 charged = ChargedUsage(settlement.billed, settlement.billed_loads)
