@@ -15,7 +15,6 @@ prints, as JSON, how often the requests of each kind and name have ended in whic
 - `bodies`: lists, maps and nested values that are as large as their route allows, or much larger (`WIDE_BODIES`).
 - `pools`: requests that occupy threads, connections and memory (`HOLDING`): downloads that are not read, batches whose
   lines wait, files and bodies that arrive slowly, judges with encoded replies, silent webhooks, silent connections.
-
 - `images`: the largest images, the most images and the largest files of a request, and images that are refused
   (`hostile_images.KINDS`). Each name has separate places, because some requests wait long. The base must read images.
 - `pictures`: as many requests, each with an ordinary image.

@@ -64,7 +64,7 @@ class _Refused(Exception):
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function for one job. `setup` is the folder of the checkpoint, whose image processor is loaded."""
-    # transformers imports torch if it finds it, and says so if not. Pillow's processors need no torch, whose import takes
+    # transformers imports torch if it finds it, and says so if not. Pillow's processors need no torch. Its import takes
     # three seconds and 340 MiB.
     sys.modules["torch"] = cast(ModuleType, None)
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
