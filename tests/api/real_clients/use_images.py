@@ -42,7 +42,7 @@ for content in (parts, standard):
     assert chain.invoke([HumanMessage([{"type": "text", "text": "what?"}, *content])]).content == "seen"
 responses = ChatOpenAI(model="tiny", base_url=f"{url}/v1", api_key=key, max_retries=0, use_responses_api=True)
 assert responses.invoke([HumanMessage([{"type": "text", "text": "what?"}, *standard])]).text == "seen"
-by_id = [{"type": "image", "file_id": file.id}, standard[0]]
+by_id = [items[0], standard[0]]  # LangChain's own form of an image has no id of a file
 assert responses.invoke([HumanMessage([{"type": "text", "text": "what?"}, *by_id])]).text == "seen"
 claude = ChatAnthropic(model="tiny", base_url=url, api_key=key, max_retries=0, max_tokens=16)
 assert claude.invoke([HumanMessage([{"type": "text", "text": "what?"}, *standard])]).text == "seen"
