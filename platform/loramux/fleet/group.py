@@ -83,12 +83,20 @@ VIEW_SECONDS = 0.02
 """
 
 
+class Choices(dict[str, "Run"]):
+    """The choices of one request that have not ended, by their ids."""
+
+    has_started = False
+    """True if any choice has a token, of those that have ended too: then no deadline remains."""
+
+
 class Run:
     """One request, and the tokens that engines have sent for it."""
 
     __slots__ = (
         "_submitted_at",
         "cached_tokens",
+        "choices",
         "count",
         "engine",
         "has_begun",
@@ -105,8 +113,12 @@ class Run:
         "token_ids",
     )
 
-    def __init__(self, request: Request, on_event: OnEvent, now: float, routed: RoutingRequest | None = None) -> None:
+    def __init__(
+        self, request: Request, on_event: OnEvent, now: float, choices: Choices, routed: RoutingRequest | None = None
+    ) -> None:
         self.request = request
+        self.choices = choices
+        """This request and the other choices of its group."""
         self.routed = routed
         """The request's properties for the router; None if the group has one engine."""
         self.on_event = on_event
@@ -136,10 +148,9 @@ class Run:
         self.count = EngineCount()
         """Usage on earlier engines."""
 
-    def rest(self, now: float, *, has_started: bool) -> Request:
-        """Return the remaining part of the request. `has_started` is true if the request, or another choice of its
-        group, has a token.
-        """
+    def rest(self, now: float) -> Request:
+        """Return the remaining part of the request."""
+        has_started = self.choices.has_started
         if not (has_started or self.num_lost or round(1000 * (now - self._submitted_at))):
             return self.request
         return msgspec.structs.replace(
@@ -228,7 +239,7 @@ class EngineGroup:
         """Requests that wait for an engine, by id."""
         self._trial: Run | None = None
         """The one suspect that an engine has, if any."""
-        self._groups: dict[str, dict[str, Run]] = {}
+        self._groups: dict[str, Choices] = {}
         """Requests by their group: the choices of one API request share a prompt and a deadline."""
         self._pins: dict[tuple[str, str], tuple[AdapterRef, FleetEngine]] = {}
         self._router = Router()
@@ -377,13 +388,14 @@ class EngineGroup:
             digests = prefix_digests(self._prefix_key, request.tenant, tokens, self._block_size, images)
             request = msgspec.structs.replace(request, prefix_digests=digests)
             routed = RoutingRequest.of(request, self._block_size)
-        run = Run(request, on_event, self._now(), routed)
+        choices = self._groups.get(request.group_id) or Choices()
+        run = Run(request, on_event, self._now(), choices, routed)
         self._place(run)
-        self._runs[request.id] = run
+        self._runs[request.id] = choices[request.id] = run
+        if request.group_id:
+            self._groups[request.group_id] = choices
         if run.engine is None:
             self._scale()
-        if request.group_id:
-            self._groups.setdefault(request.group_id, {})[request.id] = run
 
     def cancel(self, request_id: str) -> None:
         """End a request, on an engine or waiting."""
@@ -419,13 +431,18 @@ class EngineGroup:
     def _limit_wait(self, run: Run) -> None:
         """Limit the time for which the request waits for an engine."""
         seconds = self._range.max_wait_s
-        deadline_ms = None if run.token_ids else run.deadline_ms(self._now())
+        deadline_ms = None if run.choices.has_started else run.deadline_ms(self._now())
         if deadline_ms is not None and deadline_ms / 1000 < seconds:
-            message = f"no engine has served within the request's deadline of {run.request.deadline_ms} ms"
-            fault = EngineFault(ENGINE_DIED, message)
-            run.timeout = asyncio.get_running_loop().call_later(deadline_ms / 1000, self._end, run, fault)
+            run.timeout = asyncio.get_running_loop().call_later(deadline_ms / 1000, self._end_deadline, run)
         else:
             run.timeout = asyncio.get_running_loop().call_later(seconds, self._end_wait, run)
+
+    def _end_deadline(self, run: Run) -> None:
+        if run.choices.has_started:  # another choice has got a token meanwhile
+            self._limit_wait(run)
+        else:
+            message = f"no engine has served within the request's deadline of {run.request.deadline_ms} ms"
+            self._end(run, EngineFault(ENGINE_DIED, message))
 
     def _end_wait(self, run: Run) -> None:
         if run.is_suspect and (self._ready or self._silence < self._range.max_wait_s):
@@ -443,9 +460,7 @@ class EngineGroup:
             return False
         if run.is_suspect:
             self._trial = run
-        choices = self._groups.get(run.request.group_id, {}).values()
-        has_started = bool(run.token_ids) or any(choice.token_ids for choice in choices)
-        rest = run.rest(self._now(), has_started=has_started)
+        rest = run.rest(self._now())
         engine.client.submit(rest, partial(self._on_event, run, engine))
         run.engine = engine
         engine.requests.add(run.request.id)
@@ -455,7 +470,7 @@ class EngineGroup:
 
     def _choose(self, run: Run) -> FleetEngine | None:
         """Return the engine for a request: the engine of its group's other choices, or the router's choice."""
-        for choice in self._groups.get(run.request.group_id, {}).values():
+        for choice in run.choices.values():
             if choice.engine is not None and choice.engine.is_ready:
                 return choice.engine
         if run.routed is None:
@@ -489,6 +504,7 @@ class EngineGroup:
         # Every token of every request comes through here. The rest is needed only for an engine's first token and last
         # event.
         if len(run.token_ids) == run.num_before + 1:
+            run.choices.has_started = True
             if run.routed is not None:
                 self._router.started(run.request.id, self._now())
             run.cached_tokens = max(run.cached_tokens, event.cached_tokens)
@@ -561,10 +577,9 @@ class EngineGroup:
         self._runs.pop(run.request.id, None)
         self._waiting.pop(run.request.id, None)
         self._end_trial(run)
-        if (choices := self._groups.get(run.request.group_id)) is not None:
-            choices.pop(run.request.id, None)
-            if not choices:
-                del self._groups[run.request.group_id]
+        run.choices.pop(run.request.id, None)
+        if not run.choices:
+            self._groups.pop(run.request.group_id, None)
 
     # revisions
 

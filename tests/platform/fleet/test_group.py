@@ -87,6 +87,24 @@ class LazyEngine(ScriptedEngine):
         raise EngineDied("the script says so")
 
 
+class OneByOneEngine(ScriptedEngine):
+    """Answers its first request, and queues the others."""
+
+    async def _play(self, request: Request, on_event: Callable[[TokenEvent], None]) -> None:
+        if request is not self.requests[0]:
+            await self.died.wait()
+            raise EngineDied("the script says so")
+        await super()._play(request, on_event)
+
+
+class LateEngine(ScriptedEngine):
+    """Takes a while to start."""
+
+    async def start(self) -> ModelFacts:
+        await asyncio.sleep(0.1)
+        return await super().start()
+
+
 class CountingEngine(ScriptedEngine):
     """Counts the requests that wait for a first token at a time."""
 
@@ -557,6 +575,18 @@ def test_new_request_waits_for_an_engine_that_comes_back_and_no_longer_than_its_
         assert (await fleet.end_of("patient")).finish_reason == "length"
 
     in_fleet(test, ScriptedEngine)
+
+
+def test_deadline_of_a_request_with_a_token_ends_no_choice_that_waits_for_an_engine() -> None:
+    async def test(fleet: Fleet) -> None:
+        for name in ("first", "second"):
+            fleet.submit(name, group_id="one", deadline_ms=1)
+        assert (await fleet.end_of("first")).finish_reason == "length"
+        fleet.lives[0].died.set()
+        assert (await fleet.end_of("second")).finish_reason == "length"
+        assert fleet.lives[1].requests[0].group_started
+
+    in_fleet(test, OneByOneEngine, LateEngine, engines=EngineRange(min=1))
 
 
 def test_engines_are_started_when_requests_wait_and_rest_when_they_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,13 @@ class Outcome:
         return sum(map(len, self.token_ids.values()))
 
     @property
+    def answered_prompts(self) -> int:
+        """Prompts of which a choice was answered: a choice whose adapter does not load a second time ends alone."""
+        choices = range(self.call.prompts * self.call.n)
+        answered = (index for index in choices if self.token_ids.get(index) or self.finish.get(index) != "abort")
+        return len({index // self.call.n for index in answered})
+
+    @property
     def is_past_deadline(self) -> bool:
         """Return whether it waited for an engine, without a token, until its deadline: 503, not a lost request."""
         deadline, began, ended = self.call.deadline_ms, self.accepted_at, self.ended_at
@@ -488,7 +495,7 @@ class World:
             return
         platform_failed = outcome.error in PLATFORM_FAILED
         is_whole = outcome.error is None and not outcome.left
-        if is_whole and entry.input_tokens != outcome.call.prompts * len(context_of(outcome.call)):
+        if is_whole and entry.input_tokens != outcome.answered_prompts * len(context_of(outcome.call)):
             raise Violation(f"{outcome.request_id} is billed {entry.input_tokens} tokens of its prompts")
         if is_whole and entry.output_tokens != outcome.received:
             raise Violation(f"{outcome.request_id} got {outcome.received} tokens and is billed {entry.output_tokens}")
