@@ -4,7 +4,7 @@
     python benchmarks/hostile_neighbours.py --rounds 9 --seconds 12      ten minutes
     python benchmarks/hostile_neighbours.py --quick                      half a minute, to see that all of it runs
     python benchmarks/hostile_neighbours.py --hostile "pools/lines that wait" "pools/slow body"
-    python benchmarks/hostile_neighbours.py --hostile images --seconds 20    on a base that reads images
+    python benchmarks/hostile_neighbours.py --hostile images --seconds 30    on a base that reads images
 
 Tenant `steady` streams a few long answers at a time, and stores a small file twice a second. Tenant `hostile` sends
 requests of one kind in every window. `hostile_requests.py` lists them, and sends them from a separate process. The
