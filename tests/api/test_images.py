@@ -343,7 +343,7 @@ def test_an_open_stream_holds_neither_its_body_nor_its_images_as_base64(open_sit
             while held := large_blocks():  # what is no longer referenced may wait for the collector
                 assert time.monotonic() < until, held
                 gc.collect()
-            assert engine.running == 1
+            assert engine.running, "the stream is open"
     finally:
         tracemalloc.stop()
         engine.pause, engine.script = 0.0, before
