@@ -128,6 +128,8 @@ def http_page() -> str:
         "",
         "A running server shows the same at `/schema`, where you can try calls, and as a document for generators at",
         "`/schema/openapi.json`. Send `Authorization: Bearer KEY`. Errors have OpenAI's format (`/admin`: RFC 9457).",
+        "Lines of JSON have a media type of their own. For a generator that does not know it, such as",
+        "openapi-python-client, set `content_type_overrides: {application/x-jsonl: text/plain}`.",
         "This page is generated: `python tools/reference.py docs`.",
         "",
     ]

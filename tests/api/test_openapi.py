@@ -88,7 +88,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.slow
 def test_generator_makes_a_client_without_warnings(document: dict[str, Any], programs: Path, tmp_path: Path) -> None:
     (tmp_path / "openapi.json").write_text(json.dumps(document))
+    (tmp_path / "config.yaml").write_text("content_type_overrides: {application/x-jsonl: text/plain}")
     generate = [str(programs / "openapi-python-client"), "generate", "--path", "openapi.json", "--meta", "none"]
+    generate += ["--config", "config.yaml"]
     # Its last steps format the generated code, with a program that is next to it.
     paths = os.environ | {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     made = subprocess.run(generate, cwd=tmp_path, env=paths, capture_output=True, text=True, check=True)
