@@ -4,6 +4,7 @@
     python benchmarks/hostile_neighbours.py --rounds 9 --seconds 12      ten minutes
     python benchmarks/hostile_neighbours.py --quick                      half a minute, to see that all of it runs
     python benchmarks/hostile_neighbours.py --hostile "pools/lines that wait" "pools/slow body"
+    python benchmarks/hostile_neighbours.py --hostile images --seconds 30    on a base that reads images
 
 Tenant `steady` streams a few long answers at a time, and stores a small file twice a second. Tenant `hostile` sends
 requests of one kind in every window. `hostile_requests.py` lists them, and sends them from a separate process. The
@@ -12,10 +13,10 @@ windows alternate within each round, so that a slow minute of the machine affect
 The main measured time is that between two tokens of `steady`'s answers. The result is JSON on stdout: for each hostile
 kind, p99 over the p99 of its baseline in each round, the median and the quartiles; the goal is a median of at most 1.1.
 A baseline is as many requests of `hostile` that ask for nothing bad: `harmless` answers, whose rows are computed in the
-same steps, or small `requests` that compute nothing. It shows what the requests' number costs, because the client of
-`hostile` and the server share the machine's processors. `p99_over_alone` has the same ratios over windows without
-requests of `hostile`. The longest pause and the longest upload of each window tell of stalls that are too rare for a
-p99.
+same steps, small `requests` that compute nothing, or `pictures`, which are ordinary images. It shows what the requests'
+number costs, because the client of `hostile` and the server share the machine's processors. `p99_over_alone` has the
+same ratios over windows without requests of `hostile`. The longest pause and the longest upload of each window tell of
+stalls that are too rare for a p99.
 """
 
 from __future__ import annotations
@@ -38,13 +39,16 @@ from typing import Any
 import httpx
 from fairness import LORAMUX, MODEL_PATH, cli
 from figures import percentile
+from models import save_image_model
 from peers.serving import Command, free_port, running
 from progress import say
 from specs import BENCHMARKS
 
 STEADY, HOSTILE = "steady", "hostile"
-BASELINES: Mapping[str, str] = {"formats": "harmless", "bodies": "requests", "pools": "requests"}
+BASELINES: Mapping[str, str] = {"formats": "harmless", "bodies": "requests", "pools": "requests", "images": "pictures"}
 """Hostile kinds, each with the kind that it is compared with."""
+TEXT_KINDS = tuple(kind for kind in BASELINES if kind != "images")
+"""Hostile kinds on a base that reads text only."""
 SCOPES = tuple(f"--scope={scope}" for scope in ("inference", "adapters", "usage", "keys", "webhooks"))
 STREAMS = 4
 MAX_TOKENS = 256
@@ -62,7 +66,16 @@ class Plan:
     """Length of a window."""
     threads: int = 1
     """Threads of the engine."""
-    hostile: tuple[str, ...] = tuple(BASELINES)
+    hostile: tuple[str, ...] = TEXT_KINDS
+
+    def __post_init__(self) -> None:
+        if self.is_of_images and not all(kind.startswith("images") for kind in self.hostile):
+            raise ValueError("images need a base of their own: measure them without other kinds")
+
+    @property
+    def is_of_images(self) -> bool:
+        """Return whether the base must read images."""
+        return any(kind.startswith("images") for kind in self.hostile)
 
 
 class Streams:
@@ -88,7 +101,8 @@ class Streams:
         """Ask without end."""
         for number in itertools.count():
             body = {"model": "base", "prompt": f"Story {number} of place {place}.", "max_tokens": MAX_TOKENS}
-            options = {"stream": True, "ignore_eos": True, "stream_options": {"include_usage": False}}
+            # With its id, every token is an event, also a token that is only a part of a character.
+            options = {"stream": True, "ignore_eos": True, "return_token_ids": True}
             latest: float | None = None
             async with self._client.stream("POST", "/v1/completions", json=body | options) as response:
                 response.raise_for_status()
@@ -206,8 +220,9 @@ def client_of(url: str, key: str) -> httpx.AsyncClient:
 def run(folder: Path, plan: Plan) -> dict[str, Any]:
     """Start a server in `folder`, make the tenants, measure."""
     config, port = folder / "settings.toml", free_port()
+    path = save_image_model(folder / "base") if plan.is_of_images else MODEL_PATH
     config.write_text(
-        f'[model]\npath = "{MODEL_PATH}"\nserved_model_name = "base"\n[server]\nport = {port}\n'
+        f'[model]\npath = "{path}"\nserved_model_name = "base"\n[server]\nport = {port}\n'
         f'[logging]\nlevel = "error"\n[validation]\nparity = false\n'
         f"[batches]\nallow_private_judges = true\n[webhooks]\nallow_private_addresses = true\n"
         f'[engine]\ndevice = "cpu"\nnum_threads = {plan.threads}\npool_bytes = {128 << 20}\n'
@@ -229,10 +244,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="each has a window of every kind (default 9)")
     parser.add_argument("--seconds", type=float, default=12.0, help="of a window (default 12)")
     parser.add_argument("--threads", type=int, default=1, help="engine.num_threads (default 1)")
-    parser.add_argument("--hostile", nargs="+", default=list(BASELINES), help="kinds, or kind/beginning of names")
+    parser.add_argument("--hostile", nargs="+", default=list(TEXT_KINDS), help="kinds, or kind/beginning of names")
     parser.add_argument("--quick", action="store_true", help="one round of windows of 4 s")
     given = parser.parse_args()
-    plan = Plan(given.rounds, given.seconds, given.threads, tuple(given.hostile))
+    try:
+        plan = Plan(given.rounds, given.seconds, given.threads, tuple(given.hostile))
+    except ValueError as error:
+        parser.error(str(error))
     if given.quick:
         plan = replace(plan, rounds=1, seconds=4.0)
     with tempfile.TemporaryDirectory() as folder:

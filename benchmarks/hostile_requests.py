@@ -15,9 +15,13 @@ prints, as JSON, how often the requests of each kind and name have ended in whic
 - `bodies`: lists, maps and nested values that are as large as their route allows, or much larger (`WIDE_BODIES`).
 - `pools`: requests that occupy threads, connections and memory (`HOLDING`): downloads that are not read, batches whose
   lines wait, files and bodies that arrive slowly, judges with encoded replies, silent webhooks, silent connections.
+- `images`: the largest images, the most images and the largest files of a request, and images that are refused
+  (`hostile_images.KINDS`). Each name has separate places, because some requests wait long. The base must read images.
+- `pictures`: as many requests, each with an ordinary image.
 
-`bodies/NAME` and `pools/NAME` are only the requests whose names begin with NAME. Requests of these two kinds compute
-nothing that a step of `steady` waits for, but for a few answers of evaluations, so their baseline is `requests`.
+`bodies/NAME`, `pools/NAME` and `images/NAME` are only the requests whose names begin with NAME. Requests of the first
+two kinds compute nothing that a step of `steady` waits for, but for a few answers of evaluations, so their baseline is
+`requests`.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import hostile_images
 import httpx
 from fairness import BENCHMARKS
 
@@ -47,6 +52,8 @@ HOSTILE = "hostile"
 ADAPTERS = BENCHMARKS.parent / "demo/loramux_demo/assets/adapters"
 PLACES = 6
 """Requests at a time, of kinds whose requests end by themselves."""
+IMAGE_PLACES = 2
+"""Requests with images at a time, of each name."""
 PAUSE_SECONDS = 0.05
 """Pause of a place after a request, so that this process leaves the processor to the server."""
 DRIP_SECONDS = 0.2
@@ -229,8 +236,10 @@ class Attacker:
 
     async def prepare(self, port: int) -> None:
         """Give the tenant an adapter whose template is plain on the trial's conversations, its files, and a webhook of
-        the receiver at `port`.
+        the receiver at `port`. Requests with images need none of them.
         """
+        if "image" in (await self._ask("GET", "/v1/models/base"))["input_modalities"]:
+            return
         for adapter in ("upper", "pirate"):  # two revisions, which evaluations compare
             names = ("adapter_config.json", "adapter_model.safetensors")
             files = {name: (name, (ADAPTERS / adapter / name).read_bytes()) for name in names}
@@ -264,6 +273,10 @@ class Attacker:
         if kind == "pools":
             holding = {name: one for name, one in self._holding().items() if name.startswith(wanted)}
             return [(name, send) for name, (places, send) in holding.items() for _ in range(places)]
+        if kind in ("images", "pictures"):
+            named = [one for one in hostile_images.KINDS if one.name.startswith(wanted)]
+            sent = named if kind == "images" else [hostile_images.ORDINARY] * len(hostile_images.KINDS)
+            return [(one.name, self._show(one)) for one in sent for _ in range(IMAGE_PLACES)]
         bodies_of = {"harmless": harmless_bodies, "formats": hostile_bodies}[kind]()
         return [("answers", self._answer(bodies_of))] * PLACES
 
@@ -281,6 +294,14 @@ class Attacker:
     def _answer(self, bodies: Iterator[Body]) -> Send:
         async def send() -> str:
             return await self._end("POST", "/v1/chat/completions", json=next(bodies) | {"max_tokens": TOKENS})
+
+        return send
+
+    def _show(self, requests: hostile_images.ImageRequests) -> Send:
+        bodies, headers = requests.bodies(), {"Content-Type": "application/json"}
+
+        async def send() -> str:
+            return await self._end("POST", "/v1/chat/completions", content=next(bodies), headers=headers)
 
         return send
 

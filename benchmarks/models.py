@@ -23,9 +23,17 @@ from safetensors.torch import save_file
 from specs import ADAPTERS, BENCHMARKS, MODELS, TARGET_MODULES, VOCAB_SIZE, ModelSpec, rank_of
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 sys.path.append(str(BENCHMARKS.parent / "tests/support"))
+from image_base import IMAGE_TOKEN_ID, VOCABULARY, image_tokenizer
 from real_model import smollm2
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>")
@@ -45,6 +53,42 @@ def ensure(spec: ModelSpec) -> None:
     for number in missing:
         with _whole(spec.adapter_path(ADAPTERS[number])) as path:
             _save_adapter(spec, number, path)
+
+
+def save_image_model(path: Path) -> Path:
+    """Save a random Qwen2.5-VL with a tokenizer of bytes, and return its folder."""
+    torch.manual_seed(1234)
+    Qwen2_5_VLForConditionalGeneration(image_config()).to(torch.bfloat16).save_pretrained(path)
+    size = {"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28}  # as Qwen's own; settings bound the tokens
+    Qwen2VLImageProcessorPil(patch_size=14, merge_size=2, size=size).save_pretrained(path)
+    image_tokenizer().save_pretrained(path)
+    return path
+
+
+def image_config() -> Qwen2_5_VLConfig:
+    """Return the config of the model that reads images: 4 layers for text, and 2 for images."""
+    text = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 16_384,
+        "bos_token_id": 257,
+        "eos_token_id": 256,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0, "mrope_section": [8, 12, 12]},
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_heads": 2,
+        "out_hidden_size": 256,
+        "fullatt_block_indexes": [1],
+    }
+    ids = {"image_token_id": IMAGE_TOKEN_ID, "vision_start_token_id": 258, "vision_end_token_id": 259}
+    return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from loramux.serving.messages import (
 )
 from loramux.serving.service import CompletionService
 from loramux_api.auth import platform_of, principal_of
-from loramux_api.bodies import AnyRequest, ClientDisconnected
+from loramux_api.bodies import AnyRequest, ClientDisconnected, drop_body
 from loramux_api.custom_calls import InputReader
 from loramux_api.headers import Deadline, IdempotencyKey, claim_of, rate_headers
 from loramux_api.http_layer import body_sender
@@ -371,8 +371,10 @@ class Inference:
     ) -> Response[Any]:
         """Return the response to `asked`, in the shape of `writer`. Raises the errors of CompletionService.begin."""
         claim = await claim_of(self.request, self.idempotency_key)
+        drop_body(self.request.scope)
         asked = replace(asked, deadline_ms=self.deadline_ms, claim=claim)
         answer = await self.completions.begin(self.principal, asked)
+        del asked  # its images are kept as patches now
         return await respond(self.request, answer, writer(answer), stream=stream)
 
 

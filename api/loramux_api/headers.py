@@ -13,6 +13,7 @@ from litestar.connection import ASGIConnection
 from litestar.params import HeaderParameter
 from litestar.types import Message, Scope
 
+from loramux.common.jobs import run_blocking, tenant_of_work
 from loramux.data.entities import IdempotencyClaim
 from loramux.money.limits.definitions import RateLimitStatus
 from loramux.server.platform import Platform
@@ -48,6 +49,8 @@ _DATA_ONLY = (
     (b"cross-origin-resource-policy", b"same-origin"),
 )
 _sane_id = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+HASHED_AT_ONCE = 256 << 10
+"""Bytes of a body that are hashed on the event loop, in less than a millisecond."""
 MAX_DEADLINE_MS = 3_600_000
 
 Deadline = Annotated[
@@ -116,7 +119,11 @@ async def claim_of(request: Request[Any, Any, Any], name: str | None) -> Idempot
             code="idempotency_disabled",
         )
     asked = f"{request.method} {request.url.path}?{request.url.query}\n"
-    digest = hashlib.sha256(asked.encode() + await request.body())
+    digest, body = hashlib.sha256(asked.encode()), await request.body()
+    if len(body) > HASHED_AT_ONCE:
+        await run_blocking(tenant_of_work(), digest.update, body)
+    else:
+        digest.update(body)
     return IdempotencyClaim(name, digest.hexdigest())
 
 

@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
@@ -20,7 +21,15 @@ from site_fixture import Site
 
 from loramux.serving.errors import ServingError
 from loramux_api import bodies
-from loramux_api.bodies import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, MIN_BODY_BYTES, StrictJSON, check_shape
+from loramux_api.bodies import (
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    MIN_BODY_BYTES,
+    StrictJSON,
+    check_shape,
+    look_through,
+)
 from loramux_api.schemas.sampling import MAX_CHOICES
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -114,6 +123,25 @@ def test_check_of_a_large_body_gives_way_to_others() -> None:
 
     asyncio.run(run())
     assert turns >= len(body) // bodies.SLICE_BYTES - 2
+
+
+class LargeBody(bytes):
+    def count(self, *_: Any) -> int:
+        raise AssertionError("22 MB are counted in 20 ms, which no other request gets")
+
+
+@pytest.mark.parametrize("end", ['"', '\\"', '\\"]}', '\\\\", "b": {}}'])
+@pytest.mark.parametrize("filler", ["A", "\\\\", "é"])
+def test_long_string_is_passed_over_in_a_few_turns(filler: str, end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    head = '{"a": ["x", "'
+    body = LargeBody((head + filler * 100_000 + end).encode())
+    monkeypatch.setattr(bodies, "SLICE_BYTES", 1000)
+    turns = sum(1 for _ in look_through(body))
+    assert turns < 10 or filler == "\\\\", "the middle is not read"
+    monkeypatch.setattr(bodies, "MAX_CONTAINERS", 2)
+    refused = pytest.raises(ServingError, match="objects and lists") if "{}" in end else nullcontext()
+    with refused:
+        asyncio.run(check_shape(body))
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, "/generate", "/"])

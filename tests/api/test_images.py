@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import shutil
 import subprocess
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -90,6 +92,11 @@ def open_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     keys = make_keys(settings)
     with running(create_app(settings, engine), "granian") as server:
         yield Site(server, engine, settings, keys)
+
+
+def test_a_server_starts_the_decoding_process_before_its_first_image(open_site: Site) -> None:
+    images = open_site.server.app.state.platform.completions.bases["tiny"].images
+    assert images.sandbox._process.poll() is None
 
 
 @pytest.mark.parametrize("path", ["/v1/models/tiny", "/v1/models"])
@@ -301,10 +308,57 @@ def test_a_body_may_hold_the_most_images_as_base64_and_not_more(open_site: Site)
             assert answer.status_code == status, answer.text
 
 
+LARGE = base64.b64encode(PICTURE + bytes(1 << 20)).decode()
+"""The picture's file with bytes after its end: large as base64, and few patches."""
+BODIES: dict[str, Any] = {
+    "/v1/chat/completions": {
+        "messages": [user({"type": "image_url", "image_url": {"url": f"data:image/png;base64,{LARGE}"}})]
+    },
+    "/v1/responses": {
+        "input": [user({"type": "input_image", "image_url": f"data:image/png;base64,{LARGE}"})],
+        "store": False,
+    },
+    "/v1/messages": {
+        "messages": [user({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": LARGE}})],
+        "max_tokens": 1000,
+    },
+}
+
+
+def large_blocks() -> list[str]:
+    """The places that allocated what is as large as the image."""
+    return [str(trace.traceback) for trace in tracemalloc.take_snapshot().traces if trace.size > len(LARGE) / 2]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_open_stream_holds_neither_its_body_nor_its_images_as_base64(open_site: Site, path: str) -> None:
+    body = json.dumps({"model": "tiny", "stream": True, **BODIES[path]}).encode()
+    engine = open_site.engine
+    engine.pause, engine.script, before = 0.1, lambda _: [*b"a" * 900, 256], engine.script
+    tracemalloc.start()
+    try:
+        with open_site.http() as http, http.stream("POST", path, content=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            events = answer.iter_raw()  # without a name, it would close the stream at once
+            next(events)
+            until = time.monotonic() + 30
+            while held := large_blocks():  # what is no longer referenced may wait for the collector
+                assert time.monotonic() < until, held
+                gc.collect()
+            assert engine.running, "the stream is still open"
+    finally:
+        tracemalloc.stop()
+        engine.pause, engine.script = 0.0, before
+    sees(open_site)
+
+
+CLIENTS = ("openai", "anthropic", "langchain-openai", "langchain-anthropic")
+
+
 @pytest.mark.slow
 def test_official_clients_send_images_unchanged(open_site: Site, web: str, tmp_path: Path) -> None:
     try:
-        programs = make_environment(tmp_path / "environment", "openai", "anthropic", "langchain-openai")
+        programs = make_environment(tmp_path / "environment", *CLIENTS)
     except RegistryError as error:
         pytest.skip(f"the clients cannot be installed here: {error}")
     facts = {"URL": open_site.url, "KEY": open_site.keys["acme"], "DATA": DATA, "ADDRESS": f"{web}/a.png"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import openai
 import peft
@@ -21,6 +21,7 @@ from image_base import (
     picture,
     saved,
 )
+from live_folders import holding
 from PIL import Image
 from server_process import Child, Place, served
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -118,15 +119,23 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class Running(NamedTuple):
+    child: Child
+    place: Place
+    keys: dict[str, str]
+    """Keys of the tenants; nothing of `secret` may be stored."""
+
+
 @pytest.fixture(scope="module")
-def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Child, str]]:
+def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     place = Place(tmp_path_factory.mktemp("place"), base).prepare()
     named = 'served_model_name = "tiny"\n'
     place.config.write_text(place.config.read_text().replace(named, f'{named}dtype = "float32"\n'))
     place.loramux("migrate")
-    key = place.key_of("acme")
+    keys = {name: place.key_of(name) for name in ("acme", "secret")}
+    assert place.loramux("tenant", "zero-retention", "secret")["zero_retention"] is True
     with served(place) as child:
-        yield child, key
+        yield Running(child, place, keys)
 
 
 def content_of(images: list[Image.Image]) -> list[Any]:
@@ -200,9 +209,9 @@ def answered(client: openai.OpenAI, model: str, images: list[Image.Image]) -> tu
 
 
 def test_answers_to_images_are_transformers_for_the_base_and_an_adapter(
-    server: tuple[Child, str], base: Path, adapter: Path
+    server: Running, base: Path, adapter: Path
 ) -> None:
-    child, key = server
+    child, key = server.child, server.keys["acme"]
     with child.http(key) as http:
         files = [("files", (path.name, path.read_bytes())) for path in adapter.iterdir() if path.suffix != ".md"]
         made = http.post("/v1/adapters", data={"name": "eyes"}, files=files)
@@ -217,14 +226,14 @@ def test_answers_to_images_are_transformers_for_the_base_and_an_adapter(
 
 
 def test_adapter_of_the_vision_tower_is_uploaded_and_answers_as_peft(
-    server: tuple[Child, str], base: Path, tmp_path: Path
+    server: Running, base: Path, tmp_path: Path
 ) -> None:
-    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(base)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(base)
     with torch.random.fork_rng():
         torch.manual_seed(2)
         config = peft.LoraConfig(r=6, lora_alpha=9, init_lora_weights=False, target_modules="all-linear", use_dora=True)
         peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    child, key = server
+    child, key = server.child, server.keys["acme"]
     with child.http(key) as http:
         files = [("files", (path.name, path.read_bytes())) for path in tmp_path.iterdir() if path.suffix != ".md"]
         made = http.post("/v1/adapters", data={"name": "tower"}, files=files)
@@ -233,3 +242,43 @@ def test_adapter_of_the_vision_tower_is_uploaded_and_answers_as_peft(
     wanted = {name: Reference(base, folder).answer(images) for name, folder in (("tiny", None), ("tower", tmp_path))}
     assert wanted["tiny"] != wanted["tower"]
     assert {name: answered(client, name, images)[0] for name in wanted} == wanted
+
+
+SECRET = saved(picture(64, 64, seed=77))
+MARKS = (SECRET[300:348], base64.b64encode(SECRET)[400:464])
+"""Parts of an image's file, as it is and as base64."""
+
+
+def marked(folder: Path) -> list[str]:
+    """List the files under `folder`, the server's log among them, that hold a part of the image."""
+    return [str(path.relative_to(folder)) for mark in MARKS for path in holding(folder, mark)]
+
+
+@pytest.mark.parametrize("tenant", ["acme", "secret"])
+def test_images_are_nowhere_on_the_disk(server: Running, tenant: str) -> None:
+    client, folder = server.child.openai(server.keys[tenant]), server.place.folder
+    url = f"data:image/png;base64,{base64.b64encode(SECRET).decode()}"
+    part: Any = {"type": "image_url", "image_url": {"url": url}}
+    asked: Any = {"model": "tiny", "messages": [{"role": "user", "content": [part]}], "max_tokens": 4}
+    client.chat.completions.create(**asked)
+    list(client.chat.completions.create(**asked, stream=True))
+    stream = client.chat.completions.create(**(asked | {"max_tokens": 400}), stream=True)
+    next(iter(stream))
+    stream.close()
+    items: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": "auto"}]}]
+    client.responses.create(model="tiny", input=items, store=False, max_output_tokens=4)
+    part["image_url"]["url"] = url[:-200]  # cut off
+    with pytest.raises(openai.BadRequestError, match="damaged or cut off"):
+        client.chat.completions.create(**asked)
+    assert marked(folder) == []
+    if tenant == "secret":
+        with pytest.raises(openai.PermissionDeniedError):
+            client.files.create(file=("a.png", SECRET), purpose="vision")
+        assert marked(folder) == []
+        return
+    file = client.files.create(file=("a.png", SECRET), purpose="vision")
+    assert marked(folder) == [f"var/blobs/files/{file.id}"], "the search finds what is stored"
+    by_id: Any = {"type": "image_file", "image_file": {"file_id": file.id}}
+    client.chat.completions.create(**(asked | {"messages": [{"role": "user", "content": [by_id]}]}))
+    client.files.delete(file.id)
+    assert marked(folder) == []

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,18 @@ ATTACKS: dict[str, Callable[[str], Any]] = {
 }
 
 
+def end_by(signal_number: int) -> None:
+    os.kill(os.getpid(), signal_number)
+
+
+def answer_and_die(_: Any) -> None:
+    """Begin an answer, and be killed before its end."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            connection.sendall(b'{"usage": ')
+    end_by(signal.SIGKILL)
+
+
 def seen(_: Any) -> dict[str, Any]:
     return {
         "environment": sorted(os.environ),
@@ -106,6 +120,8 @@ JOBS: dict[str, Callable[[Any], Any]] = {
     "write": write,
     "seen": seen,
     "exit": os._exit,
+    "end by": end_by,
+    "answer and die": answer_and_die,
     "connects": connects,
     "orphan": orphan,
     "raise": lambda text: (_ for _ in ()).throw(ValueError(text)),

@@ -86,7 +86,7 @@ class ChatWriter(Writer):
     """Writes one answer in OpenAI's shape."""
 
     def __init__(self, body: ChatBody, answer: Answer, fingerprint: str) -> None:
-        self._body = body
+        self._body = msgspec.structs.replace(body, messages=[])  # images are large, and a stream is long
         self._answer = answer
         self._fingerprint = fingerprint
         self._echo = echoed_text(body)

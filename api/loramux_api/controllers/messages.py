@@ -270,7 +270,7 @@ class MessageWriter(Writer):
     ending = b""
 
     def __init__(self, body: MessageBody, answer: Answer) -> None:
-        self._body = body
+        self._body = msgspec.structs.replace(body, messages=[])  # images are large, and a stream is long
         self._answer = answer
         self._parts = AnswerParts()
         self._ended: list[AnswerPart] = []

@@ -212,7 +212,7 @@ class ResponseWriter(Writer):
         self, body: ResponseBody, answer: Answer, history: Sequence[InputItem] = (), keep: Keep | None = None
     ) -> None:
         """`history`: the items before the input. `keep`: None for a response that is not stored."""
-        self._body = body
+        self._body = msgspec.structs.replace(body, input=[])  # images are large, and a stream is long
         self._keep = keep
         self._answer = answer
         with_logprobs = LOGPROBS in (body.include or [])

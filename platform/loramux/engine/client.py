@@ -23,7 +23,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -123,14 +123,18 @@ class ThreadChannel:
 
 
 class ProcessChannel:
-    """A worker in a child process; commands and reports cross a pipe as msgpack."""
+    """A worker in a child process; commands and reports cross a pipe as msgpack.
+
+    The patches of images follow their command as they are: to encode megabytes would stop the event loop, and to decode
+    them the steps.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._encoder = msgspec.msgpack.Encoder()
         self._process: multiprocessing.process.BaseProcess | None = None
         self._connection: Connection | None = None
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[list[bytes] | None] = queue.SimpleQueue()
         # If two threads wait for one child, the second thread may learn that there is no child, and treat the child as
         # alive.
         self._reaping = threading.Lock()
@@ -150,8 +154,12 @@ class ProcessChannel:
 
     def send(self, command: Command) -> None:
         """Pass `command` to the writing thread: the pipe may be full, because a child in a long step does not read."""
+        patches: list[bytes] = []
+        if isinstance(command, Submit):
+            patches = [image.patches for image in command.request.images]
+            command = with_patches(command, [b""] * len(patches))
         try:
-            self._outbox.put(self._encoder.encode(command))
+            self._outbox.put([self._encoder.encode(command), *patches])
         except OverflowError as error:
             raise ValueError(f"the command cannot be encoded: {error}") from error
 
@@ -173,8 +181,9 @@ class ProcessChannel:
     def _write(self) -> None:
         assert self._connection is not None
         with contextlib.suppress(OSError):  # the child has died; the reading thread reports it
-            while (data := self._outbox.get()) is not None:
-                self._connection.send_bytes(data)
+            while (messages := self._outbox.get()) is not None:
+                for data in messages:
+                    self._connection.send_bytes(data)
 
     def _read(self, on_report: Callable[[Report], None]) -> None:
         assert self._connection is not None
@@ -194,6 +203,14 @@ class ProcessChannel:
         with self._reaping:
             self._process.join(5)
         return f"exit code {self._process.exitcode}"
+
+
+def with_patches(command: Submit, patches: Iterable[bytes]) -> Submit:
+    """Return a command whose images have these patches."""
+    if not (images := command.request.images):
+        return command
+    images = tuple(msgspec.structs.replace(image, patches=own) for image, own in zip(images, patches, strict=True))
+    return Submit(msgspec.structs.replace(command.request, images=images))
 
 
 def start_ignoring_signals(process: multiprocessing.process.BaseProcess) -> None:

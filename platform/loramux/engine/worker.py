@@ -25,6 +25,7 @@ from loramux.common import logs
 from loramux.common.garbage import freeze_garbage
 from loramux.common.sampling import range_fault
 from loramux.common.settings.file import Settings
+from loramux.engine.client import with_patches
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loader import load_model
@@ -209,7 +210,10 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
     decoder = msgspec.msgpack.Decoder(Command)
     try:
         while True:
-            inbox.put(decoder.decode(connection.recv_bytes()))
+            command = decoder.decode(connection.recv_bytes())
+            if isinstance(command, Submit):
+                command = with_patches(command, [connection.recv_bytes() for _ in command.request.images])
+            inbox.put(command)
     except (EOFError, OSError):
         os._exit(1)  # the parent is gone, and with it all requests
     except msgspec.MsgspecError:

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import binascii
 import io
+import os
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, cast
 
 import msgspec
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from loramux.common.sandbox.sandbox import split_bulk, with_bulk
 from loramux_adapters.families import TowerInput
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -49,10 +53,10 @@ class DecodingSetup(msgspec.Struct, frozen=True):
 
 
 class DecodingJob(msgspec.Struct, frozen=True):
-    """One image."""
+    """One image, whose file is the job's bulk."""
 
-    data: str
-    """The bytes of the file, as base64."""
+    is_base64: bool
+    """True if the file is sent as base64."""
     max_bytes: int
     max_pixels: int
     """Maximum number of pixels of the image in its file."""
@@ -61,9 +65,10 @@ class DecodingJob(msgspec.Struct, frozen=True):
 
 
 class DecodedImage(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The patches of an image, or its picture, and their grid, as in `ImageInput`; or a fault."""
+    """The grid of an image's patches, or of its picture, as in `ImageInput`, or a fault. The patches are the answer's
+    bulk.
+    """
 
-    patches: bytes = b""
     grid: tuple[int, int, int] = (0, 0, 0)
     fault: ImageFault | None = None
     size: tuple[int, int] = (0, 0)
@@ -76,12 +81,18 @@ class _Refused(Exception):
         self.fault, self.size = fault, size
 
 
-Resize = Callable[[Image.Image, int], DecodedImage]
-"""Function from an image and the maximum number of its tokens to its patches."""
+Resized = tuple[DecodedImage, bytes]
+"""The grid of an image and its patches."""
+Resize = Callable[[Image.Image, int], Resized]
+"""Function of an image and the maximum number of its tokens."""
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:
     """Return the function for one job. `setup` is a DecodingSetup; the checkpoint's image processor is loaded."""
+    # transformers imports torch if it finds it, and says so if not. Pillow's processors need no torch. Its import takes
+    # three seconds and 340 MiB.
+    sys.modules["torch"] = cast(ModuleType, None)
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     from transformers import AutoImageProcessor
 
     chosen = msgspec.json.decode(setup, type=DecodingSetup)
@@ -97,23 +108,30 @@ def prepare(setup: bytes) -> Callable[[bytes], bytes]:
             resize = partial(_square, processor, chosen)
         case "placed patches":
             resize = partial(_placed_patches, processor)
-    return lambda job: msgspec.json.encode(_decode(msgspec.json.decode(job, type=DecodingJob), resize))
+    return partial(_decode, resize)
 
 
-def _decode(job: DecodingJob, resize: Resize) -> DecodedImage:
-    """Decode an image, and return its patches or a fault."""
+def _decode(resize: Resize, message: bytes) -> bytes:
+    """Decode the image of a DecodingJob, and return a DecodedImage with patches or a fault."""
+    text, file = split_bulk(message)
+    job = msgspec.json.decode(text, type=DecodingJob)
     try:
-        return resize(_upright(_opened(job)), job.max_tokens)
+        image = _opened(_file(file) if job.is_base64 else file, job)
+        decoded, patches = resize(_upright(image), job.max_tokens)
     except _Refused as refused:
-        return DecodedImage(fault=refused.fault, size=refused.size)
+        decoded, patches = DecodedImage(fault=refused.fault, size=refused.size), b""
+    return with_bulk(msgspec.json.encode(decoded), patches)
 
 
-def _opened(job: DecodingJob) -> Image.Image:
-    """Read the header, and check its facts."""
+def _file(text: bytes) -> bytes:
     try:
-        data = binascii.a2b_base64(job.data)
+        return binascii.a2b_base64(text.decode("ascii"))
     except ValueError:
         raise _Refused("no_base64") from None
+
+
+def _opened(data: bytes, job: DecodingJob) -> Image.Image:
+    """Read the header, and check its facts."""
     if len(data) > job.max_bytes:
         raise _Refused("too_large")
     Image.MAX_IMAGE_PIXELS = None  # the bound below is the server's own
@@ -148,7 +166,7 @@ def _upright(image: Image.Image) -> Image.Image:
     return image
 
 
-def _patches(processor: Any, image: Image.Image, max_tokens: int) -> DecodedImage:
+def _patches(processor: Any, image: Image.Image, max_tokens: int) -> Resized:
     """Return the patches before their values are scaled, so that each value is a byte."""
     side = processor.patch_size * processor.merge_size
     size = dict(processor.size)
@@ -159,7 +177,7 @@ def _patches(processor: Any, image: Image.Image, max_tokens: int) -> DecodedImag
     except ValueError:  # the processor refuses an image whose sides differ by more than a factor of 200
         raise _Refused("too_narrow", image.size) from None
     grid = tuple(int(n) for n in made["image_grid_thw"][0])
-    return DecodedImage(_bytes_of(made["pixel_values"]), (grid[0], grid[1], grid[2]), size=image.size)
+    return DecodedImage((grid[0], grid[1], grid[2]), size=image.size), _bytes_of(made["pixel_values"])
 
 
 def _picture_maker(processor: Any, setup: DecodingSetup) -> Resize:
@@ -175,7 +193,7 @@ def _picture_maker(processor: Any, setup: DecodingSetup) -> Resize:
         height, width = get_resize_output_image_size(pixels, edges, side, ChannelDimension.FIRST)
         return height // side, width // side
 
-    def resize(image: Image.Image, max_tokens: int) -> DecodedImage:
+    def resize(image: Image.Image, max_tokens: int) -> Resized:
         size = dict(processor.size)
         lines, columns = cells_of(image, size.get("longest_edge") or (size["height"], size["width"]))
         while lines * (columns + 1) > max_tokens:
@@ -186,22 +204,22 @@ def _picture_maker(processor: Any, setup: DecodingSetup) -> Resize:
         cell = {"height": side, "width": side}
         made = processor(images=[image], size=size, patch_size=cell, do_rescale=False, do_normalize=False)
         grid = (1, lines * setup.merge, columns * setup.merge)
-        return DecodedImage(_bytes_of(made["pixel_values"]), grid, size=image.size)
+        return DecodedImage(grid, size=image.size), _bytes_of(made["pixel_values"])
 
     return resize
 
 
-def _square(processor: Any, setup: DecodingSetup, image: Image.Image, max_tokens: int) -> DecodedImage:
+def _square(processor: Any, setup: DecodingSetup, image: Image.Image, max_tokens: int) -> Resized:
     """Return the picture of the one size that the tower reads, whatever the image's sides are."""
     made = processor(images=[image], do_pan_and_scan=False, do_rescale=False, do_normalize=False)
     pixels = np.asarray(made["pixel_values"])
     lines, columns = (side // setup.patch for side in pixels.shape[-2:])
     if lines * columns > max_tokens * setup.merge**2:
         raise _Refused("too_many_tokens", image.size)
-    return DecodedImage(_bytes_of(pixels), (1, lines, columns), size=image.size)
+    return DecodedImage((1, lines, columns), size=image.size), _bytes_of(pixels)
 
 
-def _placed_patches(processor: Any, image: Image.Image, max_tokens: int) -> DecodedImage:
+def _placed_patches(processor: Any, image: Image.Image, max_tokens: int) -> Resized:
     """Return the patches of an image that is resized to nearly the largest number of tokens."""
     bounds = [count for count in SOFT_TOKENS if count <= min(max_tokens, processor.max_soft_tokens)]
     if not bounds:
@@ -211,7 +229,7 @@ def _placed_patches(processor: Any, image: Image.Image, max_tokens: int) -> Deco
     places = places[places[:, 0] >= 0]  # others pad
     columns, lines = (int(side) + 1 for side in places.max(axis=0))
     patches = np.asarray(made["pixel_values"])[0, : len(places)]
-    return DecodedImage(_bytes_of(patches), (1, lines, columns), size=image.size)
+    return DecodedImage((1, lines, columns), size=image.size), _bytes_of(patches)
 
 
 def _bytes_of(values: Any) -> bytes:

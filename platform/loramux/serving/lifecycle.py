@@ -474,6 +474,7 @@ class BaseLifecycle:
             images = ImageFormat.load(Path(base.path), tokenizer) if facts.images else None
             if images is not None:
                 stack.callback(images.close)
+                images.start()
             parser, former = base.tool_parser, base.former_names
             served = ServedBase(base.name, group, facts, tokenizer, trials, former, share, parser, images, bundle)
             ask = partial(self._questions.ask, group)

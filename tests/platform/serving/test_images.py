@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import base64
+import os
 import struct
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import msgspec
 import numpy as np
 import pytest
 from gateway_harness import Harness, in_harness, read
-from image_base import IMAGE_TOKEN_ID, PAD, TEMPLATES, image_tokenizer, picture, saved
+from image_base import IMAGE_TOKEN_ID, PAD, TEMPLATES, image_tokenizer, make_image_files, picture, saved
 from PIL import Image
 from scripted_engine import FACTS
 from transformers import Gemma3Processor
@@ -26,9 +30,10 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from loramux.common.public_http import PublicTransport, Resolver
+from loramux.common.sandbox.sandbox import JobEnded, JobKilled, JobOutOfMemory, Sandbox, SandboxError
 from loramux.common.settings.serving import ImageSettings
 from loramux.engine.messages import ImageInput, SamplingParams
-from loramux.serving.errors import InvalidRequest, PromptTooLong
+from loramux.serving.errors import InvalidRequest, PromptTooLong, ServingError, Unavailable
 from loramux.serving.images import TooManyImages
 from loramux.serving.messages import ChatOptions, ImageSource, Message, PlacedImage, Truncation
 from loramux_adapters.families import TowerInput
@@ -430,6 +435,39 @@ def test_every_choice_gets_the_images(tmp_path: Path) -> None:
         await read(await made.begin(**chat(turn("a", (0, source(saved(picture())))), n=3)))
         assert len({request.images for request in made.engine.requests}) == 1
         assert len(made.engine.requests) == 3
+
+    in_images(test, tmp_path)
+
+
+def test_the_decoding_process_starts_without_torch_and_says_nothing(tmp_path: Path) -> None:
+    code = (
+        "import sys; from loramux.serving.image_decoding import prepare; prepare(sys.stdin.buffer.read())\n"
+        "print([name for name in ('torch', 'transformers') if sys.modules.get(name)])"
+    )
+    setup, environment = str(make_image_files(tmp_path)).encode(), {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", code]
+    started = subprocess.run(command, input=setup, capture_output=True, check=True, env=os.environ | environment)
+    assert (started.stdout, started.stderr) == (b"['transformers']\n", b"")
+
+
+@pytest.mark.parametrize(
+    ("end", "refusal", "reason"),
+    [
+        (JobKilled("killed by the signal 9"), Unavailable, "at this moment. Please retry"),
+        (JobOutOfMemory(), InvalidRequest, "too much memory or time"),
+        (JobEnded("it gave no answer"), InvalidRequest, "too much memory or time"),
+    ],
+)
+def test_a_decoder_that_is_killed_is_no_fault_of_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: SandboxError, refusal: type[ServingError], reason: str
+) -> None:
+    monkeypatch.setattr(Sandbox, "run", Mock(side_effect=end))
+
+    async def test(made: Harness) -> None:
+        with pytest.raises(refusal, match=reason) as refused:
+            await made.begin(**chat(turn("a", (0, source(saved(picture()))))))
+        is_ours = refusal is Unavailable
+        assert (refused.value.status, refused.value.retry_after is not None) == (503 if is_ours else 400, is_ours)
 
     in_images(test, tmp_path)
 

@@ -1,18 +1,21 @@
 """Sandboxes for jobs on untrusted bytes. Each job runs in a limited process that is forked from a warm process.
 
-    server: Sandbox.run ── a socket for each job ──> warm process: serve ── fork ──> limits, jail (`jail`), one job
+    server: Sandbox.run ── two sockets for each job ──> warm process: serve ── fork ──> limits, jail (`jail`), one job
 
 `Sandbox` is the server's end. `main` is the warm process, with the arguments MODULE, FD and NICENESS. MODULE has
 `prepare(setup)`, which loads the data that all jobs need and returns the function for one job. The setup comes on
-standard input. Each job comes as a new socket over the Unix socket FD; when FD closes, the process ends. The fork
-server of multiprocessing is not used: it runs the parent's main module again in every child, sets no limits, and
-answers with pickles. Here all messages are JSON, never pickles: because a process that an attacker controls may send
-any bytes.
+standard input. Each job comes as two new sockets over the Unix socket FD: over the first socket the job's process reads
+the job and answers, and on the second socket the warm process writes how the job's process has ended. When FD closes,
+the warm process ends. The fork server of multiprocessing is not used: it runs the parent's main module again in every
+child, sets no limits, and answers with pickles. Here all messages are JSON, never pickles: because a process that an
+attacker controls may send any bytes. A job and its answer may have bulk bytes after a newline: JSON of megabytes would
+stop the server's other threads while it is written or read.
 
 SandboxError
 ├── SandboxDied     the warm process ended or never started: a fault of the server
-│   └── SandboxUnusable  its `prepare` raised, and will raise again; the message has the error
-├── JobEnded        the kernel ended the job at one of its time limits
+│   ├── SandboxUnusable  its `prepare` raised, and will raise again; the message has the error
+│   └── JobKilled        the job's process was killed, and not by its limits: for example because memory was short
+├── JobEnded        the job ended without an answer: at one of its time limits, or by a fault in native code
 ├── JobOutOfMemory  the job needed more memory than it may have
 └── JobCrashed      the job raised an unexpected exception; the message says where
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import io
 import logging
 import math
 import os
@@ -63,6 +67,12 @@ _OWN = {
 }
 PR_SET_CHILD_SUBREAPER = 36
 """Constant of linux/prctl.h."""
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
+"""Signals of which neither a limit of a job nor a fault in its code is the cause: from the operator, or from the
+kernel if the machine's memory is short.
+"""
+STATUS_SECONDS = 10.0
+"""Longest time between the end of a job's process and the warm process's message about it."""
 OPEN_FILES = 256
 IDLE_SECONDS = 900.0
 """Seconds after which an idle warm process ends and frees its memory. The next job starts another warm process."""
@@ -71,6 +81,7 @@ UNUSABLE_SECONDS = 60.0
 MAX_REASON = 1000
 """Characters of a preparation's error that are kept."""
 Work = Callable[[bytes], bytes]
+"""Function for one job: a message in, a message out (`split_bulk`)."""
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +115,7 @@ class JobLimits(msgspec.Struct, frozen=True):
     writable: tuple[str, ...] = ()
     """Folders that the job may read and write."""
     answer_bytes: int = 16 << 20
-    """Size of the largest result, in bytes of JSON."""
+    """Size of the largest result, in bytes."""
 
 
 class SandboxJob(msgspec.Struct, frozen=True):
@@ -122,6 +133,8 @@ class JobResult(msgspec.Struct, frozen=True):
 
     usage: ResourceUsage
     value: msgspec.Raw = msgspec.Raw(b"null")
+    bulk: bytes = b""
+    """Bytes that come after the JSON."""
     fault: str | None = None
     trace: str = ""
     """The place at which a crash was raised; for an unusable sandbox, the error of its preparation."""
@@ -139,6 +152,10 @@ class SandboxUnusable(SandboxDied):
     """No job can run until the setup or the module changes. The setup comes from the server, so the message may be
     shown.
     """
+
+
+class JobKilled(SandboxDied):
+    """The job's process was killed from outside. The same job may end well later."""
 
 
 class JobEnded(SandboxError):
@@ -182,8 +199,8 @@ def _charge(cpu_seconds: float) -> None:
 class Sandbox:
     """Runs the jobs of one module, each in a separate process that is forked from a warm process.
 
-    The warm process starts with the first job. The warm process has no secrets, no connections, one thread and a low
-    priority (`niceness`). Threads may share a Sandbox; `run` blocks.
+    The warm process starts with the first job, or with `start`. The warm process has no secrets, no connections, one
+    thread and a low priority (`niceness`). Threads may share a Sandbox; `run` blocks.
     """
 
     def __init__(self, module: str, setup: bytes, niceness: int = 10) -> None:
@@ -194,36 +211,44 @@ class Sandbox:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def run(self, payload: bytes, limits: JobLimits) -> JobResult:
+    def start(self) -> None:
+        """Start the warm process if none runs. The first job then waits only for the rest of its preparation."""
+        with self._lock:
+            self._ensure_started()
+
+    def run(self, payload: bytes, limits: JobLimits, bulk: bytes = b"") -> JobResult:
         """Run one job; `payload` and the result's value are JSON. Raises SandboxError."""
         try:
-            return self._run(payload, limits)
-        except SandboxUnusable:
+            return self._run(payload, limits, bulk)
+        except (SandboxUnusable, JobKilled):  # a second process would need as much memory as the killed one
             raise
         except SandboxDied:
-            return self._run(payload, limits)  # the warm process has just ended, because it was idle or was killed
+            return self._run(payload, limits, bulk)  # the warm process has just ended, because it was idle or killed
 
-    def _run(self, payload: bytes, limits: JobLimits) -> JobResult:
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                self._hand_over(theirs)
+    def _run(self, payload: bytes, limits: JobLimits, bulk: bytes) -> JobResult:
+        (ours, theirs), (status, their_status) = socket.socketpair(), socket.socketpair()
+        with ours, status:
+            with theirs, their_status:
+                self._hand_over(theirs, their_status)
             ours.settimeout(limits.wall_seconds + START_SECONDS)
-            reason = "it gave no answer"
+            data, reason, ended_by = b"", "it gave no answer", 0
             try:
-                ours.sendall(msgspec.json.encode(SandboxJob(limits, msgspec.Raw(payload))))
-                ours.shutdown(socket.SHUT_WR)
-                data = _read(ours, limits.answer_bytes)
+                with suppress(ConnectionError):  # the process has ended; its status says how
+                    ours.sendall(msgspec.json.encode(SandboxJob(limits, msgspec.Raw(payload))) + b"\n")
+                    ours.sendall(bulk)
+                    ours.shutdown(socket.SHUT_WR)
+                    data, made = _read(ours, limits.answer_bytes)
+                if (result := _decoded(data)) is not None:
+                    _charge(result.usage.cpu_seconds)
+                    return _checked(msgspec.structs.replace(result, bulk=made))
+                ended_by = self._ending_signal(status)
             except (OSError, ValueError) as error:
-                reason, data = str(error), b""
-        if data:
-            result = _decoded(data)
-            _charge(result.usage.cpu_seconds)
-            return _checked(result)
+                reason = str(error)
         _charge(limits.cpu_seconds)
-        with self._lock:
-            if self._died:
-                raise SandboxDied(f"the process for {self._module} ended")
+        if ended_by in FROM_OUTSIDE:
+            raise JobKilled(f"a job of {self._module} was killed by the signal {ended_by}")
+        if data:
+            raise JobCrashed("its answer is not a job result")
         raise JobEnded(reason)
 
     def close(self) -> None:
@@ -231,16 +256,27 @@ class Sandbox:
         with self._lock:
             self._stop()
 
-    def _hand_over(self, connection: socket.socket) -> None:
+    def _hand_over(self, connection: socket.socket, status: socket.socket) -> None:
         with self._lock:
-            if self._died:
-                self._stop()
-                self._start()
+            self._ensure_started()
             assert self._control is not None
             try:
-                socket.send_fds(self._control, [b"j"], [connection.fileno()])
+                socket.send_fds(self._control, [b"j"], [connection.fileno(), status.fileno()])
             except OSError as error:
                 raise SandboxDied(f"the process for {self._module} ended: {error}") from None
+
+    def _ending_signal(self, status: socket.socket) -> int:
+        """Return the signal that ended a job's process, or 0. Raises SandboxDied if the warm process has ended too."""
+        status.settimeout(STATUS_SECONDS)
+        with suppress(ConnectionError):
+            if data := status.recv(1):
+                return data[0]
+        raise SandboxDied(f"the process for {self._module} ended")
+
+    def _ensure_started(self) -> None:
+        if self._died:
+            self._stop()
+            self._start()
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -285,20 +321,26 @@ class Sandbox:
             return True
 
 
-def _read(connection: socket.socket, max_bytes: int) -> bytes:
-    data = bytearray()
+def _read(connection: socket.socket, max_bytes: int) -> tuple[bytes, bytes]:
+    """Return an answer's JSON and its bulk. Raises ValueError if they have more than `max_bytes`."""
+    text, bulk, is_bulk = io.BytesIO(), io.BytesIO(), False
     while chunk := connection.recv(1 << 16):
-        data += chunk
-        if len(data) > max_bytes:
+        if not is_bulk:
+            line, newline, chunk = chunk.partition(b"\n")
+            text.write(line)
+            is_bulk = bool(newline)
+        bulk.write(chunk)
+        if text.tell() + bulk.tell() > max_bytes:
             raise ValueError(f"an answer of more than {max_bytes} bytes")
-    return bytes(data)
+    return text.getvalue(), bulk.getvalue()
 
 
-def _decoded(data: bytes) -> JobResult:
+def _decoded(data: bytes) -> JobResult | None:
+    """Return a job's answer; None if it is not whole."""
     try:
         return msgspec.json.decode(data, type=JobResult)
-    except msgspec.MsgspecError as error:
-        raise JobCrashed(f"its answer is not a job result: {error}") from None
+    except msgspec.MsgspecError:
+        return None
 
 
 def _checked(answer: JobResult) -> JobResult:
@@ -330,17 +372,47 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
     work = _prepared(getattr(importlib.import_module(module), function or "prepare"), sys.stdin.buffer.read())
     code_paths()  # collected once, when the modules of every job are loaded
     freeze_garbage()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children leave no zombies
+    jobs: dict[int, int] = {}
+    signal.signal(signal.SIGCHLD, lambda *_: _report_ended(jobs))
     with socket.socket(fileno=descriptor) as control, suppress(TimeoutError, ConnectionError):
         control.settimeout(UNUSABLE_SECONDS if isinstance(work, Unusable) else IDLE_SECONDS)
         while True:
-            _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
             if not descriptors:
                 return
-            if os.fork() == 0:
-                control.close()
-                _serve(descriptors[0], work)
-            os.close(descriptors[0])
+            connection, status = descriptors
+            with _children_wait():  # a job is noted before its end is reported
+                if (pid := os.fork()) == 0:
+                    control.close()
+                    for other in (status, *jobs.values()):
+                        os.close(other)
+                    _serve(connection, work)
+                jobs[pid] = status
+            os.close(connection)
+
+
+def _report_ended(jobs: dict[int, int]) -> None:
+    """Reap the children that have ended. Write the signal that ended a job, or 0, into the job's status socket, and
+    forget the job. `jobs` has these sockets by process.
+    """
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+            pid, code = ended
+            if (status := jobs.pop(pid, None)) is None:
+                continue  # a child of a job that has ended
+            with suppress(ConnectionError):  # the server has the answer, and does not ask
+                os.write(status, bytes([os.WTERMSIG(code) if os.WIFSIGNALED(code) else 0]))
+            os.close(status)
+
+
+@contextmanager
+def _children_wait() -> Iterator[None]:
+    """Handle no end of a child in the block."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,30 +446,46 @@ def _serve(descriptor: int, work: Work) -> NoReturn:
     """Run one job, in the child."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a job may wait for its own children
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
-            job = msgspec.json.decode(incoming.read(), type=SandboxJob)
+            text, bulk = split_bulk(incoming.read())
+            job = msgspec.json.decode(text, type=SandboxJob)
             apply_limits(job.limits)
-            connection.sendall(msgspec.json.encode(_answer(work, bytes(job.payload))))
+            result, made = _answer(work, with_bulk(bytes(job.payload), bulk))
+            connection.sendall(msgspec.json.encode(result) + b"\n")
+            connection.sendall(made)
     finally:
         os._exit(0)
 
 
-def _answer(work: Work, payload: bytes) -> JobResult:
+def with_bulk(text: bytes, bulk: bytes) -> bytes:
+    """Return the message of a job or an answer that has JSON and bulk bytes."""
+    return text + b"\n" + bulk if bulk else text
+
+
+def split_bulk(message: bytes) -> tuple[bytes, bytes]:
+    """Return the JSON and the bulk bytes of a message."""
+    text, _, bulk = message.partition(b"\n")
+    return text, bulk
+
+
+def _answer(work: Work, payload: bytes) -> tuple[JobResult, bytes]:
     try:
-        result = work(payload)
+        result, bulk = split_bulk(work(payload))
     except MemoryError:
-        return JobResult(_usage(), fault="out_of_memory")
+        return JobResult(_usage(), fault="out_of_memory"), b""
     except SandboxUnusable as error:
-        return JobResult(_usage(), fault="unusable", trace=str(error))
+        return JobResult(_usage(), fault="unusable", trace=str(error)), b""
     except Exception as error:
-        return JobResult(_usage(), fault="crashed", trace=_trace(error))
-    return JobResult(_usage(), msgspec.Raw(result))
+        return JobResult(_usage(), fault="crashed", trace=_trace(error)), b""
+    return JobResult(_usage(), msgspec.Raw(result)), bulk
 
 
 def apply_limits(limits: JobLimits) -> None:
     """Limit this process for good."""
     _set(resource.RLIMIT_DATA, _private_bytes() + limits.memory_bytes)
-    _set(resource.RLIMIT_CPU, math.ceil(limits.cpu_seconds))
+    # The kernel kills at this limit. The timer below is earlier, so that a limit is not taken for a kill from outside.
+    _set(resource.RLIMIT_CPU, math.ceil(limits.cpu_seconds) + 1)
     _set(resource.RLIMIT_FSIZE, limits.file_bytes)
     _set(resource.RLIMIT_NOFILE, OPEN_FILES)
     _set(resource.RLIMIT_CORE, 0)

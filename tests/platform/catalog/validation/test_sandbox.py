@@ -21,6 +21,7 @@ from loramux.common.sandbox.jail import may_leave_network
 from loramux.common.sandbox.sandbox import (
     JobCrashed,
     JobEnded,
+    JobKilled,
     JobLimits,
     JobOutOfMemory,
     Sandbox,
@@ -87,6 +88,34 @@ def test_sandbox_job_that_raises_or_exits_harms_no_other(sandbox: Sandbox) -> No
     with pytest.raises(JobEnded):
         run(sandbox, "exit", 1)
     assert run(sandbox, "allocate", 1) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_sandbox_job_killed_from_outside_is_no_fault_of_the_job(sandbox: Sandbox, number: signal.Signals) -> None:
+    warm = run(sandbox, "seen")["parent"]
+    with pytest.raises(JobKilled, match=f"killed by the signal {number}"):
+        run(sandbox, "end by", number)
+    assert run(sandbox, "seen")["parent"] == warm
+
+
+def test_sandbox_job_killed_while_it_answers_is_no_fault_of_the_job(sandbox: Sandbox) -> None:
+    with pytest.raises(JobKilled):
+        run(sandbox, "answer and die")
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGPROF, signal.SIGALRM])
+def test_sandbox_job_ended_by_its_code_or_its_limits_has_the_fault(sandbox: Sandbox, number: signal.Signals) -> None:
+    with pytest.raises(JobEnded):
+        run(sandbox, "end by", number)
+
+
+def test_sandbox_is_ready_before_its_first_job_if_it_is_started() -> None:
+    with closing(Sandbox("sandbox_jobs", json.dumps("the setup").encode())) as sandbox:
+        sandbox.start()
+        process = sandbox._process
+        sandbox.start()
+        assert process is not None
+        assert run(sandbox, "seen")["parent"] == process.pid
 
 
 def test_sandbox_jobs_run_concurrently(sandbox: Sandbox) -> None:
