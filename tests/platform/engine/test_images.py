@@ -68,7 +68,8 @@ ON_THE_TOWER: dict[str, dict[str, object]] = {
         "lora_alpha": 5,
         "use_rslora": True,
         "use_dora": True,
-        "target_modules": r".*\.(blocks|merger|deepstack_merger_list)\..*(qkv|proj|fc1|fc2|\.0|\.2)",
+        "target_modules": r".*\.(blocks|merger|deepstack_merger_list|vision_tower|multi_modal_projector|embed_vision)"
+        r"\..*(qkv|proj|fc1|fc2|mlp\.[02]|linear_1|linear_2|merging_layer|embedding_projection)",
         "rank_pattern": {"qkv": 20},
         "alpha_pattern": {"proj": 3},
     },
@@ -294,9 +295,9 @@ def test_prefix_of_an_equal_image_is_found_and_of_another_image_of_its_size_is_n
         for one in asked:
             assert serve(zoo, engine, [one]) == {one.name: zoo.answer(one)}
             found += equal[one.name] // 16 * 16
-            assert engine.stats().cached_tokens == (0 if zoo.keeps_states else found), (
-                "prompts of states are not reused"
-            )
+            cached = engine.stats().cached_tokens
+            assert cached <= found if zoo.keeps_states else cached == found
+        assert cached > 0
         assert engine.stats().images_encoded == 2
         assert engine.stats().images_found == 2
     finally:
@@ -380,10 +381,11 @@ def test_dora_of_the_tower_is_fitted_to_the_base_alone_while_an_image_is_compute
     assert all(torch.equal(columns, found[name]) for name, columns in wanted.items())
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl"])
 def test_names_of_tower_linears_are_read_in_the_spelling_of_transformers_4_and_unknown_ones_are_not_dropped(
-    zoo: ImageZoo,
+    family: str, tmp_path: Path
 ) -> None:
-    names, tail = TensorNames(describe_base(zoo.zoo.base)), "lora_A.weight"
+    names, tail = TensorNames(describe_base(Zoo(family, tmp_path).base)), "lora_A.weight"
     place = names.read(f"{PREFIX}visual.blocks.1.attn.qkv.{tail}")
     assert place is not None
     assert place.key == f"{PREFIX}model.visual.blocks.1.attn.qkv.{tail}"
