@@ -41,8 +41,8 @@ NARROW |= {"hidden_size_per_layer_input": 14, "embedding_dim": 72}
 
 def embedding_gemma_2(**fields: Any) -> transformers.PretrainedConfig:
     """The config of the whole model, with a part for images."""
-    vision = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
-    vision |= {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    vision = sizes | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2, "patch_size": 4}
     text = transformers.EmbeddingGemma2TextConfig(**fields).to_dict()
     return transformers.EmbeddingGemma2Config(text_config=text, vision_config=vision, audio_config=None)
 

@@ -23,7 +23,7 @@ import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Protocol
@@ -157,7 +157,7 @@ class ProcessChannel:
         patches: list[bytes] = []
         if isinstance(command, Submit):
             patches = [image.patches for image in command.request.images]
-            command = with_patches(command, [b""] * len(patches))
+            command = command.with_patches([b""] * len(patches))
         try:
             self._outbox.put([self._encoder.encode(command), *patches])
         except OverflowError as error:
@@ -203,14 +203,6 @@ class ProcessChannel:
         with self._reaping:
             self._process.join(5)
         return f"exit code {self._process.exitcode}"
-
-
-def with_patches(command: Submit, patches: Iterable[bytes]) -> Submit:
-    """Return a command whose images have these patches."""
-    if not (images := command.request.images):
-        return command
-    images = tuple(msgspec.structs.replace(image, patches=own) for image, own in zip(images, patches, strict=True))
-    return Submit(msgspec.structs.replace(command.request, images=images))
 
 
 def start_ignoring_signals(process: multiprocessing.process.BaseProcess) -> None:

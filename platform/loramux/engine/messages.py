@@ -11,6 +11,7 @@ data, the same on both sides for every kind of channel.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -209,6 +210,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     """Queue a request. Its TokenEvents follow."""
 
     request: Request
+
+    def with_patches(self, patches: Iterable[bytes]) -> Submit:
+        """Return the command with other patches of its images, one for each."""
+        if not (images := self.request.images):
+            return self
+        images = tuple(msgspec.structs.replace(image, patches=own) for image, own in zip(images, patches, strict=True))
+        return Submit(msgspec.structs.replace(self.request, images=images))
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

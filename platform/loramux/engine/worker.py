@@ -25,7 +25,6 @@ from loramux.common import logs
 from loramux.common.garbage import freeze_garbage
 from loramux.common.sampling import range_fault
 from loramux.common.settings.file import Settings
-from loramux.engine.client import with_patches
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.loader import load_model
@@ -212,7 +211,7 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
         while True:
             command = decoder.decode(connection.recv_bytes())
             if isinstance(command, Submit):
-                command = with_patches(command, [connection.recv_bytes() for _ in command.request.images])
+                command = command.with_patches([connection.recv_bytes() for _ in command.request.images])
             inbox.put(command)
     except (EOFError, OSError):
         os._exit(1)  # the parent is gone, and with it all requests

@@ -251,6 +251,11 @@ class SimulatedHost:
             for offset in range(self._block_size):
                 self._pool[page, offset] = self._host.pop((place, offset), None)
 
+    def copy(self, pages: Sequence[int], targets: Sequence[int]) -> None:
+        for page, target in zip(pages, targets, strict=True):
+            for offset in range(self._block_size):
+                self._pool[target, offset] = self._pool.get((page, offset))
+
 
 def facts(plan: Plan, limits: StepLimits) -> ModelFacts:
     return ModelFacts(
