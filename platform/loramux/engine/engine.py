@@ -20,6 +20,7 @@ sequences are. vLLM (async scheduling) and SGLang (overlap schedule) hide the ho
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -213,7 +214,16 @@ class Engine:
             return request_id not in sequences or sequences[request_id].began_at is not None
 
         memory = self.scheduler.memory
-        rows = ImageRows(tower, parts.tower_of, memory, max_bytes, self._wake, has_started, self._note_image)
+        rows = ImageRows(
+            tower,
+            parts.tower_of,
+            memory,
+            max_bytes,
+            self._wake,
+            has_started,
+            self._note_image,
+            self.scheduler.miss_deadline,
+        )
         self._runner.image_rows = rows
         return rows
 
@@ -251,7 +261,8 @@ class Engine:
         """Seconds to wait for a command or for `wake` before the next step. 0: do not wait; inf: without a limit."""
         if not self._pipeline.is_idle or self._was_commanded:
             return 0.0
-        return max(0.0, self.scheduler.next_plan_at - self._clock())
+        deadline = math.inf if self._images is None else self._images.next_deadline
+        return max(0.0, min(self.scheduler.next_plan_at, deadline) - self._clock())
 
     # commands
 
@@ -267,7 +278,8 @@ class Engine:
             self._compile(request)
             return
         assert self._images is not None, "the serving layer refuses images that the model does not read"
-        if fault := self._images.submit(request):
+        deadline = self.scheduler.state.policy.deadline_ms(request)
+        if fault := self._images.submit(msgspec.structs.replace(request, deadline_ms=deadline)):
             self.scheduler.refuse(request, fault)
 
     def _compile(self, request: Request) -> None:

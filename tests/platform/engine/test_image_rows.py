@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 import scheduler_harness
 
@@ -70,6 +72,7 @@ class Harness:
             self.woken.release,
             lambda id: id not in self.waiting,
             self.started.append,
+            self.adapters.scheduler.miss_deadline,
         )
 
     def submit(
@@ -113,6 +116,7 @@ def request(
     num_tokens: int = 10,
     deadline_ms: int | None = None,
     adapter: str | None = None,
+    group: str = "",
 ) -> Request:
     places = [
         ImageInput(digest=digest, patches=b"x", grid=(1, 2, 2 * num_tokens), start=100 * i, num_tokens=num_tokens)
@@ -121,10 +125,11 @@ def request(
     return Request(
         id=name,
         tenant=tenant,
-        prompt_token_ids=[9] * 100 * len(images),
+        prompt_token_ids=[9] * 100 * len(images) or [9],
         images=tuple(places),
         sampling=SamplingParams(max_tokens=3),
         deadline_ms=deadline_ms,
+        group_id=group,
         adapter=AdapterRef(digest=adapter, path="missing" if adapter == "huge" else "") if adapter else None,
     )
 
@@ -232,6 +237,44 @@ def test_rows_of_a_deleted_revision_are_dropped_after_its_last_request(harness: 
     assert harness.rows.rows_of("base", "same") == "rows of same"
 
 
+def test_rows_of_a_deleted_revision_are_dropped_although_a_request_without_images_ends_later(harness: Harness) -> None:
+    harness.submit("image", "t", "same", adapter="a")
+    harness.inspect(ON_THE_TOWER)
+    assert harness.compute() == ["image"]
+    harness.adapters.submit("text", prompt=4, output=1, adapter="a")
+    harness.memory.retire("a")
+    harness.rows.retire("a")
+    harness.rows.release("image")
+    assert harness.rows.num_bytes == 0
+    harness.adapters.run()
+    assert harness.store.forgotten == ["a"]
+
+
+def test_revision_that_is_deleted_while_a_request_waits_for_its_images_is_forgotten_after_this_request(
+    harness: Harness,
+) -> None:
+    harness.submit("image", "t", "same", adapter="a")
+    harness.inspect(ON_THE_TOWER)
+    harness.memory.retire("a")
+    harness.rows.retire("a")
+    assert harness.compute() == ["image"]
+    harness.adapters.submit("image", prompt=4, output=1, adapter="a")
+    harness.adapters.run()
+    harness.rows.release("image")
+    assert harness.rows.num_bytes == 0
+    assert harness.store.forgotten == ["a"]
+
+
+def test_request_with_images_counts_one_use_of_its_adapter(harness: Harness) -> None:
+    residency = harness.memory.residency
+    harness.adapters.submit("text", prompt=4, output=1, adapter="a")
+    harness.submit("image", "t", "same", adapter="b")
+    harness.inspect(OFF_THE_TOWER)
+    harness.inspect(Inspected(3))
+    harness.adapters.submit("image", prompt=4, output=1, adapter="b")
+    assert residency._known["a"].recency == residency._known["b"].recency
+
+
 def test_rows_of_open_requests_stay_and_others_leave_by_their_last_use() -> None:
     harness = Harness(max_bytes=300)
     for name in ("a", "b", "c"):
@@ -319,6 +362,53 @@ def test_deadline_is_shorter_by_the_wait_and_patches_are_dropped(harness: Harnes
     ready, _ = harness.rows.advance()
     assert ready[0].deadline_ms == 3000
     assert ready[0].images[0].patches == b""
+
+
+def test_deadlines_end_requests_that_wait_for_an_inspection_or_an_image_as_they_end_others(harness: Harness) -> None:
+    harness.submit("image", "t", "one", deadline_ms=4000)
+    harness.submit("adapted", "u", "one", deadline_ms=2000, adapter="a")
+    harness.submit("patient", "t", "one")
+    assert harness.advance() == []
+    assert harness.rows.next_deadline == 2.0
+    harness.adapters.time = 1.9
+    assert harness.advance() == []
+    harness.adapters.time = 2.0
+    ready, failed = harness.rows.advance()
+    assert (ready, [one.id for one, _ in failed]) == ([], ["adapted"])
+    harness.adapters.scheduler.add(request("text", "v", deadline_ms=2000))
+    harness.adapters.time = 4.0
+    harness.encoder.done.release()
+    assert harness.woken.acquire(timeout=10)
+    ready, late = harness.rows.advance()
+    assert ([one.id for one in ready], [one.id for one, _ in late]) == (["patient"], ["image"])
+    harness.adapters.step()
+    assert failed[0][1] == harness.adapters.faults["text"]
+    assert failed[0][1].code == "deadline_exceeded"
+    assert "4000 ms" in late[0][1].message
+    assert harness.counters.missed_deadlines == 3
+    assert harness.rows.next_deadline == math.inf
+    harness.inspect(OFF_THE_TOWER)
+    assert harness.rows.is_idle
+    assert harness.memory.residency._awaited == set(), "ended requests want no revision"
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_deadline_ends_a_choice_that_waits_for_its_image_if_no_other_choice_has_begun(
+    harness: Harness, begins: bool
+) -> None:
+    first, second = (request(name, "t", deadline_ms=2000, group="g") for name in ("first", "second"))
+    harness.store.sizes["slow"] = 2
+    slow = msgspec.structs.replace(first, adapter=None if begins else AdapterRef(digest="slow", path=""))
+    harness.adapters.scheduler.add(msgspec.structs.replace(slow, deadline_ms=2001))
+    harness.adapters.step()
+    assert harness.rows.submit(msgspec.structs.replace(second, images=request("", "t", "one").images)) is None
+    harness.adapters.time = 2.0
+    ready, failed = harness.rows.advance()
+    assert (ready, [one.id for one, _ in failed]) == ([], [] if begins else ["second"])
+    assert harness.rows.next_deadline == math.inf
+    harness.adapters.step()
+    assert list(harness.adapters.faults) == ([] if begins else ["first"])
+    assert harness.rows.is_idle is not begins
 
 
 def test_ids_of_placeholders_are_their_image_and_not_their_token() -> None:

@@ -20,6 +20,7 @@ that hold rows never wait for others, so every request progresses.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -28,11 +29,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from loramux.engine.memory.memory import Memory
+from loramux.engine.memory.ranking import RankedItems
 from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, ServiceClass
 
 logger = logging.getLogger(__name__)
@@ -91,6 +94,8 @@ class _Held(Generic[Rows]):
 class _Waiting:
     request: Request
     arrival: float
+    start_by: float
+    """Deadline of the request, by the clock; inf: it has none."""
 
 
 class ImageRows(Generic[Rows]):
@@ -105,10 +110,12 @@ class ImageRows(Generic[Rows]):
         wake: Callable[[], None],
         has_started: Callable[[str], bool],
         on_start: Callable[[str], None],
+        miss_deadline: Callable[[Request], EngineFault | None],
     ) -> None:
         """`memory` has the adapters, the counters and the clock. `wake` is called from the thread after each image.
         `has_started` tells if a request, by its id, has begun to run or has ended. `on_start` is called with a
-        request's id before an image of it is computed."""
+        request's id before an image of it is computed. `miss_deadline` is called with a request whose deadline has
+        passed, and returns its fault; None: the request goes on without a deadline."""
         self.num_bytes = 0
         """Bytes of rows, computed or reserved."""
         self._encoder = encoder
@@ -121,6 +128,7 @@ class ImageRows(Generic[Rows]):
         self._wake = wake
         self._has_started = has_started
         self._on_start = on_start
+        self._miss_deadline = miss_deadline
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="images", initializer=_lower_priority)
         self._held: OrderedDict[Key, _Held[Rows]] = OrderedDict()
         """The last used last."""
@@ -132,6 +140,8 @@ class ImageRows(Generic[Rows]):
         """Revisions whose inspection the first request of a turn waits for."""
         self._turns: OrderedDict[Turn, deque[_Waiting]] = OrderedDict()
         """Waiting requests by tenant and class, the next turn first."""
+        self._deadlines: RankedItems[_Waiting, float] = RankedItems(attrgetter("start_by"))
+        """Waiting requests whose deadline has not passed, the next deadline first."""
         self._job: tuple[Key, Future[Rows]] | None = None
         self._has_news = False
         """True if a request may have all its rows that had not before."""
@@ -142,6 +152,12 @@ class ImageRows(Generic[Rows]):
     def is_idle(self) -> bool:
         """True if no request waits."""
         return not self._turns
+
+    @property
+    def next_deadline(self) -> float:
+        """The next deadline of a waiting request, by the clock; inf if there is none."""
+        waiting = self._deadlines.first()
+        return math.inf if waiting is None else waiting.start_by
 
     def rows_of(self, request_id: str, digest: str) -> Rows:
         """Return the rows of an image of a request that has not ended."""
@@ -167,8 +183,11 @@ class ImageRows(Generic[Rows]):
             self._residency.want(adapter)
             self._wanted[request.id] = adapter.digest
         self._has_news = True
-        turn = request.service_class, request.tenant
-        self._turns.setdefault(turn, deque()).append(_Waiting(request, self._clock()))
+        turn, now, deadline = (request.service_class, request.tenant), self._clock(), request.deadline_ms
+        waiting = _Waiting(request, now, math.inf if deadline is None else now + deadline / 1000.0)
+        self._turns.setdefault(turn, deque()).append(waiting)
+        if deadline is not None:
+            self._deadlines.put(waiting)
         return None
 
     def cancel(self, request_id: str) -> Request | None:
@@ -176,6 +195,7 @@ class ImageRows(Generic[Rows]):
         for turn, waiting in self._turns.items():
             if found := next((one for one in waiting if one.request.id == request_id), None):
                 waiting.remove(found)
+                self._deadlines.drop(found)
                 if not waiting:
                     del self._turns[turn]
                 self.release(request_id)
@@ -189,7 +209,7 @@ class ImageRows(Generic[Rows]):
             self._held[key].users -= 1
         if (digest := self._wanted.pop(request_id, None)) is not None:
             self._memory.release(digest)
-            if not self._residency.is_known(digest):  # it was deleted, and this was its last request
+            if self._residency.is_retired(digest):
                 self.retire(digest)
 
     def retire(self, digest: str) -> None:
@@ -199,11 +219,11 @@ class ImageRows(Generic[Rows]):
 
     def advance(self) -> tuple[list[Request], list[tuple[Request, EngineFault]]]:
         """Start the next image if none is being computed. Return the requests whose images are computed now, and those
-        whose images or adapters have failed.
+        whose images or adapters have failed or whose deadline has passed.
 
         Returned requests hold no patches, and their deadline is shortened by their wait here.
         """
-        failed = self._take_result()
+        failed = self._take_result() + self._take_expired()
         if inspected := {digest for digest in self._inspecting if not self._residency.is_inspecting(digest)}:
             self._inspecting -= inspected
             self._has_news = True
@@ -271,6 +291,17 @@ class ImageRows(Generic[Rows]):
             self._drop(key)
         return [(request, fault) for request in failed]
 
+    def _take_expired(self) -> list[tuple[Request, EngineFault]]:
+        """Take the requests whose deadline has passed before a choice of their group began."""
+        failed: list[tuple[Request, EngineFault]] = []
+        now = self._clock()
+        while (waiting := self._deadlines.first()) is not None and waiting.start_by <= now:
+            self._deadlines.drop(waiting)
+            if fault := self._miss_deadline(waiting.request):
+                failed.append((waiting.request, fault))
+                self.cancel(waiting.request.id)
+        return failed
+
     def _take_leading(self, turn: Turn, ready: list[Request], failed: list[tuple[Request, EngineFault]]) -> None:
         """Take the leading requests of `turn` whose images are computed, and those whose adapter is not served."""
         while waiting := self._turns.get(turn):
@@ -279,6 +310,7 @@ class ImageRows(Generic[Rows]):
                 failed.append((request, fault))
                 self.cancel(request.id)
             elif self._is_computed(request):
+                self._deadlines.drop(waiting[0])
                 ready.append(self._without_patches(waiting.popleft()))
                 if not waiting:
                     del self._turns[turn]

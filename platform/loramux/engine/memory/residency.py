@@ -197,6 +197,10 @@ class Residency:
         """Return whether the revision was requested and has not been forgotten since."""
         return digest in self._known
 
+    def is_retired(self, digest: str) -> bool:
+        """Return whether the revision was deleted, or was forgotten."""
+        return digest not in self._known or self._known[digest].is_retired
+
     def has_failed(self, digest: str) -> bool:
         """Return whether the revision is known and FAILED."""
         return digest in self._known and self._known[digest].state is AdapterState.FAILED
@@ -312,15 +316,17 @@ class Residency:
     # requests come and go
 
     def acquire(self, ref: AdapterRef) -> None:
-        """Note a request for `ref`, as `want` does, and count if the revision was READY."""
+        """Note a use of `ref`, as `want` does, and count the use and if the revision was READY."""
         self.want(ref)
-        is_ready = self._known[ref.digest].state is AdapterState.READY
+        resident = self._known[ref.digest]
+        resident.recency = used_at(resident.recency, self.now)
+        is_ready = resident.state is AdapterState.READY
         self.counters.adapter_hits += is_ready
         self.counters.adapter_misses += not is_ready
 
     def want(self, ref: AdapterRef) -> None:
         """Keep `ref` known until `release`: start an inspection if the revision's size is unknown, and retry a FAILED
-        revision after its quarantine.
+        revision after its quarantine. A retired revision stays retired while an earlier request wants it.
         """
         resident = self._known.get(ref.digest)
         if resident is None:
@@ -329,12 +335,11 @@ class Residency:
         elif resident.state is AdapterState.FAILED and self.clock() >= resident.retry_at:
             self._inspect(resident)
         self._count_unwanted(resident, -1)
+        resident.is_retired = resident.is_retired and resident.wanted_by > 0
         resident.wanted_by += 1
         self._count_unwanted(resident, +1)
         self._note_awaited(resident)
         self._dormant.pop(ref.digest, None)
-        resident.is_retired = False
-        resident.recency = used_at(resident.recency, self.now)
 
     def release(self, digest: str) -> None:
         """Note that a request for the revision has ended."""

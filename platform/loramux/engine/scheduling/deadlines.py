@@ -17,7 +17,7 @@ import math
 from bisect import bisect_left
 from itertools import accumulate
 
-from loramux.engine.messages import EngineFault
+from loramux.engine.messages import EngineFault, Request
 from loramux.engine.scheduling.admission import CapacityPolicy
 from loramux.engine.scheduling.estimates import QueuedWork
 from loramux.engine.scheduling.sequence import RequestGroup, Sequence
@@ -45,9 +45,7 @@ class Deadlines:
             self._state.start_group(group)
         if group.is_started or group.refusal is not None or group.start_by is not None:
             return group.refusal  # decided with the first of the group
-        asked = sequence.request.deadline_ms
-        deadline = state.policy.deadlines_ms.get(sequence.request.service_class) if asked is None else asked
-        if deadline is None:
+        if (deadline := state.policy.deadline_ms(sequence.request)) is None:
             return None
         group.deadline_ms = deadline
         sequence.predicted_ttft_s = self.predict_ttft(sequence)
@@ -63,6 +61,23 @@ class Deadlines:
             retry_after=max(1, math.ceil((wait - deadline) / 1000.0)),
         )
         state.close_group(group)
+        return group.refusal
+
+    def miss(self, request: Request) -> EngineFault | None:
+        """Refuse the whole group of `request`, whose deadline passed before the request was added. Return None if a
+        choice of the group has begun.
+        """
+        group = self._state.group_of(request)
+        if request.group_started or group.is_started:
+            return None
+        if group.refusal is None:
+            group.deadline_ms = request.deadline_ms
+            group.refusal = _deadline_exceeded(group)
+            if group.waiting:  # these are ended by the next plan
+                group.start_by = -math.inf
+                self._state.deadlines.put(group)
+            else:
+                self._state.close_group(group)
         return group.refusal
 
     def note_start(self, sequence: Sequence, now: float) -> None:

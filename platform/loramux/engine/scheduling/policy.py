@@ -21,7 +21,7 @@ from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings
 from loramux.common.units import QUIET_SECONDS
 from loramux.engine.memory.pages import CachedPage
-from loramux.engine.messages import ServiceClass, StepLimits
+from loramux.engine.messages import Request, ServiceClass, StepLimits
 from loramux.engine.scheduling.sequence import Sequence
 
 CPU_MIXED_PREFILL_TOKENS = 256
@@ -212,6 +212,11 @@ class Policy:
             prefix_cache=settings.engine.prefix_cache,
             max_draft_tokens=max_draft_tokens,
         )
+
+    def deadline_ms(self, request: Request) -> int | None:
+        """Return the deadline of `request`, which is that of its class if it sets none itself."""
+        asked = request.deadline_ms
+        return self.deadlines_ms.get(request.service_class) if asked is None else asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,6 +155,14 @@ class Scheduler:
         """Report the end of a request that was not added: refused for `fault`, or cancelled."""
         self.state.report_end(request.id, "error" if fault else "cancelled", fault)
 
+    def miss_deadline(self, request: Request) -> EngineFault | None:
+        """Return the fault of a request that was not added before its deadline passed; None if a choice of its group
+        has begun, so that the deadline does not matter any more.
+        """
+        fault = self._deadlines.miss(request)
+        self.state.counters.missed_deadlines += fault is not None
+        return fault
+
     def cancel(self, request_id: str) -> None:
         """End a request and free its pages; an unknown id belongs to a request that has already ended."""
         if sequence := self.state.sequences.get(request_id):
