@@ -24,8 +24,9 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -42,7 +43,7 @@ from loramux.engine.memory.host_memory import AdapterSource, AdapterTarget, Disk
 from loramux.engine.memory.image_rows import ImageRows, TowerOf
 from loramux.engine.memory.memory import AdapterPins, HostKv, PinLimits
 from loramux.engine.memory.pages import PagePool
-from loramux.engine.memory.residency import AdapterStore, Residency, ResidencyPolicy
+from loramux.engine.memory.residency import AdapterStore, Residency, ResidencyPolicy, StoreJob
 from loramux.engine.messages import (
     AdapterRef,
     EngineFault,
@@ -99,8 +100,8 @@ class EngineParts:
     """Compiler of grammars; None: requests with a constraint are refused."""
     tower: Tower | None = None
     """The vision tower; None: no request has images."""
-    tower_of: TowerOf = lambda _: nullcontext()
-    """Function that returns a context in which the tower computes as an adapter changes it."""
+    tower_of: TowerOf | None = None
+    """Function that reads an adapter for the tower; None if there is no tower."""
     team: RankTeam | None = None
     """The other ranks of this engine."""
     clock: Callable[[], float] = time.monotonic
@@ -122,8 +123,8 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
         target = RankedBank(bank, loaded.sharding, loaded.team)
     store = DiskStore(target, source, HostCache(adapters.host_bytes, time.monotonic), adapters.max_loading)
 
-    def tower_of(ref: AdapterRef) -> AbstractContextManager[None]:
-        return changed_linears(loaded.tower_linears, store.read(ref, adapters.load_timeout_s))
+    def tower_of(ref: AdapterRef) -> StoreJob[AbstractContextManager[None]]:
+        return store.read(ref, partial(changed_linears, loaded.tower_linears))
 
     parts = EngineParts(
         facts=loaded.facts,
@@ -208,6 +209,7 @@ class Engine:
         if (tower := parts.tower) is None:
             return None
         assert isinstance(self._runner, CpuRunner), "images are refused on a GPU"
+        assert parts.tower_of is not None, "adapters may change the tower"
         sequences = self.scheduler.state.sequences
 
         def has_started(request_id: str) -> bool:

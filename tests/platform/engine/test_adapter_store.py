@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from adapter_zoo import Asked, Zoo, make_engine, serve
 from manual_clock import ManualClock
 from scheduler_harness import Harness
 
-from loramux.engine.memory.host_memory import HostCache, LoaderThreads
+from loramux.engine.memory.host_memory import DiskStore, HostCache, LoaderThreads
 from loramux.engine.memory.residency import AdapterState
+from loramux.engine.messages import AdapterRef
 from loramux_adapters.components import AdapterPlan
 from loramux_adapters.prepared import PreparedAdapter
 from loramux_adapters.weights import AdapterLayout, AdapterWeights, LoraWeights
@@ -111,6 +113,27 @@ def test_loader_job_cannot_be_cancelled_while_it_writes() -> None:
     go_on.set()
     assert job.result(20) == 7
     threads.close()
+
+
+def test_weights_in_the_hosts_memory_are_given_to_the_tower_at_once_and_others_are_read_by_a_thread() -> None:
+    loaded: list[str] = []
+
+    def load(ref: AdapterRef) -> AdapterWeights:
+        loaded.append(ref.digest)
+        if ref.digest == "other":
+            assert go_on.wait(60)
+        return adapter(10 * KIB).source
+
+    bank, source = SimpleNamespace(prepare=prepared), SimpleNamespace(load=load)
+    go_on, store = Event(), DiskStore(bank, source, HostCache(100 * KIB, ManualClock(0.0)), 1)
+    assert store.read(AdapterRef("a", ""), lambda weights: weights.nbytes).result(20) == 10 * KIB
+    other = store.read(AdapterRef("other", ""), lambda weights: weights.nbytes)
+    again = store.read(AdapterRef("a", ""), lambda weights: weights.nbytes)
+    assert (again.done(), other.done()) == (True, False)
+    go_on.set()
+    assert (again.result(), other.result(20)) == (10 * KIB, 10 * KIB)
+    assert loaded == ["a", "other"]
+    store.close()
 
 
 def test_load_that_never_ends_fails_its_own_requests_and_gives_back_its_pages() -> None:

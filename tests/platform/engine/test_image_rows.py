@@ -7,16 +7,16 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import msgspec
 import pytest
 import scheduler_harness
 
-from loramux.engine.memory.image_rows import MAX_AHEAD, NICENESS, AdapterUnread, ImageRows
+from loramux.engine.memory.image_rows import MAX_AHEAD, MAX_READS, NICENESS, ImageRows
 from loramux.engine.memory.pages import SequenceKv
 from loramux.engine.memory.prefix_digests import prefix_digests
-from loramux.engine.memory.residency import Inspected
+from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, SamplingParams
 
 
@@ -28,6 +28,10 @@ class Encoder:
         self.adapter: str | None = None
         self.adapters: list[str | None] = []
         """Revision with which each image was computed."""
+        self.slow: dict[str, StoreJob[AbstractContextManager[None]]] = {}
+        """Reads of revisions that end when the test says so."""
+        self.begun: list[str] = []
+        """Revisions whose reads have begun."""
         self.niceness: list[int] = []
         self.done = threading.Semaphore(0)
 
@@ -37,11 +41,20 @@ class Encoder:
     def bytes_of(self, image: ImageInput) -> int:
         return 10 * image.num_tokens
 
-    @contextmanager
-    def changed_by(self, adapter: AdapterRef) -> Iterator[None]:
+    def read(self, adapter: AdapterRef) -> StoreJob[AbstractContextManager[None]]:
+        self.begun.append(adapter.digest)
+        if adapter.digest in self.slow:
+            return self.slow[adapter.digest]
+        job: StoreJob[AbstractContextManager[None]] = StoreJob()
         if adapter.path == "missing":
-            raise AdapterUnread("no such file.")
-        self.adapter = adapter.digest
+            job.set_exception(FileNotFoundError("no such file."))
+        else:
+            job.set_result(self.changed_by(adapter.digest))
+        return job
+
+    @contextmanager
+    def changed_by(self, digest: str) -> Iterator[None]:
+        self.adapter = digest
         yield
         self.adapter = None
 
@@ -56,17 +69,17 @@ class Encoder:
 
 
 class Harness:
-    def __init__(self, max_bytes: int = 1000) -> None:
+    def __init__(self, max_bytes: int = 1000, load_timeout: float = math.inf) -> None:
         self.encoder = Encoder()
         self.waiting: set[str] = set()
         self.started: list[str] = []
         self.woken = threading.Semaphore(0)
-        self.adapters = scheduler_harness.Harness(pace=(0.0, 0.0))
+        self.adapters = scheduler_harness.Harness(pace=(0.0, 0.0), load_timeout=load_timeout)
         self.store, self.memory = self.adapters.store, self.adapters.scheduler.memory
         self.counters = self.memory.residency.counters
         self.rows = ImageRows(
             self.encoder,
-            self.encoder.changed_by,
+            self.encoder.read,
             self.memory,
             max_bytes,
             self.woken.release,
@@ -199,6 +212,74 @@ def test_request_waits_for_the_inspection_of_its_adapter_and_other_turns_go_on(h
     assert harness.encoder.adapters == [None, None, "a"]
     harness.submit("known", "t", "same", adapter="a")
     assert harness.advance() == ["known"]
+
+
+def test_images_of_other_turns_go_on_while_an_adapter_on_the_tower_is_read(harness: Harness) -> None:
+    harness.encoder.slow["a"] = StoreJob()
+    harness.submit("adapted", "t", "one", "two", adapter="a")
+    harness.inspect(ON_THE_TOWER)
+    harness.submit("base", "u", "three", "four")
+    assert [harness.compute(), harness.compute()] == [[], ["base"]]
+    assert harness.rows.num_bytes == 200, "a request whose adapter is read holds no memory"
+    assert harness.encoder.begun == ["a"]
+    read = harness.encoder.slow.pop("a")
+    read.set_result(harness.encoder.changed_by("a"))
+    assert harness.woken.acquire(timeout=10)
+    assert [harness.compute(), harness.compute()] == [[], ["adapted"]]
+    assert harness.encoder.adapters == [None, None, "a", "a"]
+    assert harness.rows._reads == {}
+
+
+def test_read_for_the_tower_has_its_time_from_its_begin_and_ends_its_requests_alone() -> None:
+    harness = Harness(load_timeout=10.0)
+    read = harness.encoder.slow["a"] = StoreJob()
+    harness.submit("adapted", "t", "one", adapter="a")
+    harness.inspect(ON_THE_TOWER)
+    for now in (5.0, 30.0):
+        harness.adapters.time = now
+        harness.memory.residency.poll()
+        assert harness.advance() == []
+    read.started_at = 30.0
+    harness.adapters.time = 45.0
+    harness.memory.residency.poll()
+    harness.submit("base", "u", "two")
+    assert harness.woken.acquire(timeout=10)
+    ready, failed = harness.rows.advance()
+    assert (ready, [one.id for one, _ in failed]) == ([], ["adapted"])
+    assert failed[0][1].code == "adapter_failed"
+    assert "could not be read within 10 seconds" in failed[0][1].message
+    assert harness.compute() == ["base"]
+    del harness.encoder.slow["a"]
+    harness.submit("again", "t", "one", adapter="a")
+    assert harness.compute() == ["again"]
+    harness.rows.close()
+
+
+def test_reads_for_the_tower_are_few_and_a_request_with_rows_waits_for_none_of_them() -> None:
+    harness = Harness(max_bytes=300)
+    names = [f"r{i}" for i in range(MAX_READS + 2)]
+    harness.store.sizes.update(dict.fromkeys([*names, "first"], 2))
+    harness.encoder.slow = {name: StoreJob() for name in names}
+    harness.submit("first", "first", "one", "two", "three", adapter="first")
+    harness.inspect(ON_THE_TOWER)
+    assert harness.advance() == []
+    for name in names:
+        harness.submit(name, name, "one", adapter=name)
+        harness.inspect(ON_THE_TOWER)
+    assert [harness.compute(), harness.compute()] == [[], []]
+    assert harness.encoder.begun == ["first", "first", *names[:MAX_READS], "first"]
+    assert harness.compute() == ["first"]
+    harness.rows.release("first")
+    harness.encoder.slow["r0"].set_result(harness.encoder.changed_by("r0"))
+    assert harness.woken.acquire(timeout=10)
+    assert harness.compute() == ["r0"]
+    assert harness.encoder.begun[-1] == names[MAX_READS], "one ended, and one began"
+    assert harness.rows.cancel("r1") is not None
+    harness.encoder.slow["r1"].set_result(harness.encoder.changed_by("r1"))
+    assert harness.woken.acquire(timeout=10)
+    assert harness.advance() == []
+    assert list(harness.rows._reads) == names[2:], "nothing waits for the read of the cancelled request"
+    harness.rows.close()
 
 
 def test_requests_of_an_adapter_that_is_not_served_end_with_its_reason(harness: Harness) -> None:

@@ -26,7 +26,6 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from loramux.engine.memory.image_rows import AdapterUnread
 from loramux.engine.memory.ranking import NEVER_USED, used_at
 from loramux.engine.memory.residency import Inspected, StoreJob
 from loramux.engine.messages import AdapterRef
@@ -266,17 +265,19 @@ class DiskStore:
         fence = self._bank.fence()  # steps launched until now may still read the pages' old content; later steps do not
         return self._copiers.submit(ref.digest, partial(self._prepared, ref), partial(self._install, pages, fence))
 
-    def read(self, ref: AdapterRef, timeout: float) -> AdapterWeights:
-        """Return the weights on the CPU, from the host's memory if it has them, after at most `timeout` seconds. Raises
-        AdapterUnread."""
-        job = self._copiers.submit(ref.digest, partial(self._prepared, ref), lambda adapter: adapter)
-        try:
-            adapter = job.result(timeout)
-        except Exception as error:
-            job.cancel()
-            raise AdapterUnread(str(error) or f"its files could not be read within {timeout:g} seconds.") from error
-        assert isinstance(adapter.source, AdapterWeights), "images are refused on a GPU"
-        return adapter.source
+    def read(self, ref: AdapterRef, use: Callable[[AdapterWeights], T]) -> StoreJob[T]:
+        """Read the weights, and call `use` with them on the CPU. The job has ended already if the weights are in the
+        host's memory."""
+
+        def used(adapter: PreparedAdapter) -> T:
+            assert isinstance(adapter.source, AdapterWeights), "images are refused on a GPU"
+            return use(adapter.source)
+
+        if (kept := self._host.get(ref.digest)) is None:
+            return self._readers.submit(ref.digest, partial(self._prepared, ref), used)
+        job: StoreJob[T] = StoreJob()
+        job.set_result(used(kept))
+        return job
 
     def drop(self, slot: int) -> None:
         """Forget a slot."""

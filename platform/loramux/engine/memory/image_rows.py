@@ -10,7 +10,8 @@ to start before more of its images are computed (`MAX_AHEAD`).
 The rows of an image are kept under its tenant and digest, so the same image of two tenants is computed twice. If an
 adapter changes the tower, its revision is part of the key. Such rows are no other revision's, and rows of the base are
 shared by all adapters that leave the tower alone. An adapter's files tell which of both it is, so a request waits until
-they have been inspected.
+they have been inspected. The weights that change the tower are read when an image's turn comes. Other turns pass until
+the read has ended, so storage that is slow delays the images of its adapter alone.
 
 The rows of a request stay until the request ends, because a preempted request computes its prompt again. Other rows
 stay until their memory is needed, the least recently used first. A request begins only if all its rows fit: requests
@@ -36,6 +37,7 @@ import msgspec
 
 from loramux.engine.memory.memory import Memory
 from loramux.engine.memory.ranking import RankedItems
+from loramux.engine.memory.residency import StoreJob
 from loramux.engine.messages import AdapterRef, EngineFault, ImageInput, Request, ServiceClass
 
 logger = logging.getLogger(__name__)
@@ -45,13 +47,12 @@ NICENESS = 10
 MAX_AHEAD = 4
 """Requests of a tenant and class whose images are computed and that have not started."""
 
+MAX_READS = 4
+"""Adapters that are read, or whose weights wait for their turn, before requests of further adapters begin."""
+
 Turn = tuple[ServiceClass, str]
 Rows = TypeVar("Rows")
 Rows_co = TypeVar("Rows_co", covariant=True)
-
-
-class AdapterUnread(Exception):
-    """The weights of an adapter, with which the tower was to compute an image, could not be read."""
 
 
 class Key(NamedTuple):
@@ -77,8 +78,9 @@ class Encoder(Protocol[Rows_co]):
         """Compute the rows of `image`."""
 
 
-TowerOf = Callable[[AdapterRef], AbstractContextManager[None]]
-"""Function that returns a context in which the encoder computes as an adapter changes it. Raises AdapterUnread."""
+TowerOf = Callable[[AdapterRef], StoreJob[AbstractContextManager[None]]]
+"""Function that begins to read an adapter. The result is a context in which the encoder computes one image as the
+adapter changes it."""
 
 
 @dataclass(slots=True)
@@ -138,6 +140,8 @@ class ImageRows(Generic[Rows]):
         """The revision of a request with an adapter, by the request's id."""
         self._inspecting: set[str] = set()
         """Revisions whose inspection the first request of a turn waits for."""
+        self._reads: dict[str, StoreJob[AbstractContextManager[None]]] = {}
+        """Reads of revisions that change the tower, by the revision. Each read serves one image."""
         self._turns: OrderedDict[Turn, deque[_Waiting]] = OrderedDict()
         """Waiting requests by tenant and class, the next turn first."""
         self._deadlines: RankedItems[_Waiting, float] = RankedItems(attrgetter("start_by"))
@@ -227,10 +231,12 @@ class ImageRows(Generic[Rows]):
         if inspected := {digest for digest in self._inspecting if not self._residency.is_inspecting(digest)}:
             self._inspecting -= inspected
             self._has_news = True
-        turns, self._has_news = list(self._turns) if self._has_news else [], False
+        ended = [digest for digest, read in self._reads.items() if read.done()]
+        turns, self._has_news = list(self._turns) if self._has_news or ended else [], False
         ready: list[Request] = []
         for turn in turns:
             self._take_leading(turn, ready, failed)
+        self._drop_unneeded(ended)
         if self._job is None:
             self._start_next()
         return ready, failed
@@ -263,7 +269,9 @@ class ImageRows(Generic[Rows]):
         digest = request.adapter.digest
         if self._residency.has_failed(digest):
             reason = self._residency.failure(digest)
-            return EngineFault("adapter_failed", f"The adapter could not be loaded: {reason}")
+            return _adapter_failed(reason)
+        if (read := self._reads.get(digest)) is not None and read.done() and (error := self._residency.error_of(read)):
+            return _adapter_failed(str(error))
         refused = self._residency.images_refused(digest)
         return None if refused is None else EngineFault("images_not_supported", refused, field="messages")
 
@@ -278,11 +286,8 @@ class ImageRows(Generic[Rows]):
             if held := self._held.get(key):  # None: its request was cancelled, and others needed the memory
                 held.rows = job.result()
             return []
-        if isinstance(error, AdapterUnread):
-            fault = EngineFault("adapter_failed", f"The adapter could not be loaded: {error}")
-        else:
-            logger.error("an image could not be computed", exc_info=error)
-            fault = EngineFault("internal_error", "An image of the request could not be computed.", field="messages")
+        logger.error("an image could not be computed", exc_info=error)
+        fault = EngineFault("internal_error", "An image of the request could not be computed.", field="messages")
         waiting = [one.request for turn in self._turns.values() for one in turn]
         failed = [request for request in waiting if key in self._pinned.get(request.id, (None, ()))[1]]
         for request in failed:
@@ -336,23 +341,54 @@ class ImageRows(Generic[Rows]):
         is_full = False
         for turn, waiting in self._turns.items():
             request = waiting[0].request
-            if request.id not in self._pinned:
-                if is_full or ahead[turn] >= MAX_AHEAD or not self._is_inspected(request):
-                    continue
-                if not self._begin(request):
-                    is_full = True  # no request overtakes one that waits for memory
-                    continue
+            is_new = request.id not in self._pinned
+            if is_new and (is_full or ahead[turn] >= MAX_AHEAD or not self._is_inspected(request)):
+                continue
+            adapter = self._tower_adapter(request)
+            if (context := nullcontext() if adapter is None else self._read(adapter, request)) is None:
+                continue
+            if is_new and not self._begin(request):
+                is_full = True  # no request overtakes one that waits for memory
+                continue
             image = next(i for i in request.images if self._held[self._key(request, i)].rows is None)
             self._on_start(request.id)
-            job = self._thread.submit(self._encode, image, self._tower_adapter(request))
+            if adapter is not None:
+                del self._reads[adapter.digest]
+            job = self._thread.submit(self._encode, image, context)
             self._job = self._key(request, image), job
             job.add_done_callback(lambda _: self._wake())
             self._turns.move_to_end(turn)
             return
 
-    def _encode(self, image: ImageInput, adapter: AdapterRef | None) -> Rows:
-        with nullcontext() if adapter is None else self._tower_of(adapter):
+    def _encode(self, image: ImageInput, context: AbstractContextManager[None]) -> Rows:
+        with context:
             return self._encoder.encode(image)
+
+    def _read(self, adapter: AdapterRef, request: Request) -> AbstractContextManager[None] | None:
+        """Return the context in which the next image of `request` is computed; None until the read of its adapter,
+        which begins here, has ended.
+        """
+        read = self._reads.get(adapter.digest)
+        is_new = read is None
+        if read is None:
+            # A request that holds rows waits for no other read, because that read may wait for these rows' memory.
+            if len(self._reads) >= MAX_READS and request.id not in self._pinned:
+                return None
+            read = self._reads[adapter.digest] = self._tower_of(adapter)
+        if read.done() and self._residency.error_of(read) is None:
+            return read.result()
+        if is_new:
+            self._residency.limit(read)
+            read.add_done_callback(lambda _: self._wake())
+        return None
+
+    def _drop_unneeded(self, ended: list[str]) -> None:
+        """Drop the `ended` reads that have failed, or that the first request of no turn waits for."""
+        first = [waiting[0].request.adapter for waiting in self._turns.values()] if ended else []
+        needed = {adapter.digest for adapter in first if adapter is not None}
+        for digest in ended:
+            if digest not in needed or self._residency.error_of(self._reads[digest]):
+                del self._reads[digest]
 
     def _begin(self, request: Request) -> bool:
         """Reserve the memory of the rows of `request`. Return False if other requests hold too much."""
@@ -391,6 +427,10 @@ class ImageRows(Generic[Rows]):
             deadline = max(0, deadline - int(1000 * (self._clock() - waiting.arrival)))
         images = tuple(msgspec.structs.replace(image, patches=b"") for image in request.images)
         return msgspec.structs.replace(request, images=images, deadline_ms=deadline)
+
+
+def _adapter_failed(reason: str) -> EngineFault:
+    return EngineFault("adapter_failed", f"The adapter could not be loaded: {reason}")
 
 
 def _lower_priority() -> None:

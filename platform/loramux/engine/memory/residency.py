@@ -25,7 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from loramux.engine.memory.pages import PagePool, PageUse
 from loramux.engine.memory.ranking import NEVER_USED, RankedItems, used_at
@@ -173,7 +173,7 @@ class Residency:
         self._ended: queue.SimpleQueue[Resident] = queue.SimpleQueue()
         self._awaited: set[str] = set()
         """Revisions that are wanted and not READY."""
-        self._timeouts: list[tuple[float, int, Resident, StoreJob[Inspected] | StoreJob[int]]] = []
+        self._timeouts: list[tuple[float, int, StoreJob[Any]]] = []
         """A heap of the times at which running jobs are checked; a number makes equal times distinct."""
         self._num_jobs = 0
         self._idle: dict[str, Resident] = {}
@@ -407,7 +407,7 @@ class Residency:
             resident = self._ended.get()
             self._conclude(resident)
             digests.append(resident.ref.digest)
-        while self._timeouts and self._timeouts[0][3].done():
+        while self._timeouts and self._timeouts[0][2].done():
             heapq.heappop(self._timeouts)
         return digests
 
@@ -436,6 +436,16 @@ class Residency:
 
     # loads and inspections
 
+    def limit(self, job: StoreJob[Any]) -> None:
+        """Cancel a job of the store if it takes longer than `load_timeout` after a thread has begun it."""
+        self._look_again(self.clock() + self._policy.load_timeout, job)
+
+    def error_of(self, job: StoreJob[Any]) -> BaseException | None:
+        """Return why a job that has ended failed; None: it has a result."""
+        if job.cancelled():
+            return TimeoutError(f"its files could not be read within {self._policy.load_timeout:g} seconds.")
+        return job.exception()
+
     def _inspect(self, resident: Resident) -> None:
         resident.state = AdapterState.INSPECTING
         self._start(resident, self._store.inspect(resident.ref))
@@ -449,11 +459,11 @@ class Residency:
             self._wake()
 
         pending.add_done_callback(end)
-        self._look_again(self.clock() + self._policy.load_timeout, resident, pending)
+        self.limit(pending)
 
-    def _look_again(self, at: float, resident: Resident, pending: StoreJob[Inspected] | StoreJob[int]) -> None:
+    def _look_again(self, at: float, pending: StoreJob[Any]) -> None:
         self._num_jobs += 1
-        heapq.heappush(self._timeouts, (at, self._num_jobs, resident, pending))
+        heapq.heappush(self._timeouts, (at, self._num_jobs, pending))
 
     def _cancel_expired(self) -> None:
         """Cancel jobs that began too long ago. A job that is writing cannot be cancelled; it ends soon, because writing
@@ -461,22 +471,19 @@ class Residency:
         """
         now, timeout = self.clock(), self._policy.load_timeout
         while self.next_timeout <= now:
-            _, _, resident, pending = heapq.heappop(self._timeouts)
+            _, _, pending = heapq.heappop(self._timeouts)
             if pending.done():
                 continue
             started_at = pending.started_at
             ends_at = (now if started_at is None else started_at) + timeout
             if ends_at > now or not pending.cancel():
-                self._look_again(max(ends_at, now + timeout / 8), resident, pending)
+                self._look_again(max(ends_at, now + timeout / 8), pending)
 
     def _conclude(self, resident: Resident) -> None:
         pending, resident.pending = resident.pending, None
         assert pending is not None, "a resident has one task at a time"
         self.num_loading -= resident.state is AdapterState.LOADING
-        if pending.cancelled():
-            limit = self._policy.load_timeout
-            self._fail(resident, TimeoutError(f"its files could not be read within {limit:g} seconds."))
-        elif error := pending.exception():
+        if error := self.error_of(pending):
             self._fail(resident, error)
         elif isinstance(result := pending.result(), Inspected):
             resident.num_pages, resident.invocation, resident.changes_tower, resident.images_refused = result
