@@ -17,6 +17,10 @@ FILE_SIDE = 1660
 """Side of a square image of noise whose file has almost the most bytes that `images.max_bytes` allows."""
 
 
+_numbers = itertools.count()
+"""Numbers of images, over all senders."""
+
+
 @dataclass(frozen=True)
 class ImageRequests:
     """Requests of one kind."""
@@ -28,12 +32,11 @@ class ImageRequests:
     """Returns the file of an image, by the image's number."""
 
     def bodies(self) -> Iterator[bytes]:
-        """Yield bodies of POST /v1/chat/completions without end. Every image is new, unless `file` repeats files:
+        """Yield bodies of POST /v1/chat/completions without end. No image was sent before, unless `file` repeats files:
         the server keeps the results of its vision tower by image.
         """
-        numbers = itertools.count()
         while True:
-            files = [self.file(next(numbers)) for _ in range(self.count)]
+            files = [self.file(next(_numbers)) for _ in range(self.count)]
             urls = (b"data:image/png;base64," + base64.b64encode(file) for file in files)
             parts = b",".join(b'{"type":"image_url","image_url":{"url":"' + url + b'"}}' for url in urls)
             yield b'{"model":"base","max_tokens":1,"messages":[{"role":"user","content":[' + parts + b"]}]}"

@@ -60,7 +60,7 @@ short to its long factors beyond `original_max_position_embeddings`; dynamic NTK
 OTHER_INPUTS = re.compile(
     r"(?:^|\.)(?:visual|vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
 )
-"""Names of modules that read images or sound: adapters do not change them, and ranks do not divide them."""
+"""Names of modules that read images or sound. Ranks do not divide them, and their linears stay torch's own."""
 
 EXPERT_PARAMETERS = ("gate_up_proj", "down_proj")
 """Stacked weights of a mixture's experts, `[experts, out_features, in_features]` each, in the order in which

@@ -80,11 +80,11 @@ def end_by(signal_number: int) -> None:
     os.kill(os.getpid(), signal_number)
 
 
-def answer_and_die(_: Any) -> None:
+def answer_and_die(beginning: str) -> None:
     """Begin an answer, and be killed before its end."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            connection.sendall(b'{"usage": ')
+            connection.sendall(beginning.encode())
     end_by(signal.SIGKILL)
 
 

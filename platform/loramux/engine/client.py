@@ -123,11 +123,7 @@ class ThreadChannel:
 
 
 class ProcessChannel:
-    """A worker in a child process; commands and reports cross a pipe as msgpack.
-
-    The patches of images follow their command as they are: to encode megabytes would stop the event loop, and to decode
-    them the steps.
-    """
+    """A worker in a child process; commands and reports cross a pipe as msgpack, and patches of images as they are."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -154,10 +150,7 @@ class ProcessChannel:
 
     def send(self, command: Command) -> None:
         """Pass `command` to the writing thread: the pipe may be full, because a child in a long step does not read."""
-        patches: list[bytes] = []
-        if isinstance(command, Submit):
-            patches = [image.patches for image in command.request.images]
-            command = command.with_patches([b""] * len(patches))
+        command, patches = command.apart() if isinstance(command, Submit) else (command, [])
         try:
             self._outbox.put([self._encoder.encode(command), *patches])
         except OverflowError as error:
@@ -182,8 +175,8 @@ class ProcessChannel:
         assert self._connection is not None
         with contextlib.suppress(OSError):  # the child has died; the reading thread reports it
             while (messages := self._outbox.get()) is not None:
-                for data in messages:
-                    self._connection.send_bytes(data)
+                while messages:  # what is sent is not kept until the next command
+                    self._connection.send_bytes(messages.pop(0))
 
     def _read(self, on_report: Callable[[Report], None]) -> None:
         assert self._connection is not None

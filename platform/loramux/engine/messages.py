@@ -211,11 +211,19 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     request: Request
 
+    def apart(self) -> tuple[Submit, list[bytes]]:
+        """Return the command without the patches of its images, and the patches. They follow the encoded command as
+        they are: to encode or decode megabytes would stop the event loop or the steps.
+        """
+        patches = [image.patches for image in self.request.images]
+        return self.with_patches([b""] * len(patches)), patches
+
     def with_patches(self, patches: Iterable[bytes]) -> Submit:
-        """Return the command with other patches of its images, one for each."""
-        if not (images := self.request.images):
+        """Return the command with other patches of its images. Raises ValueError unless there is one for each."""
+        pairs = zip(self.request.images, patches, strict=True)
+        images = tuple(msgspec.structs.replace(image, patches=own) for image, own in pairs)
+        if not images:
             return self
-        images = tuple(msgspec.structs.replace(image, patches=own) for image, own in zip(images, patches, strict=True))
         return Submit(msgspec.structs.replace(self.request, images=images))
 
 

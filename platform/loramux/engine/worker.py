@@ -213,6 +213,7 @@ def _receive(connection: Connection, inbox: Inbox) -> None:
             if isinstance(command, Submit):
                 command = command.with_patches([connection.recv_bytes() for _ in command.request.images])
             inbox.put(command)
+            del command  # its patches are large, and the next command may come late
     except (EOFError, OSError):
         os._exit(1)  # the parent is gone, and with it all requests
     except msgspec.MsgspecError:

@@ -22,7 +22,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from loramux.engine.client import EngineDied
-from loramux.engine.messages import Command, Report, Stopped
+from loramux.engine.messages import Command, Report, Stopped, Submit
 from loramux.fleet.wire import (
     BEAT,
     BYE,
@@ -90,7 +90,8 @@ class RemoteChannel:
         self._lease_s = lease_s
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Report)
-        self._outbox: deque[bytes] = deque()
+        self._outbox: deque[tuple[bytes, ...]] = deque()
+        """Encoded commands with their patches."""
         self._unsent_bytes = 0
         self._processed = 0
         """Bytes of reports that the event loop has processed."""
@@ -109,13 +110,14 @@ class RemoteChannel:
 
     def send(self, command: Command) -> None:
         """Pass `command` to the thread. An engine that leaves too many bytes unread counts as lost."""
+        command, patches = command.apart() if isinstance(command, Submit) else (command, [])
         try:
             data = self._encoder.encode(command)
         except OverflowError as error:
             raise ValueError(f"the command cannot be encoded: {error}") from error
-        with self._counting:
+        with self._counting:  # not the patches: the memory of images bounds them
             self._unsent_bytes += len(data)
-        self._outbox.append(data)
+        self._outbox.append((data, *patches))
         if self._unsent_bytes > MAX_UNSENT_BYTES:
             self._give_up(f"does not read: {self._unsent_bytes >> 20} MiB of requests wait for it")
         self._waker.wake()
@@ -225,16 +227,16 @@ class RemoteChannel:
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
         """Send commands; return whether the socket accepts no more of them now."""
         while self._outbox:
-            if not self._send_frame(socket, COMMAND, self._outbox[0]):
+            if not self._send_frame(socket, COMMAND, *self._outbox[0]):
                 return True
             with self._counting:
-                self._unsent_bytes -= len(self._outbox.popleft())
+                self._unsent_bytes -= len(self._outbox.popleft()[0])
         return False
 
     @staticmethod
-    def _send_frame(socket: zmq.Socket[bytes], kind: bytes, body: bytes) -> bool:
+    def _send_frame(socket: zmq.Socket[bytes], kind: bytes, *parts: bytes) -> bool:
         try:
-            socket.send_multipart((kind, body), zmq.NOBLOCK)
+            socket.send_multipart((kind, *parts), zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

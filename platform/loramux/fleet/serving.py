@@ -32,7 +32,7 @@ from loramux.common.jobs import TenantQueues
 from loramux.common.settings.file import Settings, SettingsError
 from loramux.data.storage.blobs import BlobStore, digest_at, open_blobs
 from loramux.data.storage.errors import StorageError
-from loramux.engine.messages import AdapterRef, Command, EngineFault, Report, Stopped
+from loramux.engine.messages import AdapterRef, Command, EngineFault, Report, Stopped, Submit
 from loramux.fleet.sessions import FrontSessions, Then
 from loramux.fleet.wire import (
     BEAT,
@@ -260,10 +260,10 @@ class EngineListener:
                 identity, *frame = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            if len(frame) == 2:
+            if len(frame) >= 2:
                 self._process(sessions, identity, *frame)
 
-    def _process(self, sessions: FrontSessions, identity: bytes, kind: bytes, body: bytes) -> None:
+    def _process(self, sessions: FrontSessions, identity: bytes, kind: bytes, body: bytes, *patches: bytes) -> None:
         now = time.monotonic()
         if kind == HELLO:
             self._greet(sessions, identity, body, now)
@@ -276,7 +276,9 @@ class EngineListener:
         elif kind == COMMAND:
             try:
                 command = self._decoder.decode(body)
-            except msgspec.MsgspecError:
+                if isinstance(command, Submit):
+                    command = command.with_patches(patches)
+            except ValueError:  # MsgspecError among them
                 logger.exception("a server sent an unreadable command")
                 sessions.leave(identity, "it sent an unreadable command")
                 self._reply(identity, BYE, b"the engine could not read a command")

@@ -5,7 +5,8 @@ A server connects a DEALER socket to the engine's ROUTER socket; CURVE encrypts 
 connection is one session. The engine itself makes the id of a connection, so a server cannot pretend to be another
 connection, and a lost connection is never continued. Requests on a lost connection continue as after an engine's death.
 
-    server ── HELLO ──> engine          a frame has two parts: its kind, and its body
+    server ── HELLO ──> engine          a frame has two parts, its kind and its body; a command's body comes before the
+                                        patches of its images
            <── WELCOME or REFUSAL ──
            ── COMMAND*, BEAT* ──>       commands as over the pipe; a beat says how many bytes the server has processed
            <── REPORT* ──               Ready first, Stopped last; at most WINDOW_BYTES that no beat has confirmed
@@ -45,12 +46,14 @@ from loramux.engine.messages import Command, Report
 
 HELLO, WELCOME, REFUSAL, COMMAND, REPORT, BEAT, BYE = (bytes([kind]) for kind in range(1, 8))
 
-MEANING = 1
+MEANING = 2
 """Version of the messages' meaning: increase it if a message keeps its form but changes its meaning."""
 MAX_FRAME_BYTES = 256 << 20
-"""Longest frame, in bytes; a prompt of a million tokens has 5 MB."""
+"""Longest part of a frame, in bytes; a prompt of a million tokens has 5 MB."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Bytes of commands that may wait for an engine that does not read; if there are more, the engine counts as lost."""
+"""Bytes of commands, without patches of images, that may wait for an engine that does not read; if there are more, the
+engine counts as lost.
+"""
 WINDOW_BYTES = 4 << 20
 """Maximum bytes of unconfirmed reports to a server, in libzmq's queues and before the server's event loop."""
 

@@ -119,7 +119,7 @@ class ShadowQueue:
 
     def put(self, task: ShadowTask) -> ShadowTask | None:
         """Queue a task. If the queue is full, return the dropped task: this task, or the newest task of the largest
-        tenant.
+        tenant, with numbers if these are too many.
         """
         tenant = task.principal.tenant
         mine = self._waiting.get(tenant, ())
@@ -134,7 +134,11 @@ class ShadowQueue:
         self._number_bytes[tenant] += task.number_bytes
         if self._number_bytes.total() > MAX_NUMBER_BYTES:
             largest = max(self._waiting, key=lambda one: self._number_bytes[one])
-            return self._removed(largest, self._waiting[largest].pop())
+            theirs = self._waiting[largest]
+            newest = max(place for place, one in enumerate(theirs) if one.number_bytes)
+            dropped = theirs[newest]
+            del theirs[newest]
+            return self._removed(largest, dropped)
         if len(self) <= MAX_WAITING and self._tokens.total() <= MAX_TOKENS:
             return None
         largest = max(self._waiting, key=lambda one: self._tokens[one])

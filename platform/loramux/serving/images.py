@@ -371,7 +371,7 @@ class ImageReader:
             decoded = msgspec.json.decode(ended.value, type=DecodedImage)
         except SandboxDied:
             raise Unavailable("Images cannot be read at this moment. Please retry.", code="server_busy") from None
-        except (SandboxError, msgspec.MsgspecError):  # an image that takes over its process may answer anything
+        except (SandboxError, ValueError, RecursionError):  # an image that takes over its process may answer anything
             raise _invalid(source, "it takes too much memory or time to decode") from None
         if decoded.fault is not None:
             raise _invalid(source, self._reason(decoded))
@@ -420,8 +420,16 @@ def check_images(
     texts += [msgspec.json.encode(one).decode() for one in (options.template, *(turn.fields for turn in conversation))]
     if any(format.token in text for text in texts):
         raise _spelled(f"{format.token} (token {format.token_id})", "messages")
-    if format.texts is not None and any(format.texts[0] in text for text in texts):
-        raise _spelled(format.texts[0], "messages")
+    if format.texts is not None:
+        if any(format.texts[0] in text for text in texts):
+            raise _spelled(format.texts[0], "messages")
+        if asked.sampling.prompt_logprobs is not None:  # all its rows would be scored in one step
+            raise InvalidRequest(
+                "'prompt_logprobs' is not possible with images of this model, because each is computed whole; leave it "
+                "out.",
+                field="prompt_logprobs",
+                code="unsupported_parameter",
+            )
     return replace(options, image_texts=format.texts)
 
 

@@ -235,7 +235,7 @@ def test_mxfp4_of_another_family_is_refused(base: Path) -> None:
 
 
 def test_bidirectional_attention_is_refused(tmp_path: Path) -> None:
-    zoo = Zoo("gemma3", tmp_path, use_bidirectional_attention=True)
+    zoo = Zoo("gemma4", tmp_path, use_bidirectional_attention="all")
     assert "use_bidirectional_attention" in refusal_of(zoo.base)
 
 

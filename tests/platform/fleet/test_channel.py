@@ -16,7 +16,7 @@ from scripted_engine import FACTS
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import BaseSettings, EngineRange
 from loramux.engine.client import ENGINE_DIED, EngineClient, EngineDied
-from loramux.engine.messages import AdapterRef, Cancel, Retire, Shutdown, Submit, TokenEvent
+from loramux.engine.messages import AdapterRef, Cancel, ImageInput, Retire, Shutdown, Submit, TokenEvent
 from loramux.fleet import remote, sessions, wire
 from loramux.fleet.group import EngineGroup
 from loramux.fleet.wire import new_pair
@@ -288,6 +288,27 @@ def test_engine_that_does_not_read_is_lost_when_too_much_waits_for_it(monkeypatc
             assert events[-1].fault is not None
             assert events[-1].fault.code == ENGINE_DIED
             assert "does not read" in events[-1].fault.message
+            await client.stop()
+
+    run(test)
+
+
+def test_images_larger_than_what_may_wait_reach_the_engine_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MAX_UNSENT_BYTES", 100_000)
+    images = tuple(
+        ImageInput(digest=f"{i}" * 64, patches=bytes([i]) * 150_000, grid=(1, 2, 2), start=i, num_tokens=1)
+        for i in range(3)
+    )
+
+    async def test() -> None:
+        with listening() as engine:
+            client = engine.client()
+            await client.start()
+            events: list[TokenEvent] = []
+            client.submit(asked("seen", images=images), events.append)
+            await until(lambda: has_ended(events))
+            assert events[-1].fault is None
+            assert engine.worker.commands[0].request.images == images
             await client.stop()
 
     run(test)

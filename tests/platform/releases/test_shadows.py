@@ -60,9 +60,10 @@ def test_queue_of_shadows_bounds_the_bytes_of_vectors_of_a_tenant_and_of_all() -
     assert [queue.put(task(number=n, number_bytes=each)) is None for n in range(3)] == [True, True, False]
     tenants = shadow_runner.MAX_NUMBER_BYTES // each
     assert all(queue.put(task(f"t{n}", number_bytes=each)) is None for n in range(tenants - 2))
+    queue.put(task(number=2))
     dropped = queue.put(task("last", number_bytes=each))
     assert dropped is not None
-    assert dropped.request_id == "acme-1", "the tenant with the most bytes gives way"
+    assert dropped.request_id == "acme-1", "the newest vectors of the tenant with the most bytes give way"
     while queue.take() is not None:
         pass
     assert queue.put(task(number_bytes=each)) is None

@@ -34,6 +34,7 @@ from loramux.common.sandbox.sandbox import JobEnded, JobKilled, JobOutOfMemory, 
 from loramux.common.settings.serving import ImageSettings
 from loramux.engine.messages import ImageInput, SamplingParams
 from loramux.serving.errors import InvalidRequest, PromptTooLong, ServingError, Unavailable
+from loramux.serving.image_decoding import DecodingSetup
 from loramux.serving.images import TooManyImages
 from loramux.serving.messages import ChatOptions, ImageSource, Message, PlacedImage, Truncation
 from loramux_adapters.families import TowerInput
@@ -444,7 +445,8 @@ def test_the_decoding_process_starts_without_torch_and_says_nothing(tmp_path: Pa
         "import sys; from loramux.serving.image_decoding import prepare; prepare(sys.stdin.buffer.read())\n"
         "print([name for name in ('torch', 'transformers') if sys.modules.get(name)])"
     )
-    setup, environment = str(make_image_files(tmp_path)).encode(), {"PYTHONPATH": os.pathsep.join(sys.path)}
+    setup = msgspec.json.encode(DecodingSetup(str(make_image_files(tmp_path))))
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", code]
     started = subprocess.run(command, input=setup, capture_output=True, check=True, env=os.environ | environment)
     assert (started.stdout, started.stderr) == (b"['transformers']\n", b"")

@@ -135,6 +135,8 @@ class JobResult(msgspec.Struct, frozen=True):
     value: msgspec.Raw = msgspec.Raw(b"null")
     bulk: bytes = b""
     """Bytes that come after the JSON."""
+    bulk_bytes: int = 0
+    """Number of bytes that the job sends after the JSON. If fewer come, it has ended while it sent them."""
     fault: str | None = None
     trace: str = ""
     """The place at which a crash was raised; for an unusable sandbox, the error of its preparation."""
@@ -238,15 +240,16 @@ class Sandbox:
                     ours.sendall(bulk)
                     ours.shutdown(socket.SHUT_WR)
                     data, made = _read(ours, limits.answer_bytes)
-                if (result := _decoded(data)) is not None:
+                result = _decoded(data)
+                if result is not None and result.bulk_bytes == len(made):
                     _charge(result.usage.cpu_seconds)
                     return _checked(msgspec.structs.replace(result, bulk=made))
                 ended_by = self._ending_signal(status)
             except (OSError, ValueError) as error:
                 reason = str(error)
-        _charge(limits.cpu_seconds)
         if ended_by in FROM_OUTSIDE:
             raise JobKilled(f"a job of {self._module} was killed by the signal {ended_by}")
+        _charge(limits.cpu_seconds)
         if data:
             raise JobCrashed("its answer is not a job result")
         raise JobEnded(reason)
@@ -268,7 +271,7 @@ class Sandbox:
     def _ending_signal(self, status: socket.socket) -> int:
         """Return the signal that ended a job's process, or 0. Raises SandboxDied if the warm process has ended too."""
         status.settimeout(STATUS_SECONDS)
-        with suppress(ConnectionError):
+        with suppress(ConnectionError, TimeoutError):
             if data := status.recv(1):
                 return data[0]
         raise SandboxDied(f"the process for {self._module} ended")
@@ -339,7 +342,7 @@ def _decoded(data: bytes) -> JobResult | None:
     """Return a job's answer; None if it is not whole."""
     try:
         return msgspec.json.decode(data, type=JobResult)
-    except msgspec.MsgspecError:
+    except (ValueError, RecursionError):  # not JSON, or made to be deep
         return None
 
 
@@ -450,9 +453,10 @@ def _serve(descriptor: int, work: Work) -> NoReturn:
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as incoming:
             text, bulk = split_bulk(incoming.read())
             job = msgspec.json.decode(text, type=SandboxJob)
+            message = with_bulk(bytes(job.payload), bulk)
             apply_limits(job.limits)
-            result, made = _answer(work, with_bulk(bytes(job.payload), bulk))
-            connection.sendall(msgspec.json.encode(result) + b"\n")
+            result, made = _answer(work, message)
+            connection.sendall(msgspec.json.encode(msgspec.structs.replace(result, bulk_bytes=len(made))) + b"\n")
             connection.sendall(made)
     finally:
         os._exit(0)

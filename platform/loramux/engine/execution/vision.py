@@ -262,6 +262,8 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     if form.tower_reads == "a square":
         _check_square(processor, model.config)
         most_tokens = int(model.config.mm_tokens_per_image)
+    if sees_ahead(model.config) != "nowhere" and not most_tokens:
+        raise UnsupportedModel("the image processor's files lack max_soft_tokens, the most tokens of an image")
     mean, deviation, factor = [0.0] * CHANNELS, [1.0] * CHANNELS, 1.0
     if processor.do_normalize:
         mean, deviation = list(processor.image_mean), list(processor.image_std)

@@ -312,6 +312,8 @@ class DiskStore:
         return adapter
 
 
+COPY_BYTES = 64 << 20
+"""Bytes of pages that are copied at once. A copy takes as many bytes outside the pool, which no plan counts."""
 SAMPLE_PAGES = 16
 """Pages that are copied once each way to measure the time of a page."""
 
@@ -349,9 +351,11 @@ class HostPages:
 
     @torch.inference_mode()
     def copy(self, pages: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy each page to another page of the pool."""
+        """Copy each page to another page of the pool. No page is in both lists."""
         sources, places = to_device(np.array((pages, targets), dtype=np.int64), self._pool.device)
-        self._pool.index_copy_(0, places, self._pool[sources])
+        at_once = max(1, COPY_BYTES // self._pool[0].nbytes)
+        for some, there in zip(sources.split(at_once), places.split(at_once), strict=True):
+            self._pool.index_copy_(0, there, self._pool[some])
 
     @torch.inference_mode()
     def _measured(self) -> float:

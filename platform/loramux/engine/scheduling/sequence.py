@@ -32,7 +32,7 @@ PENDING = -1
 """Placeholder among a sequence's tokens for one that the device has chosen and the host has not read yet."""
 MAX_SCORED_ROWS = 128
 """Maximum number of rows in a step for which a prompt's next token is scored. Each such row takes a pass over the
-vocabulary, and the step's other rows wait for it. An image that is computed whole may have more rows.
+vocabulary, and the step's other rows wait for it.
 """
 _SLOT = attrgetter("slot")
 

@@ -98,9 +98,17 @@ def test_sandbox_job_killed_from_outside_is_no_fault_of_the_job(sandbox: Sandbox
     assert run(sandbox, "seen")["parent"] == warm
 
 
-def test_sandbox_job_killed_while_it_answers_is_no_fault_of_the_job(sandbox: Sandbox) -> None:
+USAGE = '{"cpu_seconds": 0, "peak_bytes": 0}'
+
+
+@pytest.mark.parametrize(
+    "beginning",
+    ['{"usage": ', f'{{"usage": {USAGE}, "value": 1, "bulk_bytes": 3}}\nab', '{"value": ' + 100_000 * "["],
+    ids=["half of the JSON", "half of the bulk", "JSON of depth"],
+)
+def test_sandbox_job_killed_while_it_answers_is_no_fault_of_the_job(sandbox: Sandbox, beginning: str) -> None:
     with pytest.raises(JobKilled):
-        run(sandbox, "answer and die")
+        run(sandbox, "answer and die", beginning)
 
 
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGABRT, signal.SIGPROF, signal.SIGALRM])
