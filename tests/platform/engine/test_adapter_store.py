@@ -6,6 +6,7 @@ import math
 import shutil
 from threading import Event
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -122,10 +123,11 @@ def test_weights_in_the_hosts_memory_are_given_to_the_tower_at_once_and_others_a
         loaded.append(ref.digest)
         if ref.digest == "other":
             assert go_on.wait(60)
-        return adapter(10 * KIB).source
+        return AdapterWeights(AdapterPlan((), 0), {"m": LoraWeights(factor, factor, 1.0)})
 
-    bank, source = SimpleNamespace(prepare=prepared), SimpleNamespace(load=load)
-    go_on, store = Event(), DiskStore(bank, source, HostCache(100 * KIB, ManualClock(0.0)), 1)
+    factor, go_on = torch.zeros(1, 5 * KIB // 4), Event()
+    bank, source = cast(Any, SimpleNamespace(prepare=prepared)), cast(Any, SimpleNamespace(load=load))
+    store = DiskStore(bank, source, HostCache(100 * KIB, ManualClock(0.0)), 1)
     assert store.read(AdapterRef("a", ""), lambda weights: weights.nbytes).result(20) == 10 * KIB
     other = store.read(AdapterRef("other", ""), lambda weights: weights.nbytes)
     again = store.read(AdapterRef("a", ""), lambda weights: weights.nbytes)
