@@ -19,11 +19,12 @@ from image_prompts import PAD, ImageZoo, Pictured, picture, save_processor
 from msgspec.structs import replace
 from preempting import preempting
 
+from loramux.common.settings.serving import ClassDeadlines
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import read_config
 from loramux.engine.execution.memory_plan import plan_memory
-from loramux.engine.execution.vision import images_refused, open_tower, rotary_positions
+from loramux.engine.execution.vision import Tower, images_refused, open_tower, rotary_positions
 from loramux.engine.messages import ImageInput, Request, SamplingParams, ServiceClass, TokenEvent
 from loramux.engine.scheduling.sequence import Sequence, Step, StepBuilder
 from loramux.engine.worker import request_fault
@@ -454,6 +455,31 @@ def test_request_that_waits_for_memory_of_images_goes_on_without_a_command(zoo: 
         assert engine.stats().images_encoded == 3
     finally:
         engine.close()
+
+
+def test_deadline_of_a_class_ends_a_request_whose_image_is_computed_without_a_command_or_a_wake_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zoo, go_on, woken = ImageZoo(Zoo("qwen2_5_vl", tmp_path)), threading.Event(), threading.Semaphore(0)
+    loaded, settings = load(zoo.zoo.base)
+    settings = replace(settings, scheduler=replace(settings.scheduler, deadlines_ms=ClassDeadlines(standard=200)))
+    encode = Tower.encode
+    monkeypatch.setattr(Tower, "encode", lambda self, image: go_on.wait(60) and encode(self, image))
+    engine = build_engine(loaded, settings, wake=woken.release)
+    events: list[TokenEvent] = []
+    try:
+        engine.submit(zoo.request(Pictured("late", None, ((5, 6), picture(3, 16, 16), (7,)), 5)))
+        while not engine.is_idle:
+            assert engine.wait_seconds < 1
+            woken.acquire(timeout=engine.wait_seconds)
+            report = engine.step()
+            events += report.events if report else []
+    finally:
+        go_on.set()
+        engine.close()
+    faults = [event.fault for event in events if event.fault]
+    assert [fault.code for fault in faults] == ["deadline_exceeded"]
+    assert "200 ms" in faults[0].message
 
 
 def test_engine_refuses_requests_whose_images_have_no_place(zoo: ImageZoo) -> None:
