@@ -9,6 +9,8 @@ as `grouped_linear` does.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -36,6 +38,23 @@ def coded_linear(
     return y
 
 
+def _code_arguments(weight: QuantizedWeight) -> dict[str, Any]:
+    """Return a launch's arguments for the codes of a weight."""
+    return {
+        "codes": weight.codes,
+        "scales": weight.scales,
+        "offsets": weight.scales if weight.offsets is None else weight.offsets,
+        "width": weight.in_features,
+        "codes_row": weight.codes.stride(0),
+        "groups": weight.scales.shape[1],
+        "group": weight.group,
+        "CODING": weight.coding,
+        "IS_TABLE": weight.coding in TABLES,
+        "IS_NIBBLES": is_nibbles(weight.coding),
+        "HAS_OFFSETS": weight.offsets is not None,
+    }
+
+
 def prepare_coded_linear(
     x: torch.Tensor, weight: QuantizedWeight, values: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor
 ) -> Launch:
@@ -45,24 +64,14 @@ def prepare_coded_linear(
     is_small = rows <= FEW_ROWS or x.dtype == torch.float32  # products of float32 keep a larger tile's sums twice
     block_rows, block_columns = (FEW_ROWS, 32) if is_small else (64, 64)
     arguments = {
+        **_code_arguments(weight),
         "x": x,
-        "codes": weight.codes,
-        "scales": weight.scales,
-        "offsets": weight.scales if weight.offsets is None else weight.offsets,
         "values": values,
         "bias": weight.scales if bias is None else bias,
         "y": y,
         "rows": rows,
         "x_row": x.stride(0),
-        "width": weight.in_features,
         "columns": columns,
-        "codes_row": weight.codes.stride(0),
-        "groups": weight.scales.shape[1],
-        "group": weight.group,
-        "CODING": weight.coding,
-        "IS_TABLE": weight.coding in TABLES,
-        "IS_NIBBLES": is_nibbles(weight.coding),
-        "HAS_OFFSETS": weight.offsets is not None,
         "HAS_BIAS": bias is not None,
         "BLOCK_ROWS": block_rows,
         "BLOCK_COLUMNS": block_columns,
@@ -156,26 +165,16 @@ def prepare_grouped_coded_linear(
     is_small = rows <= FEW_ROWS * experts or x.dtype == torch.float32
     block_rows, block_columns = (FEW_ROWS, 32) if is_small else (64, 64)
     arguments = {
+        **_code_arguments(weight),
         "x": x,
-        "codes": weight.codes,
-        "scales": weight.scales,
-        "offsets": weight.scales if weight.offsets is None else weight.offsets,
         "values": values,
         "bias": bias,
         "y": y,
         "starts": starts,
         "x_row": x.stride(0),
-        "width": weight.in_features,
         "columns": columns,
-        "codes_row": weight.codes.stride(0),
-        "groups": weight.scales.shape[1],
-        "group": weight.group,
         "EXPERTS": experts,
         "BLOCK_EXPERTS": triton.next_power_of_2(experts),
-        "CODING": weight.coding,
-        "IS_TABLE": weight.coding in TABLES,
-        "IS_NIBBLES": is_nibbles(weight.coding),
-        "HAS_OFFSETS": weight.offsets is not None,
         "BLOCK_ROWS": block_rows,
         "BLOCK_COLUMNS": block_columns,
         "BLOCK_INPUTS": BLOCK_INPUTS,

@@ -54,12 +54,12 @@ from loramux.engine.execution.runner import CpuRunner, Runner
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import holds_safetensors
 from loramux.engine.execution.states import tells_answers_apart
-from loramux.engine.execution.vision import Tower, images_refused, open_tower, reads_images_too
+from loramux.engine.execution.vision import Tower, images_refused, open_tower
 from loramux.engine.messages import LinearFacts, ModelFacts
-from loramux_adapters.base import BaseDescription, describe_base, served_config
+from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
-from loramux_adapters.families import encoder_of, family_of
+from loramux_adapters.families import encoder_of, family_of, images_of
 from loramux_adapters.sharding import Sharding
 from loramux_adapters.tower import linears_of_tower
 from loramux_kernels.device import runs_triton
@@ -156,7 +156,7 @@ def _load_encoder(settings: Settings, config: PretrainedConfig) -> LoadedModel:
         if device.type == "cuda":
             card, limits = Card.of(device, settings.engine), limits_on(device, settings.engine)
             itemsize = itemsize_of(config, settings.model.dtype, device)
-            plan = plan_encoder(served_config(directory), base, itemsize, settings, card, limits)
+            plan = plan_encoder(config, base, itemsize, settings, card, limits)
             logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
         made = assemble_encoder(model, base, settings, has_head=is_classifier(config.to_dict()))
@@ -222,7 +222,7 @@ def _served(
     team: RankTeam | None = None,
 ) -> LoadedModel:
     """Add sampling to rank 0's model; `weights` are those of the whole base."""
-    model, states = share.forward.model, share.states
+    model = share.forward.model
     max_model_len = _max_model_len(settings, model)
     eos = _eos_token_ids(model)
     vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
@@ -238,7 +238,7 @@ def _served(
         block_size=share.block_size,
         kv_cache_dtype=settings.engine.kv_cache_dtype,
         weights=share.digest,
-        state_pages=states.num_pages,
+        state_pages=share.states.num_pages,
         cache_answers=not tells_answers_apart(model),
         hidden_size=base.hidden_size,
         limits=share.limits,
@@ -246,11 +246,18 @@ def _served(
         linears=_linear_facts(share),
         images=tower is not None,
     )
+    _log_served(share, facts, settings, team)
+    of_tower = {} if tower is None else linears_of_tower(model)
+    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, of_tower)
+
+
+def _log_served(share: AssembledModel, facts: ModelFacts, settings: Settings, team: RankTeam | None) -> None:
+    states = share.states
     logger.info(
         "serving %s in %s on %s, linears in %s, KV in %s, %.2f GB of weights a step%s: %d pages of %d tokens",
         settings.model.served_model_name,
         facts.dtype,
-        model.device,
+        share.forward.model.device,
         facts.dtype if settings.model.quantization == "none" else settings.model.quantization,
         facts.dtype if facts.kv_cache_dtype == "auto" else facts.kv_cache_dtype,
         share.weight_bytes / 1e9,
@@ -278,8 +285,6 @@ def _served(
             len(states.layers),
             states.num_pages,
         )
-    of_tower = {} if tower is None else linears_of_tower(model)
-    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, of_tower)
 
 
 def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
@@ -292,7 +297,7 @@ def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
             return open_tower(model, directory)
         except (UnsupportedModel, OSError, ValueError) as error:
             reason = str(error)
-    if reads_images_too(model.config):
+    if images_of(model.config.model_type) is not None:
         logger.warning("images in prompts of %s are refused: %s", name, reason)
     return None
 

@@ -242,11 +242,6 @@ def _missing_file(directory: Path, form: ImageForm) -> str | None:
     return None
 
 
-def reads_images_too(config: PretrainedConfig) -> bool:
-    """Return whether the model of `config` reads images in addition to text."""
-    return images_of(config.model_type) is not None
-
-
 def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     """Return the tower of `model`, whose images are not refused. Raises UnsupportedModel if the tower is quantized."""
     form = images_of(model.config.model_type)
