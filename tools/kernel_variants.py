@@ -28,7 +28,7 @@ from loramux_kernels.cuda.work_lists import (
     WorkList,
     attach_tile_map,
 )
-from loramux_kernels.quantized_weight import Coding, QuantizedWeight, is_nibbles
+from loramux_kernels.quantized_weight import EXPONENT_SCALES, Coding, QuantizedWeight, is_nibbles
 from loramux_kernels.tables import (
     AttentionBatch,
     HeadColumns,
@@ -213,11 +213,11 @@ def _rope_launches(layer: KvLayer, rotary: int, norm: Norm | None) -> list[Launc
 def _coded() -> Iterator[Variant]:
     bias, values = torch.empty(4096), torch.empty(16)
     forms: tuple[tuple[Coding, int, bool], ...] = (
-        *(("int8", 4096, False), ("int4", 128, True), ("nf4", 64, False), ("fp8", 4096, False)),
+        *(("int8", 4096, False), ("int4", 128, True), ("nf4", 64, False), ("mxfp4", 32, False), ("fp8", 4096, False)),
     )
     for coding, group, has_offsets in forms:
         codes = torch.empty(4096, 2048 if is_nibbles(coding) else 4096, dtype=torch.uint8)
-        scales = torch.empty(4096, 4096 // group)
+        scales = torch.empty(4096, 4096 // group, dtype=torch.uint8 if coding in EXPONENT_SCALES else torch.float32)
         weight = QuantizedWeight(coding, codes, scales, group, 4096, scales if has_offsets else None)
         for rows in (4, 256):
             for dtype in (torch.bfloat16, torch.float32):
@@ -228,7 +228,7 @@ def _coded() -> Iterator[Variant]:
         starts, one = torch.zeros(experts + 1, dtype=torch.int64), bias[:4096].view(experts, 32)
         for rows in (512, 32_768):
             x, y = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(rows, 32, dtype=torch.bfloat16)
-            for own in (None, one.bfloat16()) if coding == "nf4" else (None,):
+            for own in (None, one.bfloat16()) if coding in ("nf4", "mxfp4") else (None,):
                 launch = prepare_grouped_coded_linear(x, weight, values, own, starts, y)
                 yield Variant(f"grouped-coded-{coding}-{rows}{'' if own is None else '-bias'}", launch)
 

@@ -46,7 +46,7 @@ def refusal_of_config(config: Fields) -> str | None:
         or _refusal_of_text(model_type, str(_text_of(config).get("model_type", model_type)))
         or refusal_of_attention(config)
         or refusal_of_ropes(family_of_text(_text_of(config).get("model_type", model_type)).ropes, _rope_types(config))
-        or (None if is_published_in_mxfp4(config) else refusal_of_quantization(config.get("quantization_config")))
+        or refusal_of_quantization(config.get("quantization_config"), model_type)
     )
 
 
@@ -108,24 +108,19 @@ def refusal_of_ropes(served: Iterable[str], found: Iterable[str]) -> str | None:
     return f"config.json's rope_type = {unserved!r} is not served; supported are {', '.join(sorted(served))}."
 
 
-def is_published_in_mxfp4(config: Fields) -> bool:
-    """Return True if the experts are four-bit floats, as in the family's published checkpoints. transformers turns them
-    into exact halves."""
-    quantization = config.get("quantization_config")
-    return config.get("model_type") in MXFP4_FAMILIES and _method_of(quantization or {}) == "mxfp4"
-
-
-def refusal_of_quantization(quantization: Any) -> str | None:
+def refusal_of_quantization(quantization: Any, model_type: str | None = None) -> str | None:
     """Return why a checkpoint with this `quantization_config` is not served; None if it is, or is not quantized.
 
-    A form is served if a test compares its answers with PEFT's.
+    A form is served if a test compares its answers with PEFT's. `model_type` is not checked if it is None.
     """
     if not quantization:
         return None
     method = _method_of(quantization)
     try:
         CHECKS[method](quantization)
-        return None
+        if method != "mxfp4" or model_type in (None, *MXFP4_FAMILIES):
+            return None
+        reason = f"quant_method {method!r} of a {model_type}"
     except KeyError:
         reason = f"quant_method {method!r}"
     except ValueError as error:
@@ -222,5 +217,6 @@ CHECKS: Mapping[str, Callable[[Fields], None]] = {
     "bitsandbytes": _check_bitsandbytes,
     "compressed-tensors": _check_compressed_tensors,
     "fp8": _check_fp8,
+    "mxfp4": lambda _fields: None,  # the fields only guide transformers' own loading
 }
 """For each method of quantization a check of its fields, which raises ValueError with the one that is not served."""

@@ -22,7 +22,7 @@ void on_dtype(int dtype, const Body& body) {
     }
 }
 
-enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3 };
+enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3, MXFP4 = 4 };
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 
@@ -31,9 +31,9 @@ constexpr int MAX_TAPS = 7;
 
 // Packed codes; layouts in coded_linear.cpp.
 struct CodedWeightsAbi {
-    const void* packed;
-    const float *scales, *offsets, *values;  // null: none
-    int64_t width, group, columns;           // columns: of whole panels
+    const void *packed, *scales;     // scales: floats; of MXFP4 bytes s for 2^(s - 127)
+    const float *offsets, *values;   // null: none
+    int64_t width, group, columns;   // columns: of whole panels
 };
 
 struct LoraTableAbi {

@@ -25,7 +25,6 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
-    is_mxfp4,
     load_checkpoint,
     max_positions,
     read_config,
@@ -38,8 +37,8 @@ from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
 from loramux.engine.messages import StepLimits
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
-from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
-from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
+from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, is_expert
+from loramux_adapters.base_weights import BaseWeights, QuantizedExperts, QuantizedLinear
 from loramux_adapters.experts import expert_sites
 from loramux_adapters.families import reads_other_inputs
 from loramux_adapters.modules import install, linears_shapes
@@ -104,11 +103,6 @@ def divide(settings: Settings) -> tuple[BaseDescription, Sharding]:
         )
     directory = Path(settings.model.path)
     config = read_config(directory)
-    if is_mxfp4(config):
-        raise UnsupportedModel(
-            "the checkpoint's experts are MXFP4, which is served by one rank; set engine.tensor_parallel_size = 1, or "
-            "give the checkpoint in bfloat16."
-        )
     sharding = Sharding(config, settings.engine.tensor_parallel_size)
     base = describe_base(directory)
     sharding.check(base)
@@ -124,8 +118,8 @@ def assemble_share(
 ) -> AssembledModel:
     """Make `model`, which is the share of `shard` in the base, ready to serve."""
     model.eval().requires_grad_(False)
-    is_quantized = any(isinstance(module, QuantizedLinear) for module in model.modules())
-    if is_quantized and settings.model.quantization != "none":
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    if quantized and settings.model.quantization != "none":
         raise UnsupportedModel(
             f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
@@ -145,7 +139,9 @@ def assemble_share(
     digest = weights_digest(model, settings.model.quantization)
     if model.device.type == "cpu":
         _copy_out_of_files(model)
-    choice = choose_format(model, sites, settings, is_quantized=is_quantized)
+    coded_experts = [module for module in quantized if isinstance(module, QuantizedExperts)]
+    in_format = {name: site for name, site in sites.items() if not coded_experts or not is_expert(name)}
+    choice = choose_format(model, in_format, settings, is_quantized=len(quantized) > len(coded_experts))
     packing = Packing(settings.model.quantization, None if choice is None else choice.form)
     pack = partial((progress or LoadingProgress.silent()).track, "packing weights")
     weights = install(model, base, bank, packing, shard, pack)

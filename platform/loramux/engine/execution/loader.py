@@ -29,7 +29,6 @@ from loramux.engine.execution.assembly import (
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
-    is_mxfp4,
     itemsize_of,
     load_checkpoint,
     max_positions,
@@ -105,7 +104,7 @@ def load_model(settings: Settings) -> LoadedModel:
         base = describe_base(directory)
         if settings.engine.batch_invariant and device.type == "cuda":
             refuse_batch_invariant(settings, base, config)
-        is_planned = settings.model.quantization == "none" and not is_mxfp4(config) and holds_safetensors(directory)
+        is_planned = settings.model.quantization == "none" and holds_safetensors(directory)
         with loading_alone(device, settings.engine), LoadingProgress(settings.model.served_model_name) as progress:
             if device.type == "cuda" or is_planned:
                 _plan(settings, base, Sharding(config, 1), device)
@@ -132,7 +131,7 @@ def load_model(settings: Settings) -> LoadedModel:
 
 def refuse_batch_invariant(settings: Settings, base: BaseDescription, config: PretrainedConfig) -> None:
     """Raise UnsupportedModel if a row's result could depend on the other rows of its step on a GPU."""
-    if settings.model.quantization != "none" or is_mxfp4(config) or format_of(config.to_dict()) is not None:
+    if settings.model.quantization != "none" or format_of(config.to_dict()) is not None:
         reason = "quantized weights are multiplied in tiles that depend on the step"
     elif base.encoder is not None:
         reason = "an encoder's attention is torch's own"

@@ -21,8 +21,7 @@ import torch
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
-from loramux.engine.execution.checkpoint import is_mxfp4
-from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears
+from loramux.engine.execution.quantized_checkpoint import format_of, held_bytes, quantized_linears, whole_shape
 from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safetensors, sharded_tensors
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import step_limits
@@ -191,20 +190,21 @@ def plan_memory(
         pool_bytes,
         _page_bytes(sharding, block_size, RANK_TILE * max(map(max, widths.values())), itemsize, has_fp8_kv),
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
-        is_quantized=not is_mxfp4(sharding.config) and format_of(vars(sharding.config)) is not None,
+        is_quantized=format_of(vars(sharding.config)) is not None,
         image_bytes=image_bytes,
     )
 
 
 def _weight_bytes(directory: Path, base: BaseDescription, sharding: Sharding, itemsize: int) -> int:
-    """Return the bytes of a rank's weights: of the model if the files' form is not kept, else of the files."""
-    if sharding.size == 1 and (is_mxfp4(sharding.config) or not holds_safetensors(directory)):
+    """Return the bytes of a rank's weights: of the model if the files are no safetensors, else of the files."""
+    if sharding.size == 1 and not holds_safetensors(directory):
         return itemsize * sum(parameter.numel() for parameter in empty_model(sharding).parameters())
     form = format_of(vars(sharding.config))
     quantized = () if form is None else quantized_linears(directory, form)
     with sharded_tensors(directory, sharding, 0, without=quantized) as tensors:
         weight_bytes = itemsize * sum(math.prod(tensor.get_shape()) for tensor in tensors.values())
-    known = {name: base.modules[name] for name in quantized if name in base.modules}  # loading refuses other linears
+    shapes = ((name, whole_shape(base, name)) for name in quantized)
+    known = {name: shape for name, shape in shapes if shape is not None}  # loading refuses other linears
     for name, num_bytes in held_bytes(directory, known).items():
         shape = known[name]
         share = math.prod(sharding.width(name, shape.out_features, shape.in_features))
