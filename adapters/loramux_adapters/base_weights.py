@@ -69,6 +69,8 @@ class QuantizedExperts(QuantizedLinear):
 
     ndim = 3
     """Dimensions of the stacked weights, by which a mixture is known (`base.mixtures`)."""
+    _is_hf_initialized = True
+    """transformers' own mark, without which it fills stacked weights with random numbers."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, dtype: torch.dtype) -> None:
         """`out_features` is that of one expert."""

@@ -28,6 +28,7 @@ NF4 = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+E2M1 = tuple(sign * size for sign in (1, -1) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
 
 
 def rounded(
@@ -236,3 +237,35 @@ class QuantizedZoo(FormatZoo):
         fields = json.loads((self.base / "config.json").read_text())
         (self.quantized / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
         model.save_pretrained(self.base)
+
+
+class Mxfp4Zoo(FormatZoo):
+    """gpt-oss in its published form in `quantized`, its experts in MXFP4; `base` is its twin."""
+
+    def __init__(self, root: Path, formats: tuple[str, ...] = (), **fields: Any) -> None:
+        super().__init__("gpt_oss", root, formats, **fields)
+        self.quantized = root / "quantized"
+        saved = load_file(self.base / "model.safetensors")
+        model = AutoModelForCausalLM.from_pretrained(self.base)
+        for name, parameter in model.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                stored, value = mxfp4(saved.pop(name).mT)
+                saved |= {f"{name}_{part}": tensor for part, tensor in stored.items()}
+                parameter.data = value.mT.contiguous()
+        self.quantized.mkdir()
+        save_file(saved, self.quantized / "model.safetensors", {"format": "pt"})
+        config = json.loads((self.base / "config.json").read_text())
+        published = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+        (self.quantized / "config.json").write_text(json.dumps(config | {"quantization_config": published}))
+        model.save_pretrained(self.base)
+
+
+def mxfp4(weight: torch.Tensor) -> Written:
+    """Blocks of 32 neighbours of the last dimension, by the OCP Microscaling specification 1.0."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2  # 2: that of the largest number of E2M1
+    table, scales = torch.tensor(E2M1), torch.exp2(exponents)
+    codes = (blocks[..., None] / scales[..., None] - table).abs().argmin(-1)
+    pairs = codes.unflatten(-1, (-1, 2)).to(torch.uint8)
+    stored = {"blocks": pairs[..., 0] | pairs[..., 1] << 4, "scales": (exponents[..., 0] + 127).to(torch.uint8)}
+    return stored, (table[codes] * scales).flatten(-2)

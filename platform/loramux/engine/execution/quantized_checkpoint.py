@@ -294,7 +294,7 @@ def _empty(owner: Any, attribute: str, head: nn.Module | None) -> QuantizedLinea
     """Return what holds the codes of a linear, or of a mixture's stacked weights, of `owner`; None if this `attribute`
     is neither.
 
-    Until the experts are packed, `owner` has a forward of its own.
+    The forward of `owner` is replaced until the experts are packed.
     """
     held = getattr(owner, attribute, None)
     if isinstance(held, nn.Linear) and held is not head:
@@ -303,7 +303,6 @@ def _empty(owner: Any, attribute: str, head: nn.Module | None) -> QuantizedLinea
         return None
     num_experts, out_features, in_features = expert_weights(owner, attribute).shape
     empty = QuantizedExperts(num_experts, in_features, out_features, held.dtype)
-    empty._is_hf_initialized = True  # transformers would fill it with random numbers
     delattr(owner, attribute)
     owner.forward = partial(probe_quantized_experts, owner)
     return empty
