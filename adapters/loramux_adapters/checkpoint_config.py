@@ -26,12 +26,15 @@ ROPE_ALIASES: Mapping[str, str] = {"mrope": "default", "su": "longrope"}
 
 QUANTIZATIONS = (
     "gptq of 4 or 8 bits, awq (gemm), bitsandbytes (nf4, fp4, int8), compressed-tensors (fp8, int8, pack-quantized "
-    f"int4 and int8), fp8 in blocks, and {', '.join(MXFP4_FAMILIES)} in mxfp4"
+    f"int4 and int8, mxfp4, nvfp4), fp8 in blocks, and {', '.join(MXFP4_FAMILIES)} in mxfp4"
 )
 """Forms of quantized checkpoints that are served."""
 
 SERVED = tuple(dict.fromkeys((*FAMILIES, *ENCODERS)))
 """Values of `model_type` that are served."""
+
+PACKED_FLOATS = ("mxfp4-pack-quantized", "nvfp4-pack-quantized")
+"""Formats of compressed-tensors whose weights are floats of four bits."""
 
 Fields = Mapping[str, Any]
 
@@ -186,14 +189,16 @@ def _check_bitsandbytes(fields: Fields) -> None:
 
 def _check_compressed_tensors(fields: Fields) -> None:
     form = fields.get("format")
-    _require(form in ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"), f"format = {form!r}")
+    forms = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", *PACKED_FLOATS)
+    _require(form in forms, f"format = {form!r}")
     _require(not fields.get("kv_cache_scheme"), "a kv_cache_scheme; engine.kv_cache_dtype is served")
     _require(not fields.get("transform_config"), "a transform_config")
     sparsity = (fields.get("sparsity_config") or {}).get("format", "dense")
     _require(sparsity == "dense", f"sparsity_config of format {sparsity!r}")
     schemes = schemes_of(fields)
     kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
-    _require(kinds <= {("float", 8), ("int", 8), ("int", 4)}, f"weights of {sorted(map(str, kinds))}")
+    served = {("float", 4)} if form in PACKED_FLOATS else {("float", 8), ("int", 8), ("int", 4)}
+    _require(kinds <= served, f"weights of {sorted(map(str, kinds))}")
     sizes = {scheme.get("group_size") for scheme in schemes}
     blocks = {tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")}
     _require(len(sizes) == 1 and len(blocks) <= 1, "config_groups of different group sizes")

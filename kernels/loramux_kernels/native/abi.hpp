@@ -22,7 +22,7 @@ void on_dtype(int dtype, const Body& body) {
     }
 }
 
-enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3, MXFP4 = 4 };
+enum Coding { INT8 = 0, INT4 = 1, TABLE4 = 2, E4M3 = 3, MXFP4 = 4, NVFP4 = 5 };
 
 enum Activation { SILU = 0, GELU_TANH = 1 };
 

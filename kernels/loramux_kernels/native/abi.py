@@ -10,7 +10,7 @@ import torch
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Codes of dtypes in calls."""
 
-CODINGS = {"int8": 0, "int4": 1, "nf4": 2, "fp4": 2, "fp8": 3, "mxfp4": 4}
+CODINGS = {"int8": 0, "int4": 1, "nf4": 2, "fp4": 2, "fp8": 3, "mxfp4": 4, "nvfp4": 5}
 """Codes of weights' codings in calls; nf4 and fp4 share one because both read a table of values."""
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}

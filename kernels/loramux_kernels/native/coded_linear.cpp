@@ -129,9 +129,10 @@ struct Int4 : Pairs, FloatScales {
 };
 
 // Floats of 2 bits of exponent and 1 of mantissa: half of an integer each.
-struct Mxfp4 : Pairs, ExponentScales {
+template <class Scales>
+struct E2m1 : Pairs, Scales {
     static constexpr int BITS = 4;
-    explicit Mxfp4(const Weights&) {}
+    explicit E2m1(const Weights&) {}
     Decoded decode(const uint8_t* w) const {
         const __m128i twice = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
         const __m128i nibble = _mm_set1_epi8(15), bytes = _mm_loadu_si128((const __m128i*)w);
@@ -203,14 +204,15 @@ struct TablePairs : FloatPairs {
 #endif
 };
 
-struct Table4 : TablePairs, FloatScales {
+template <class Scales>
+struct ScaledTable : TablePairs, Scales {
     using TablePairs::TablePairs;
 };
 
+typedef ScaledTable<FloatScales> Table4;
 #if !defined(__AVX512VNNI__)
-struct Mxfp4 : TablePairs, ExponentScales {
-    using TablePairs::TablePairs;
-};
+template <class Scales>
+using E2m1 = ScaledTable<Scales>;
 #endif
 
 // Floats of 4 bits of exponent and 3 of mantissa. Their bits, moved, are a smaller number's of a wider format.
@@ -344,7 +346,8 @@ void on_coding(int coding, const Body& body) {
         case INT4: return body((Int4*)nullptr);
         case TABLE4: return body((Table4*)nullptr);
         case E4M3: return body((E4m3*)nullptr);
-        case MXFP4: return body((Mxfp4*)nullptr);
+        case MXFP4: return body((E2m1<ExponentScales>*)nullptr);
+        case NVFP4: return body((E2m1<FloatScales>*)nullptr);
     }
 }
 

@@ -21,7 +21,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3}
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
-@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "fp4", "mxfp4", "fp8"])
+@pytest.mark.parametrize("coding", ["int8", "int4", "nf4", "fp4", "mxfp4", "nvfp4", "fp8"])
 def test_coded_linear_of_ragged_shapes_equals_the_dequantized_weight(device, coding: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for rows, width, out_features, group, has_offsets, is_ordered in (

@@ -47,6 +47,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 CODES = frozenset(("qweight", "weight_packed", "weight", "blocks"))
 SCALES = frozenset(("scales", "weight_scale", "weight_scale_inv", "SCB", "weight.absmax"))
+EXPONENTS = frozenset(("scales", "weight_scale"))
+"""Names of SCALES that are exponents if they are uint8, and are held as they are."""
 ZEROS = frozenset(("qzeros", "weight_zero_point"))
 """Names of a stored linear's zero points, in all formats."""
 
@@ -150,6 +152,8 @@ def _compressed_tensors(fields: dict[str, Any]) -> WeightFormat:
     block = next((tuple(scheme["block_structure"]) for scheme in schemes if scheme.get("block_structure")), None)
 
     def read(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
+        if "weight_packed" in stored and kinds == {("float", 4)}:
+            return _read_packed_floats(stored, in_features, size)
         if "weight_packed" in stored:
             return _read_packed(stored, in_features, out_features, size)
         weight, scales = stored["weight"], stored["weight_scale"].float()
@@ -163,6 +167,13 @@ def _compressed_tensors(fields: dict[str, Any]) -> WeightFormat:
 
     names = ", ".join(sorted(f"{kind}{bits}" for kind, bits in kinds))
     return WeightFormat(f"compressed-tensors {names}", ("weight_packed", "weight_scale"), read)
+
+
+def _read_packed_floats(stored: Stored, in_features: int, size: int | None) -> QuantizedWeight:
+    scales = stored["weight_scale"]
+    if scales.dtype != torch.uint8:  # NVFP4 scales the groups' E4M3 scales so that they use its whole range
+        scales = scales.float() / stored["weight_global_scale"].float()
+    return _e2m1(stored["weight_packed"], scales, in_features, size or in_features)
 
 
 def _read_packed(stored: Stored, in_features: int, out_features: int, size: int | None) -> QuantizedWeight:
@@ -201,15 +212,20 @@ def _mxfp4(_fields: dict[str, Any]) -> WeightFormat:
 
 
 def _read_mxfp4(stored: Stored, in_features: int, out_features: int) -> QuantizedWeight:
-    """Read `blocks` uint8`[..., groups, 16]`, the lower bits first, and the exponents `scales` uint8`[..., groups]`."""
+    """Read the experts' `blocks` uint8`[..., groups, 16]` and `scales` uint8`[..., groups]`."""
     blocks, scales = stored["blocks"], stored["scales"]
-    _require(blocks.dtype == scales.dtype == torch.uint8, f"blocks of {blocks.dtype} and scales of {scales.dtype}")
     _require(blocks.shape == (*scales.shape, 16), f"blocks of shape {list(blocks.shape)}")
-    codes, scales = (part.reshape(out_features, -1) for part in (blocks, scales))
-    group = _group_of(in_features, scales.shape[1], 32)
-    _require(2 * codes.shape[1] == in_features, f"{scales.shape[1]} blocks for {in_features} inputs")
-    _require(not bool((scales == 255).any()), "scales that are not finite")
-    return QuantizedWeight("mxfp4", codes, scales, group, in_features)
+    return _e2m1(blocks.reshape(out_features, -1), scales.reshape(out_features, -1), in_features, 32)
+
+
+def _e2m1(codes: torch.Tensor, scales: torch.Tensor, in_features: int, size: int) -> QuantizedWeight:
+    """Return the weight of `codes` uint8`[out, in / 2]`, the lower bits first, and of `scales` `[out, groups]`, which
+    are exponents if they are uint8."""
+    _require(codes.dtype == torch.uint8, f"codes of {codes.dtype}")
+    _require(2 * codes.shape[1] == in_features, f"{2 * codes.shape[1]} codes for {in_features} inputs")
+    group, is_exponent = _group_of(in_features, scales.shape[1], size), scales.dtype == torch.uint8
+    _require(not is_exponent or not bool((scales == 255).any()), "scales that are not finite")
+    return QuantizedWeight("mxfp4" if is_exponent else "nvfp4", codes, scales, group, in_features)
 
 
 METHODS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
@@ -399,6 +415,7 @@ def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str,
     found: dict[str, int] = {}
     for name, stored in _stored_parts(directory, linears).items():
         rows, codes, scales = linears[name].out_features, 0, linears[name].out_features
+        scale_bytes = 4
         for part, (path, key) in stored.items():
             with safe_open(path, framework="pt") as file:
                 held = file.get_slice(key)
@@ -408,7 +425,7 @@ def held_bytes(directory: Path, linears: Mapping[str, LinearShape]) -> dict[str,
             elif part in SCALES:  # several rows, if the scales are of blocks
                 of_blocks = part.startswith("weight_scale") and len(shape) == 2
                 scales = max(rows * shape[1] if of_blocks else math.prod(shape), rows)
-        scale_bytes = 1 if "blocks" in stored else 4
+                scale_bytes = 1 if dtype == "U8" and part in EXPONENTS else 4
         found[name] = codes + scale_bytes * scales * (2 if any(part in ZEROS for part in stored) else 1)
     return found
 
