@@ -18,10 +18,12 @@ from rounded_zoo import RoundedZoo
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from loramux.engine.execution import assembly
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.checkpoint import load_checkpoint, weights_digest
 from loramux.engine.execution.quantized_checkpoint import format_of
 from loramux_adapters.base_weights import QuantizedExperts, QuantizedLinear
+from loramux_kernels import format_choice
 from loramux_kernels.quantized_weight import to_nf4
 
 FORMATS = ("plain", "dora")
@@ -105,6 +107,18 @@ def test_experts_in_mxfp4_are_never_held_as_floats_and_take_their_own_bytes(tmp_
     exact, _ = load(zoo.base, block_size=32)
     # float16 holds these weights exactly, so panels take two bytes
     assert exact.weight_bytes - coded.weight_bytes == sum(2 * n - n // 2 - n // 32 for n in each)
+
+
+def test_format_of_linears_next_to_experts_in_mxfp4_is_chosen_for_the_linears_alone(tmp_path, monkeypatch) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def choose(shapes, *rest, is_quantized: bool):
+        asked.append((sum(shape.number for shape in shapes), is_quantized))
+        return format_choice.choose_for_base(shapes, *rest, is_quantized=is_quantized)
+
+    monkeypatch.setattr(assembly, "choose_for_base", choose)
+    load(Mxfp4Zoo(tmp_path).quantized)
+    assert asked == [(6, False)], "three layers of qkv and o"
 
 
 def test_mxfp4_scales_that_are_not_numbers_are_refused(tmp_path) -> None:
