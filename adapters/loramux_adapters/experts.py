@@ -70,9 +70,9 @@ class ExpertLinear:
         packing: Packing = DEFAULT_PACKING,
     ) -> None:
         """`weight` is `[experts, out_features, in_features]`, or that of QuantizedExperts."""
-        own = [None] * len(sites) if biases is None else list(biases)
         each = _each(weight, len(sites))
-        self.linears = [PackedLinear([one], [bias], *packing) for one, bias in zip(each, own, strict=True)]
+        pairs = ((one, None) for one in each) if biases is None else zip(each, biases, strict=True)
+        self.linears = [PackedLinear([one], [bias], *packing) for one, bias in pairs]
         self._first_site = sites[0].index
         self._num_sites = len(bank.sites)
         self._bank = bank
