@@ -248,9 +248,14 @@ def step_for(engine: Engine, seconds: float) -> None:
         engine.step()
 
 
-def test_rank_that_is_killed_ends_the_engine(zoo_of) -> None:
+def test_rank_that_is_killed_ends_the_engine(zoo_of, monkeypatch) -> None:
+    """On a GPU also if the thread of the steps never comes back from the device: here it does not close the engine."""
+    exits = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda _: exits.set())
+    monkeypatch.setattr(rank_team, "END_TIMEOUT_S", 0.5)
     zoo = zoo_of("llama")
     engine = zoo.engine(tensor_parallel_size=2, in_process=False)
+    engine._team._is_on_gpu = True
     others = [other.process for other in engine._team.others]
     with closing(engine):
         asked = Asked("first", "plain", tuple(range(5, 30)), 6)
@@ -262,7 +267,8 @@ def test_rank_that_is_killed_ends_the_engine(zoo_of) -> None:
         began = time.monotonic()
         with pytest.raises(RankDied, match="rank 1 of the engine was ended by signal 9"):
             step_for(engine, 60)
-    assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 30
+        assert exits.wait(30)
     assert not any(process.is_alive() for process in others)
 
 
