@@ -251,7 +251,12 @@ def step_for(engine: Engine, seconds: float) -> None:
 def test_rank_that_is_killed_ends_the_engine(zoo_of, monkeypatch) -> None:
     """On a GPU also if the thread of the steps never comes back from the device: here it does not close the engine."""
     exits = threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda _: exits.set())
+
+    def end_thread(_code: int) -> None:
+        exits.set()
+        raise SystemExit
+
+    monkeypatch.setattr(os, "_exit", end_thread)
     monkeypatch.setattr(rank_team, "END_TIMEOUT_S", 0.5)
     zoo = zoo_of("llama")
     engine = zoo.engine(tensor_parallel_size=2, in_process=False)
