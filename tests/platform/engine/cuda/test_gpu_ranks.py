@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_zoo import Asked, Zoo, load, serve, to_request
+from adapter_zoo import LINEARS, Asked, Zoo, load, serve, to_request
 from formats import FormatZoo
 from interpreted import INTERPRETED
 from preempting import preempting
@@ -142,16 +142,30 @@ def test_gpu_ranks_adapters_of_every_format_are_recorded_alike(tmp_path: Path, c
     assert collectives[0] == collectives[1]
 
 
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "mlp_only_layers": [],
+}
+
+
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "olmo2", "gemma2"])
-def test_gpu_ranks_of_other_families_answer_as_one_does(zoo_of, family: str) -> None:
-    """Experts, norms over all heads, and norms after the sums."""
-    zoo = zoo_of(family)
-    with closing(zoo.engine(device="cpu", max_num_seqs=3, max_model_len=64)) as engine:
-        alone = serve(zoo, engine, MIXED, arrivals=[0, 0, 1, 2])
-    with closing(ranked(zoo)) as engine:
-        assert serve(zoo, engine, MIXED, arrivals=[0, 0, 1, 2]) == alone
+@pytest.mark.parametrize(
+    ("family", "fields"), [("mixtral", {}), ("olmo2", {}), ("gemma2", {}), ("qwen3_next", HYBRID)], ids=str
+)
+def test_gpu_ranks_of_other_families_answer_as_one_does(tmp_path: Path, family: str, fields: dict) -> None:
+    """Experts, norms over all heads, norms after the sums, and states."""
+    zoo = Zoo(family, tmp_path, num_hidden_layers=2, **fields)
+    zoo.make_adapter("plain", {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}, 100)
+    asked = [Asked(one.name, name, one.prompt, 4) for name, one in zip(("plain", None) * 2, MIXED, strict=True)]
+    answers = []
+    for size in (1, 2):
+        with closing(ranked(zoo, size, in_process=True, block_size=64)) as engine:
+            answers.append(serve(zoo, engine, asked, arrivals=[0, 0, 1, 2]))
+    assert answers[0] == answers[1]
+    assert answers[0]["r0"] == zoo.answer(asked[0])
 
 
 @in_interpreter
