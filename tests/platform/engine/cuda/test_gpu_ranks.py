@@ -152,12 +152,10 @@ HYBRID = {
 
 @in_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "fields"), [("mixtral", {}), ("olmo2", {}), ("gemma2", {}), ("qwen3_next", HYBRID)], ids=str
-)
-def test_gpu_ranks_of_other_families_answer_as_one_does(tmp_path: Path, family: str, fields: dict) -> None:
+@pytest.mark.parametrize("family", ["mixtral", "olmo2", "gemma2", "qwen3_next"])
+def test_gpu_ranks_of_other_families_answer_as_one_does(tmp_path: Path, family: str) -> None:
     """Experts, norms over all heads, norms after the sums, and states."""
-    zoo = Zoo(family, tmp_path, num_hidden_layers=2, **fields)
+    zoo = Zoo(family, tmp_path, num_hidden_layers=2, **HYBRID if family == "qwen3_next" else {})
     zoo.make_adapter("plain", {"r": 8, "lora_alpha": 16, "target_modules": LINEARS}, 100)
     asked = [Asked(one.name, name, one.prompt, 4) for name, one in zip(("plain", None) * 2, MIXED, strict=True)]
     answers = []
