@@ -74,11 +74,6 @@ class Ranks:
         join = _join_nccl if device.type == "cuda" else _join_gloo
         return cls(join(meeting, rank, size, timeout_s, device), rank, size, device, is_ordered=is_ordered)
 
-    def leave(self) -> None:
-        """Leave the group, if NCCL has made it: other groups of this process may follow."""
-        if self._device.type == "cuda":
-            distributed.destroy_process_group()
-
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up the contiguous `x` over the ranks, in place. This sends 2 (size - 1) / size times its bytes."""
         if x.numel() == 0:

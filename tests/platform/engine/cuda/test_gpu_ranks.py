@@ -186,12 +186,13 @@ def test_gpu_ranks_step_that_never_ends_ends_the_engine(zoo_of, monkeypatch) -> 
             told(engine, [to_request(zoo, Asked("r", None, (5,), 2))])
 
 
-@pytest.fixture
-def group_of_one(tmp_path: Path):
-    """Return a group of one rank on the device of this run: NCCL's on a card, gloo's without one."""
-    ranks = Ranks.join(tmp_path / "meeting", 0, 1, 60.0, DEVICE, is_ordered=False)
-    yield ranks
-    ranks.leave()
+@pytest.fixture(scope="session")
+def group_of_one(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Return a group of one rank on the device of this run: NCCL's on a card, gloo's without one.
+
+    It is not left before the process ends: NCCL would wait for the end of every graph with its collectives.
+    """
+    return Ranks.join(tmp_path_factory.mktemp("ranks") / "meeting", 0, 1, 60.0, DEVICE, is_ordered=False)
 
 
 def test_collectives_of_one_rank_are_recorded(group_of_one: Ranks) -> None:
@@ -217,10 +218,11 @@ def test_gpu_engine_of_one_rank_with_collectives_answers_as_peft_does(zoo_of, gr
     zoo = zoo_of("llama")
     settings = load(zoo.base, device=str(DEVICE), max_num_seqs=3, max_model_len=64)[1]
     monkeypatch.setattr(Ranks, "join", lambda *_, **__: group_of_one)
+    before = group_of_one.num_reductions
     share = assembly.load_share(settings, 0, Path())
     base = describe_base(zoo.base)
     loaded = loader._served(share, base, share.local_weights, settings, SamplingDefaults())
     engine = build_engine(loaded, settings, wake=lambda: None)
     assert serve(zoo, engine, MIXED, arrivals=[0, 0, 1, 2]) == {asked.name: zoo.answer(asked) for asked in MIXED}
-    assert group_of_one.num_reductions > 0
+    assert group_of_one.num_reductions > before
     assert (engine.stats().step_graphs_missing == 0) == (DEVICE.type == "cuda")
