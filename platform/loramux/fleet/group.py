@@ -738,14 +738,14 @@ def settings_of_engines(
     `bases` are all bases of the server, whose engines divide the devices' memory.
     """
     every = {other.name: other for other in (*bases, base)}
-    sharing = Counter(device for other in every.values() for device in other.devices)
+    sharing = Counter(device for other in every.values() for devices in other.devices for device in devices)
     engines = {}
     for number in range(base.engines.most):
         engine, num_sharing = settings.engine, 1
         if settings.fleet.launcher == "ray":
             num_sharing = settings.fleet.ray.engines_per_gpu
-        elif not base.engines.addresses and (device := base.devices[number]) != "cpu":
-            num_sharing = sharing[device]
+        elif not base.engines.addresses and base.devices[number] != ("cpu",):
+            num_sharing = max(sharing[device] for device in base.devices[number])
         if base.engines.devices:
             device = base.engines.devices[number % len(base.engines.devices)]
             engine = msgspec.structs.replace(engine, device=device)

@@ -139,6 +139,22 @@ def test_block_tables_send_the_pages_that_changed_alone() -> None:
     assert table_of(buffers, step)[1] == [4]
 
 
+def test_step_for_other_ranks_has_the_pages_that_changed_instead_of_tables() -> None:
+    """Tables are as large as all contexts; each rank keeps its own, and has the same pages in the same rows."""
+    first, other = (StepBuffers(max_rows=8, max_sequences=4, max_blocks=6, max_rank=16, device=CPU) for _ in range(2))
+    step = decode(sequence("a", (1, 2)), sequence("b", (1, 2, 3)))
+    packed = pack(step, 2, 0, first.block_tables).for_other_ranks()
+    assert packed.block_table.size == packed.state_tables.size == 0
+    batch = other.fill(packed).batch
+    other.send(np.zeros((2, 0), dtype=np.int64), None)
+    assert batch.table_rows is not None
+    rows = batch.block_table[batch.table_rows].tolist()
+    assert [row[: len(chunk.sequence.pages)] for row, chunk in zip(rows, step.chunks, strict=True)] == [
+        [5, 6],
+        [5, 6, 7],
+    ]
+
+
 def test_block_tables_give_rows_of_absent_sequences_to_others() -> None:
     buffers = StepBuffers(max_rows=8, max_sequences=2, max_blocks=6, max_rank=16, device=CPU)
     first, second, third = (sequence(name, (1, 2)) for name in "abc")

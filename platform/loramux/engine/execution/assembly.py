@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +22,18 @@ import torch
 from transformers import PreTrainedModel
 
 from loramux.common.settings.file import Settings
+from loramux.common.settings.serving import EngineSettings
 from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
+    itemsize_of,
     load_checkpoint,
     max_positions,
     read_config,
     weights_digest,
 )
 from loramux.engine.execution.fused_layers import fuse_layers
-from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory, pool_bytes_of
+from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory, plan_on_card, pool_bytes_of
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
@@ -77,25 +79,37 @@ class AssembledModel:
     limits: StepLimits
 
 
-def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
-    """Load the share of `rank`; the ranks find each other by the file `meeting`. Raises UnsupportedModel,
-    CannotShard."""
+def load_share(
+    settings: Settings,
+    rank: int,
+    meeting: Path,
+    progress: LoadingProgress | None = None,
+    meet: Callable[[], object] = lambda: None,
+) -> AssembledModel:
+    """Load the share of `rank`; the ranks find each other by the file `meeting`.
+
+    `meet` is called once the weights are read, before this rank waits for the others in a collective. Raises
+    UnsupportedModel, CannotShard.
+    """
     directory, engine = Path(settings.model.path), settings.engine
-    size = engine.tensor_parallel_size
+    size, dtype = engine.tensor_parallel_size, settings.model.dtype
     torch.set_num_threads(engine.num_threads or max(1, len(os.sched_getaffinity(0)) // size))
     base, sharding = divide(settings)
-    place = CheckpointShare(base, sharding, rank)
-    model = load_checkpoint(directory, settings.model.dtype, torch.device("cpu"), place, progress)
-    shard = Shard(sharding, Ranks.join(meeting, rank, size, engine.step_timeout_s))
-    return assemble_share(model, base, settings, shard, progress)
+    device = choose_device(engine.device, rank)
+    if rank and device.type == "cuda":  # rank 0 has planned its own card, before it started this process
+        itemsize = itemsize_of(sharding.config, dtype, device)
+        card, limits = Card.of(device, engine), limits_on(device, engine)
+        plan_on_card(directory, base, sharding, itemsize, settings, card, limits)
+    model = load_checkpoint(directory, dtype, device, CheckpointShare(base, sharding, rank), progress)
+    meet()
+    is_ordered = device.type == "cpu" or engine.batch_invariant
+    ranks = Ranks.join(meeting, rank, size, engine.step_timeout_s, device, is_ordered=is_ordered)
+    return assemble_share(model, base, settings, Shard(sharding, ranks), progress)
 
 
 def divide(settings: Settings) -> tuple[BaseDescription, Sharding]:
     """Return the whole base and its division. Raises UnsupportedModel, CannotShard."""
-    if choose_device(settings.engine.device).type != "cpu":
-        raise UnsupportedModel(
-            'engine.tensor_parallel_size > 1 is served on CPUs; set engine.device = "cpu", or use one GPU.'
-        )
+    _check_devices(settings.engine)
     if settings.model.quantization != "none":
         raise UnsupportedModel(
             f"model.quantization = {settings.model.quantization!r} is served by one rank; set "
@@ -107,6 +121,24 @@ def divide(settings: Settings) -> tuple[BaseDescription, Sharding]:
     base = describe_base(directory)
     sharding.check(base)
     return base, sharding
+
+
+def _check_devices(engine: EngineSettings) -> None:
+    """Raise UnsupportedModel if the ranks of an engine cannot have a GPU each."""
+    first, size = find_device(engine.device), engine.tensor_parallel_size
+    if first.type == "cpu" or size == 1:
+        return
+    count = torch.cuda.device_count()
+    if first.index + size > count:
+        raise UnsupportedModel(
+            f"engine.tensor_parallel_size = {size}, and each rank has a GPU of its own, from {first} on: this machine "
+            f"has {count}. Set it to {count - first.index} or less, or name an earlier engine.device."
+        )
+    if engine.in_process:
+        raise UnsupportedModel(
+            "engine.in_process = true, and the ranks of an engine on GPUs are processes: a rank that waits for another "
+            "one while it records a step would stop both. Remove the setting."
+        )
 
 
 def assemble_share(
@@ -124,7 +156,10 @@ def assemble_share(
             f"model.quantization = {settings.model.quantization!r}, and the checkpoint is quantized already; remove it."
         )
     sites = sites_of(base, shard)
+    ranks = None if shard is None else shard.ranks
     limits = limits_on(model.device, settings.engine)
+    if ranks is not None:  # their cards may differ
+        limits = StepLimits(*(ranks.least(limit) for limit in msgspec.structs.astuple(limits)))
     layout, activation_bytes = _probe(model, settings, limits, widest_tile(sites.values()))
     states = StateLayout.of(model, layout.page_bytes)
     if states.layers and limits.max_draft_tokens:
@@ -151,10 +186,10 @@ def assemble_share(
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
-    forward = Forward(model, [], bank, is_invariant=is_invariant)
+    forward = Forward(model, [], bank, is_invariant=is_invariant, ranks=ranks)
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
-    pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
+    pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot, ranks)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
@@ -257,10 +292,16 @@ def extrapolate(first: tuple[int, int], second: tuple[int, int], recordings: int
 
 
 def allocate_pool(
-    settings: Settings, model: PreTrainedModel, weights: BaseWeights, page_bytes: int, beside: int, table_bytes: float
+    settings: Settings,
+    model: PreTrainedModel,
+    weights: BaseWeights,
+    page_bytes: int,
+    beside: int,
+    table_bytes: float,
+    ranks: Ranks | None = None,
 ) -> torch.Tensor:
     """Return the pool. On a GPU it leaves `beside` bytes of the engine's share for activations and graphs, and each
-    page needs `table_bytes` of adapter tables.
+    page needs `table_bytes` of adapter tables. With `ranks` it has the pages that every one of them has memory for.
 
     On a CPU only the pool's first pages are touched, because the machine may take milliseconds to find each 2 MiB and
     the first requests should not wait for that. The system never commits the memory of pages that are not used.
@@ -272,7 +313,7 @@ def allocate_pool(
             held = sum(p.numel() * p.element_size() for p in model.parameters()) + weights.packed_bytes
             left = Card.of(model.device, settings.engine).left(held) - beside
             num_bytes = int(left * page_bytes / (page_bytes + table_bytes))
-    elements = _pool_elements(num_bytes, model, page_bytes, settings.engine.tensor_parallel_size)
+    elements = _pool_elements(num_bytes, model, page_bytes, ranks)
     if model.device.type == "cpu":
         pool = zeros_in_large_pages(elements, model.dtype)
         pool[: min(elements // 16, TOUCHED_AT_START // model.dtype.itemsize)].zero_()
@@ -287,11 +328,21 @@ def _pages_per_slot(bank: AdapterBank, model: PreTrainedModel) -> int:
     return pages_per_slot(bank.page_elements * model.dtype.itemsize, bank.slot_bytes)
 
 
-def choose_device(name: str) -> torch.device:
-    """Return the device that `engine.device` names, and make it the current one of this thread.
+def choose_device(name: str, rank: int = 0) -> torch.device:
+    """Return the device of a rank of an engine whose `engine.device` is `name`, and make it the current one of this
+    thread.
 
     Streams, events and Triton launches go to the current device: a model on cuda:1 under device 0 would mix both.
     """
+    device = find_device(name)
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index + rank)
+        torch.cuda.set_device(device)
+    return device
+
+
+def find_device(name: str) -> torch.device:
+    """Return the device that `engine.device` names: rank 0's. Raises UnsupportedModel."""
     has_gpu = torch.cuda.is_available()
     kind, _, index = ("cuda" if has_gpu else "cpu", "", "") if name == "auto" else name.partition(":")
     if kind == "cpu" and not index:
@@ -304,9 +355,7 @@ def choose_device(name: str) -> torch.device:
         )
     if int(index or 0) >= torch.cuda.device_count():
         raise UnsupportedModel(f"engine.device = {name!r}, and this machine has {torch.cuda.device_count()} GPUs.")
-    device = torch.device("cuda", int(index or 0))
-    torch.cuda.set_device(device)
-    return device
+    return torch.device("cuda", int(index or 0))
 
 
 def _probe(model: PreTrainedModel, settings: Settings, limits: StepLimits, widest: int) -> tuple[KvLayout, int]:
@@ -332,8 +381,10 @@ def widest_tile(sites: Iterable[LinearShape | ParameterShape | Site]) -> int:
     return RANK_TILE * max(max(site.in_features, site.out_features) for site in sites)
 
 
-def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, num_ranks: int) -> int:
-    num_pages = num_bytes // page_bytes
+def _pool_elements(num_bytes: int, model: PreTrainedModel, page_bytes: int, ranks: Ranks | None) -> int:
+    num_ranks = 1 if ranks is None else ranks.size
+    # Before any refusal, so that all ranks refuse.
+    num_pages = num_bytes // page_bytes if ranks is None else ranks.least(num_bytes // page_bytes)
     if model.device.type == "cpu" and num_bytes * num_ranks > (memory := machine_memory()):
         raise UnsupportedModel(
             f"engine.pool_bytes = {num_bytes}, for each of {num_ranks} ranks, is more than this machine's {memory} "

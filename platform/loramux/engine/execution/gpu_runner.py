@@ -36,10 +36,12 @@ from loramux.engine.execution.device_sampler import DeviceSampler, SampledRows, 
 from loramux.engine.execution.runner import (
     NONE_POOLED,
     Forward,
+    OtherRanks,
     PackedStep,
     PooledVectors,
     Pooler,
     StepGraphs,
+    StepInputs,
     pack,
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
@@ -85,6 +87,7 @@ class LaunchedForward:
     def events(self) -> list[TokenEvent]:
         """Wait for the tokens."""
         assert self.tokens is not None, "they are chosen before they are read"
+        self.runner.wait_for(self.tokens)
         return accepted(self.tokens.events(), self.chunks) if self.rows.drafts else self.tokens.events()
 
 
@@ -105,6 +108,8 @@ class GpuRunner:
         state_pages: int,
     ) -> None:
         self.bank = forward.bank
+        self.team: OtherRanks | None = None
+        """The other ranks, which run each step's forward too; None if there are none, or if this is not rank 0."""
         self._forward = forward
         self._pooler = Pooler(forward.bank.classifier_of)
         self._sampler = sampler
@@ -158,35 +163,61 @@ class GpuRunner:
     def launch(self, step: Step) -> LaunchedForward:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
         packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
-        tokens = None if self._previous is None else self._previous.tokens
+        if self.team is not None:
+            self.team.run(packed)
         rows = SampledRows.of(step.sampling)
-        inputs, pending = self._buffers.fill(packed), self._pending(step, packed)
         parameters = self._sampler.stage(rows)
-        ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
-        extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
-        if packed.decodes and extras is None:
-            run = self._decode_graphs.stage(packed, ranks)
-            self._buffers.send(pending, tokens)
-            logits = run()
-        else:
-            decode = self._decoder_graphs.stage(packed, ranks, extras)
-            self._buffers.send(pending, tokens)
-            if decode is None and packed.segments is not None:
-                tile_map = TileMap.for_step(
-                    packed.segments,
-                    np.array(ranks, dtype=np.int64),
-                    self.bank.pool.device,
-                    is_invariant=self._buffers.is_invariant,
-                )
-                attach_tile_map(packed.segments, tile_map)
-            logits = self._forward(inputs, packed.segments, extras, decode)
-        logits, scores = split_scored(logits, packed.scored)
+        try:
+            logits, scores = split_scored(self._run(packed, self._pending(step, packed)), packed.scored)
+        except RuntimeError as error:
+            if self.team is None:
+                raise
+            raise self.team.explained(error) from error
         pooled = self._pooler.pool(self._forward.take_hidden(), step.pooled) if step.pooled else NONE_POOLED
         launched = LaunchedForward(self, logits, step.sampling, rows, parameters, scores, pooled)
         if not any(sequence.request.constraint for sequence in rows.sequences):
             launched.sample()
         return launched
+
+    @torch.inference_mode()
+    def follow(self, packed: PackedStep) -> None:
+        """Enqueue this rank's part of a forward that rank 0 launches too."""
+        self._run(packed, np.zeros((2, 0), dtype=np.int64))
+
+    def wait_for(self, tokens: TokensInFlight) -> None:
+        """Wait until the host has the tokens, if another rank could keep them from coming."""
+        if self.team is not None:
+            self.team.wait_until(lambda: tokens.have_arrived)
+
+    def _run(self, packed: PackedStep, pending: NDArray[np.int64]) -> torch.Tensor:
+        """Enqueue a forward; `StepBuffers.send` explains `pending`. All ranks choose the same recording, because they
+        have the same adapters in the same slots."""
+        inputs = self._buffers.fill(packed)
+        ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
+        extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
+        if packed.decodes and extras is None:
+            run = self._decode_graphs.stage(packed, ranks)
+            self._send(packed, inputs, pending)
+            return run()
+        decode = self._decoder_graphs.stage(packed, ranks, extras)
+        self._send(packed, inputs, pending)
+        if decode is None and packed.segments is not None:
+            tile_map = TileMap.for_step(
+                packed.segments,
+                np.array(ranks, dtype=np.int64),
+                self.bank.pool.device,
+                is_invariant=self._buffers.is_invariant,
+            )
+            attach_tile_map(packed.segments, tile_map)
+        return self._forward(inputs, packed.segments, extras, decode)
+
+    def _send(self, packed: PackedStep, inputs: StepInputs, pending: NDArray[np.int64]) -> None:
+        """Send the step to the device. Only rank 0 samples, so the other ranks get the tokens that the host does not
+        know from its device: a few bytes, and no state of requests."""
+        self._buffers.send(pending, None if self._previous is None else self._previous.tokens)
+        if (ranks := self._forward.ranks) is not None and packed.follows_unknown_tokens:
+            ranks.broadcast(inputs.input_ids)
 
     @torch.inference_mode()
     def sample(self, launched: LaunchedForward) -> TokensInFlight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +50,8 @@ from loramux.engine.execution.memory_plan import (
 )
 from loramux.engine.execution.quantized_checkpoint import format_of
 from loramux.engine.execution.rank_team import RankTeam, ranked_weights
-from loramux.engine.execution.runner import CpuRunner, Runner
+from loramux.engine.execution.rank_worker import RankReady, StepsRecorded, WeightsRead
+from loramux.engine.execution.runner import CpuRunner, Runner, StepGraphs
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import holds_safetensors
 from loramux.engine.execution.states import tells_answers_apart
@@ -110,18 +112,34 @@ def load_model(settings: Settings) -> LoadedModel:
                 _plan(settings, base, Sharding(config, 1), device)
             model = load_checkpoint(directory, settings.model.dtype, device, progress=progress)
             return assemble(model, base, settings, sampling_defaults(directory), progress)
+    return _load_ranks(settings, config)
+
+
+def _load_ranks(settings: Settings, config: PretrainedConfig) -> LoadedModel:
     base, sharding = divide(settings)
-    _plan(settings, base, sharding, torch.device("cpu"))
+    device = choose_device(settings.engine.device)
+    if settings.engine.batch_invariant and device.type == "cuda":
+        refuse_batch_invariant(settings, base, config)
+    with ExitStack() as locks:
+        # In the order of their numbers, so that two engines do not wait for each other.
+        for rank in range(sharding.size if device.type == "cuda" else 0):
+            locks.enter_context(loading_alone(torch.device("cuda", device.index + rank), settings.engine))
+        _plan(settings, base, sharding, device)
+        return _start_ranks(settings, base, sharding)
+
+
+def _start_ranks(settings: Settings, base: BaseDescription, sharding: Sharding) -> LoadedModel:
     team = RankTeam(settings)
     try:
         with LoadingProgress(settings.model.served_model_name) as progress:  # only this rank reports
-            share = load_share(settings, 0, team.meeting, progress)
-        ready = team.wait_ready()
+            share = load_share(settings, 0, team.meeting, progress, meet=lambda: team.wait_for(WeightsRead))
+        ready = team.wait_for(RankReady)
         pages = [(share.num_pages, share.forward.bank.page_elements), *((r.num_pages, r.page_elements) for r in ready)]
         if len(set(pages)) > 1:
             raise UnsupportedModel(f"the ranks' pools differ: (pages, elements of a page) are {pages}.")
         weights = ranked_weights(base, share.local_weights, sharding, team, ready)
-        return _served(share, base, weights, settings, sampling_defaults(directory), sharding, team)
+        defaults = sampling_defaults(Path(settings.model.path))
+        return _served(share, base, weights, settings, defaults, sharding, team)
     except BaseException as error:
         team.close()
         if isinstance(error, RuntimeError) and not isinstance(error, UnsupportedModel):
@@ -227,6 +245,9 @@ def _served(
     vocabulary = load_vocabulary(Path(settings.model.path), base.vocab_size, eos)
     constraints = None if vocabulary is None else Constraints(vocabulary, eos)
     runner = _runner(share, eos, max_model_len, constraints, team)
+    if team is not None:
+        counts = [runner.graphs, *(rank.graphs for rank in team.wait_for(StepsRecorded))]
+        runner.graphs = StepGraphs(sum(one.recorded for one in counts), sum(one.missing for one in counts))
     tower = _tower(model, settings)
     facts = ModelFacts(
         max_model_len=max_model_len,
@@ -324,9 +345,11 @@ def _runner(
     from loramux.engine.execution.gpu_runner import GpuRunner
 
     sampler = DeviceSampler(eos, pool.device)
-    return GpuRunner.build(
+    runner = GpuRunner.build(
         forward, sampler, constraints, share.limits, max_model_len, share.block_size, share.states.num_pages
     )
+    runner.team = team
+    return runner
 
 
 def _max_model_len(settings: Settings, model: PreTrainedModel) -> int:

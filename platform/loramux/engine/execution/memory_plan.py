@@ -238,7 +238,7 @@ def plan_on_card(
     """
     has_fp8_kv = settings.engine.kv_cache_dtype == "fp8"
     plan = plan_memory(directory, base, sharding, itemsize, 0, settings.engine.block_size, has_fp8_kv=has_fp8_kv)
-    return fit_on_card(plan, StepMemory.of(base, itemsize), settings, card, limits)
+    return fit_on_card(plan, StepMemory.of(base, itemsize, sharding), settings, card, limits)
 
 
 def fit_on_card(plan: MemoryPlan, step: StepMemory, settings: Settings, card: Card, limits: StepLimits) -> MemoryPlan:
@@ -274,9 +274,10 @@ class StepMemory:
     """Bytes of a sequence: its logits, also in float32."""
 
     @classmethod
-    def of(cls, base: BaseDescription, itemsize: int) -> StepMemory:
-        """Return the bytes for a base whose elements have `itemsize` bytes."""
-        widest = max(shape.in_features + shape.out_features for shape in base.modules.values())
+    def of(cls, base: BaseDescription, itemsize: int, sharding: Sharding | None = None) -> StepMemory:
+        """Return the bytes for a base, or for a rank's share of it, whose elements have `itemsize` bytes."""
+        shapes = {name: (shape.out_features, shape.in_features) for name, shape in base.modules.items()}
+        widest = max(sum(shape if sharding is None else sharding.width(name, *shape)) for name, shape in shapes.items())
         return cls(2 * itemsize * widest, (itemsize + 4) * base.vocab_size)
 
     def largest(self, limits: StepLimits) -> int:

@@ -44,9 +44,10 @@ from loramux.engine.execution.vision import (
 )
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import EngineFault, TokenEvent
-from loramux.engine.scheduling.sequence import BASE_SLOT, Chunk, Step
+from loramux.engine.scheduling.sequence import BASE_SLOT, PENDING, Chunk, Step
 from loramux_adapters.bank import AdapterBank, ResidentClassifier, StepExtras
 from loramux_adapters.families import ImageForm, images_of
+from loramux_adapters.ranks import Ranks
 from loramux_kernels.device import to_host
 from loramux_kernels.fixed_product import FixedProducts
 from loramux_kernels.tables import AttentionBatch, KvLayer, Segments, StateLayer
@@ -137,11 +138,34 @@ class PackedStep:
     positions count tokens: all three are then `position_ids`."""
     images: tuple[RowsOfImage, ...] = ()
     """The rows of images."""
+    page_changes: PageChanges | None = None
+    """Changes of the tables of a `BlockTableStore` since the step before."""
 
     @property
     def decodes(self) -> bool:
         """Is every row a separate sequence that samples?"""
         return len(self.input_ids) == len(self.sampled_rows) == len(self.context_lens)
+
+    @property
+    def follows_unknown_tokens(self) -> bool:
+        """True if a token of the step is known on the device alone."""
+        return bool((self.input_ids == PENDING).any())
+
+    def for_other_ranks(self) -> PackedStep:
+        """Return the step as the other ranks need it: without parts of the sampler, and without tables that they
+        keep."""
+        if self.table_rows is None:
+            return replace(self, scored=None)
+        return replace(self, scored=None, block_table=self.block_table[:0], state_tables=self.state_tables[:0])
+
+
+class PageChanges(NamedTuple):
+    """Changes of block tables."""
+
+    places: Ints
+    """int64[n]; elements of the flattened tables."""
+    pages: Ints
+    """int32[n]; their new values."""
 
 
 class BlockTableStore(Protocol):
@@ -152,6 +176,9 @@ class BlockTableStore(Protocol):
 
     def rows_of(self, chunks: Collection[Chunk]) -> Ints:
         """Return the row of each chunk's sequence, int64[S], after the row has the sequence's pages."""
+
+    def take_changes(self) -> PageChanges | None:
+        """Return the changes since the last call; None if there are none."""
 
 
 def pack(
@@ -211,6 +238,7 @@ def pack(
             if chunk.sequence.request.images
             for rows in rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
         ),
+        page_changes=None if block_tables is None else block_tables.take_changes(),
     )
 
 
@@ -262,10 +290,18 @@ class Forward:
     """A model whose linears serve `bank` and whose attention reads and writes `layers`."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: list[KvLayer], bank: AdapterBank, *, is_invariant: bool = False
+        self,
+        model: PreTrainedModel,
+        layers: list[KvLayer],
+        bank: AdapterBank,
+        *,
+        is_invariant: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
-        """`is_invariant`: on a GPU, no row's result depends on the other rows of a step."""
+        """`is_invariant`: on a GPU, no row's result depends on the other rows of a step. `ranks`: the ranks that share
+        the model; None: the model is whole."""
         self.model = model
+        self.ranks = ranks
         self.is_invariant = is_invariant
         self.bank = bank
         self.layers = layers
@@ -513,6 +549,9 @@ class OtherRanks(Protocol):
 
     def run(self, packed: PackedStep) -> None:
         """Make them run a step's forward."""
+
+    def wait_until(self, has_ended: Callable[[], bool]) -> None:
+        """Wait until a GPU has ended a step. Raises an error if a rank has ended, or if the wait is too long."""
 
     def explained(self, error: Exception) -> Exception:
         """Return the cause of a step's failure: the end of a rank, or else `error`."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loramux.engine.execution.runner import PackedStep, StepInputs
+from loramux.engine.execution.runner import PackedStep, PageChanges, StepInputs
 from loramux.engine.scheduling.sequence import Chunk
 from loramux_kernels.cuda.work_lists import LONG, ROW, SHORT, RowTiles, TileMap, TileShape, attach_tile_map, whole_tiles
 from loramux_kernels.device import to_device
@@ -68,13 +68,18 @@ class BlockTables:
                 self._held[row] = pages[:]
         return np.array(rows, dtype=np.int64)
 
-    def stage(self) -> None:
-        """Put the pages that `on_device` lacks into the step's copy."""
+    def take_changes(self) -> PageChanges | None:
+        """Return the pages that `on_device` lacks, once."""
         if not self._changed:
-            return
+            return None
         width = self.pages.shape[1]
         places = np.concatenate([np.arange(row * width + a, row * width + b) for row, a, b in self._changed])
-        values = self.pages.reshape(-1)[places]
+        self._changed.clear()
+        return PageChanges(places, self.pages.reshape(-1)[places])
+
+    def stage(self, changes: PageChanges) -> None:
+        """Put changes into the step's copy."""
+        places, values = changes
         count = len(places)
         if count > NUM_PATCHES:
             self._patch = to_device(places, self._device), to_device(values, self._device)
@@ -87,7 +92,6 @@ class BlockTables:
         if self._patch is not None:
             self.on_device.view(-1).index_copy_(0, *self._patch)
             self._patch = None
-            self._changed.clear()
 
     def _forget_all_but(self, names: set[str]) -> None:
         for name in [name for name in self._row_of if name not in names]:
@@ -152,7 +156,8 @@ class StepBuffers:
             rows[3, :adapted] = np.repeat(segments.slots, np.diff(segments.cu_seqlens))
         rows[3, adapted:length] = NO_SLOT
         self._sampled_rows.on_host(num_sampled)[:] = packed.sampled_rows
-        self.block_tables.stage()
+        if packed.page_changes is not None:
+            self.block_tables.stage(packed.page_changes)
         return StepInputs(
             input_ids=self._rows.tensor[0, :length],
             position_ids=self._rows.tensor[1, :length],

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -131,14 +131,14 @@ class AdapterTarget(Protocol):
     def plan_layout(self, plan: AdapterPlan) -> AdapterLayout:
         """Lay out the blocks of a validated adapter. Raises AdapterRejected if the adapter's rank is too large."""
 
-    def fence(self) -> torch.cuda.Event | None:
-        """Return the end of all steps launched so far; None on a CPU, where a launch returns after its step."""
+    def fence(self) -> Any:
+        """Return the end of all steps launched so far, as `install` takes it; its form is the target's own."""
 
     def prepare(self, weights: AdapterWeights) -> PreparedAdapter:
         """Return an adapter, fitted to the base, as `install` takes it. Raises AdapterRejected as `plan_layout`
         does."""
 
-    def install(self, adapter: PreparedAdapter, pages: list[int], fence: torch.cuda.Event | None) -> int:
+    def install(self, adapter: PreparedAdapter, pages: list[int], fence: Any) -> int:
         """Copy an adapter into `pages` after `fence`, and return the slot that serves it."""
 
     def drop(self, slot: int) -> None:
@@ -300,7 +300,7 @@ class DiskStore:
         return Inspected(num_pages, plan.invocation, plan.changes_tower, plan.images_refused)
 
     @torch.inference_mode()
-    def _install(self, pages: list[int], fence: torch.cuda.Event | None, adapter: PreparedAdapter) -> int:
+    def _install(self, pages: list[int], fence: Any, adapter: PreparedAdapter) -> int:
         return self._bank.install(adapter, pages, fence)
 
     @torch.inference_mode()
