@@ -182,7 +182,8 @@ def prepare_attention(
     long_rows = _long_rows(max(key_dim, value_dim), query.dtype)
     repeats = _repeats(query.shape[1] // kv_heads, max(key_dim, value_dim))
     groups = query.shape[1] // kv_heads // repeats
-    shape = AttentionShape(groups, kv_heads * repeats, sliding_window, long_rows, batch.is_invariant)
+    sees_ahead = batch.row_ends is not None
+    shape = AttentionShape(groups, kv_heads * repeats, sliding_window, long_rows, batch.is_invariant, sees_ahead)
     shared: dict[str, Any] = {
         "output": output,
         "output_token": output.stride(0),
@@ -196,6 +197,7 @@ def prepare_attention(
         "key_cache": layer.key,
         "value_cache": layer.value,
         "block_table": batch.block_table,
+        "row_ends": batch.row_ends,
         "sinks": sinks,
         "scaling": scaling,
         "softcap": softcap,
@@ -310,11 +312,11 @@ def _launches(
 @triton.jit
 def _attend(
     query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, output: tl.tensor, partial_output: tl.tensor,
-    partial_lse: tl.tensor, work: tl.tensor, block_table: tl.tensor, sinks: tl.tensor, scaling: tl.tensor,
-    softcap: tl.tensor, window: tl.tensor, query_token: tl.tensor, query_head: tl.tensor, key_page: tl.tensor,
-    key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor, value_token: tl.tensor,
-    table_stride: tl.tensor, output_token: tl.tensor, key_scale: tl.tensor, value_scale: tl.tensor,
-    key_scale_page: tl.tensor, value_scale_page: tl.tensor,
+    partial_lse: tl.tensor, work: tl.tensor, block_table: tl.tensor, row_ends: tl.tensor, sinks: tl.tensor,
+    scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
+    key_page: tl.tensor, key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor,
+    value_token: tl.tensor, table_stride: tl.tensor, output_token: tl.tensor, key_scale: tl.tensor,
+    value_scale: tl.tensor, key_scale_page: tl.tensor, value_scale_page: tl.tensor,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, REPEATS: tl.constexpr, KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_REST: tl.constexpr,
     BLOCK_VALUE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
@@ -336,6 +338,11 @@ def _attend(
         first_token = tl.load(item + 4)
         stop = tl.load(item + 5)
         partial = tl.load(item + 6).to(tl.int64)
+        position = first_position + tile_row
+        last = position
+        if row_ends is not None:
+            last = tl.load(row_ends + row, mask=has_row, other=0) - 1
+            stop = tl.minimum(stop, tl.max(last, axis=0) + 1)
         query_rows = query + row[:, None] * query_token + (head * GROUPS + member)[:, None] * query_head
         q = tl.load(query_rows + d[None, :], mask=has_row[:, None] & (d < KEY_DIM)[None, :], other=0.0)
         q_rest = None
@@ -365,13 +372,13 @@ def _attend(
         pages = block_table + tl.load(item).to(tl.int64) * table_stride
         sums, total, highest = absorb(
             q, q_rest, sums, total, highest, keys, values, key_scales, value_scales, pages,
-            first_token, seen, first_position + tile_row, scaling, softcap, window,
+            first_token, seen, position, last, scaling, softcap, window,
             key_page, key_token, value_page, value_token, key_scale_page, value_scale_page,
             KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, False,
         )  # fmt: skip
         sums, total, highest = absorb(
             q, q_rest, sums, total, highest, keys, values, key_scales, value_scales, pages,
-            seen, stop, first_position + tile_row, scaling, softcap, window,
+            seen, stop, position, last, scaling, softcap, window,
             key_page, key_token, value_page, value_token, key_scale_page, value_scale_page,
             KEY_DIM, VALUE_DIM, PAGE, BLOCK_KEY, BLOCK_REST, BLOCK_VALUE, BLOCK_TOKENS, VALUES_IN_KEYS, True,
         )  # fmt: skip
@@ -393,7 +400,7 @@ def _attend(
 def absorb(
     q: tl.tensor, q_rest: tl.tensor, sums: tl.tensor, total: tl.tensor, highest: tl.tensor, keys: tl.tensor,
     values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, pages: tl.tensor, start: tl.tensor,
-    stop: tl.tensor, position: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor,
+    stop: tl.tensor, position: tl.tensor, last: tl.tensor, scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor,
     key_page: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_token: tl.tensor,
     key_scale_page: tl.tensor, value_scale_page: tl.tensor,
     KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEY: tl.constexpr,
@@ -402,6 +409,7 @@ def absorb(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Add tokens [start, stop) to (sums, total, highest); MASKED if some row does not see all of them.
 
+    A row at `position` sees tokens up to `last`, which is the position itself except in images.
     `highest` is each row's largest score so far, in units of log 2; `total` and `sums` are relative to `highest`.
     """
     d = tl.arange(0, BLOCK_KEY)
@@ -431,7 +439,7 @@ def absorb(
         # exp(x) = exp2(x * log2(e)), and GPUs have an instruction for exp2.
         scores *= _LOG2_E
         if MASKED:
-            visible = exists[None, :] & (token[None, :] <= position[:, None])
+            visible = exists[None, :] & (token[None, :] <= last[:, None])
             if window is not None:
                 visible &= token[None, :] > position[:, None] - window
             scores = tl.where(visible, scores, _NEVER)

@@ -36,12 +36,14 @@ from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
+from loramux.engine.execution.vision import Tower, images_refused, open_tower
 from loramux.engine.messages import StepLimits
+from loramux.engine.scheduling.policy import limits_with_images
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
 from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
 from loramux_adapters.experts import expert_sites
-from loramux_adapters.families import reads_other_inputs
+from loramux_adapters.families import images_of, reads_other_inputs
 from loramux_adapters.modules import install, linears_shapes
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
@@ -76,6 +78,8 @@ class AssembledModel:
     choice: FormatChoice | None
     """The format of the linears; None on a GPU."""
     limits: StepLimits
+    tower: Tower | None
+    """The vision tower, on rank 0; None: prompts have no images."""
 
 
 def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
@@ -152,6 +156,10 @@ def assemble_share(
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     install_state_layers(model)
+    tower = None if shard is not None and shard.ranks.rank > 0 else _tower(model, settings)
+    if tower is not None:
+        probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
+        activation_bytes = activation_bytes * limits.most_rows // probed + tower.measure(settings.images.max_tokens)
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
@@ -162,7 +170,22 @@ def assemble_share(
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits)
+    return AssembledModel(
+        forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits, tower
+    )
+
+
+def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
+    """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
+    directory, name = Path(settings.model.path), settings.model.served_model_name
+    if (reason := images_refused(directory, model.config)) is None:
+        try:
+            return open_tower(model, directory)
+        except (UnsupportedModel, OSError, ValueError) as error:
+            reason = str(error)
+    if images_of(model.config.model_type) is not None:
+        logger.warning("images in prompts of %s are refused: %s", name, reason)
+    return None
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:

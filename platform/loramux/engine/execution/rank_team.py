@@ -51,6 +51,7 @@ from loramux.engine.execution.rank_worker import (
     serve_rank,
 )
 from loramux.engine.execution.runner import PackedStep
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import BaseDescription
@@ -160,9 +161,9 @@ class RankTeam:
             found.append(answer)
         return found
 
-    def run(self, packed: PackedStep) -> None:
+    def run(self, packed: PackedStep, images: StepImages | None) -> None:
         """Send a step without the parts that only the sampler needs."""
-        self.tell(RunStep(replace(packed, scored=None)))
+        self.tell(RunStep(replace(packed, scored=None), images))
 
     def tell(self, message: Any) -> None:
         """Send a message to every rank, in order with the steps."""

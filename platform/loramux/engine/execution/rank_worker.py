@@ -31,6 +31,7 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.assembly import AssembledModel, load_share
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.execution.runner import PackedStep, run_forward
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.errors import BaseUnusable
 from loramux_adapters.weights import AdapterWeights, LoraWeights
@@ -47,6 +48,8 @@ class RunStep:
     """Run one forward."""
 
     packed: PackedStep
+    images: StepImages | None = None
+    """Rows of images, which rank 0 has computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +216,8 @@ def _run(share: AssembledModel, settings: Settings, steps: Connection) -> None:
     host_kv = HostPages(bank.pool, bank.page_elements, settings.engine.swap_bytes)
     while True:
         match receive(steps):
-            case RunStep(packed):
-                run_forward(share.forward, packed)
+            case RunStep(packed, images):
+                run_forward(share.forward, packed, images)
             case SaveKv(pages, slots):
                 host_kv.save(pages, slots)
             case RestoreKv(slots, pages):
