@@ -13,6 +13,9 @@ The softmax is computed online (Milakov and Gimelshein, 2018; FlashAttention, Da
 context rescales the sums so far to the largest score seen. Cutting one context over several programs and merging their
 results by log-sum-exp is Flash-Decoding (Dao et al., 2023): out = sum_p exp(lse[p]) * partial[p] / sum_p exp(lse[p]).
 
+A row sees tokens up to itself, or up to its end in `AttentionBatch.row_ends`: rows of an image see the image's later
+tokens. A tile then reads up to the largest of its rows' ends.
+
 In FP8, key[page, h, offset] = E4M3(new_key[t, h] / key_scale[page, h]), and a token at offset 0 sets the scale first.
 So the tokens that begin a page have a separate launch, before that of the others. Attention widens a key's codes to the
 query's dtype, which is exact, and multiplies the scores with the pages' scales. Values are multiplied with their scale

@@ -117,6 +117,33 @@ def test_chunks_cut_inside_images_and_preemptions_change_no_answer(
     assert stats.images_encoded == sum(len(zoo.request(one).images) for one in asked), "once, in spite of preemptions"
 
 
+@pytest.mark.parametrize("zoo", ["qwen3_vl", pytest.param("gemma3_images", marks=pytest.mark.slow)], indirect=True)
+def test_images_over_two_ranks_are_answered_as_transformers_answers_them(
+    zoo: ImageZoo, answers: dict[str, list[int]]
+) -> None:
+    """Rank 0 has computed them, also as an adapter changes the tower."""
+    of_tower = Pictured("tower", "tower", ((5, 6), picture(4, 20, 28), (7, 8)), 5)
+    asked = [*mixed_prompts(6), of_tower]
+    engine = zoo.zoo.engine(max_num_batched_tokens=13, tensor_parallel_size=2)
+    try:
+        assert engine.facts.images
+        served = serve(zoo, engine, asked, [i // 2 for i in range(7)])
+        assert served == {one.name: answers.get(one.name) or zoo.answer(one) for one in asked}
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("zoo", without(), indirect=True)
+def test_largest_blank_image_is_one_that_the_tower_computes(zoo: ImageZoo) -> None:
+    """A GPU computes it at start."""
+    loaded, _ = load(zoo.zoo.base)
+    assert loaded.tower is not None
+    image = loaded.tower.blank_image(100)
+    assert loaded.tower.fault_of(image) is None
+    assert 9 <= image.num_placeholders <= 100
+    assert loaded.tower.encode(image).shape[1] == image.num_placeholders
+
+
 @pytest.mark.parametrize("zoo", WHOLE, indirect=True)
 def test_image_whose_tokens_see_ahead_is_computed_in_one_step(zoo: ImageZoo, answers: dict[str, list[int]]) -> None:
     """Next to decoding rows, of class batch too, and although an image has more tokens than a step is to have."""

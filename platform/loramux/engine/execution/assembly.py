@@ -36,7 +36,7 @@ from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
-from loramux.engine.execution.vision import Tower, images_refused, open_tower
+from loramux.engine.execution.vision import NO_EFFECTS, Tower, images_refused, open_tower
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import limits_with_images
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
@@ -156,7 +156,8 @@ def assemble_share(
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     install_state_layers(model)
-    tower = None if shard is not None and shard.ranks.rank > 0 else _tower(model, settings)
+    is_first = shard is None or shard.ranks.rank == 0
+    tower = _tower(model, settings) if is_first else None
     if tower is not None:
         probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
         activation_bytes = activation_bytes * limits.most_rows // probed + tower.measure(settings.images.max_tokens)
@@ -164,6 +165,8 @@ def assemble_share(
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
     forward = Forward(model, [], bank, is_invariant=is_invariant)
+    if tower is None and is_first:
+        forward.effects = NO_EFFECTS
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
     pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot)
@@ -271,7 +274,12 @@ def _graph_bytes(
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-    recordings = count_recordings(limits.max_num_seqs, limits.most_rows, is_invariant=forward.is_invariant)
+    recordings = count_recordings(
+        limits.max_num_seqs,
+        limits.most_rows,
+        is_invariant=forward.is_invariant,
+        has_images=forward.effects.reaches_layers,
+    )
     taken = extrapolate(measured[0], measured[1], recordings)
     logger.info("recorded steps will take %.2f GB; measured in %.1f s", taken / 1e9, time.monotonic() - began)
     return taken

@@ -303,7 +303,7 @@ class DecoderGraphs:
         self._buckets = step_buckets(min(buffers.max_rows, MOST_RECORDED_ROWS))
         rows_of_steps = forward.bank.pool.new_zeros(2 + forward.effects.num_deep_rows, self._buckets[-1], hidden_size)
         self._hidden, self._features = rows_of_steps[0], rows_of_steps[1:]
-        self._has_images = forward.effects.num_deep_rows > 0 or forward.effects.sees_ahead
+        self._has_images = forward.effects.reaches_layers
         self._graphs = {
             (rows, kind): self._record(record, rows, kind)
             for rows in self._buckets[::-1][:most_buckets]

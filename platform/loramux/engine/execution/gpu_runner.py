@@ -40,11 +40,11 @@ from loramux.engine.execution.runner import (
     PooledVectors,
     Pooler,
     StepGraphs,
-    images_in,
     pack,
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
@@ -167,7 +167,7 @@ class GpuRunner:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
         tables = self._buffers.block_tables
         packed = pack(step, self._block_size, self._state_pages, tables, self._forward.effects)
-        images = images_in(packed, self.image_rows, self.bank.pool.device)
+        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         tokens = None if self._previous is None else self._previous.tokens
         rows = SampledRows.of(step.sampling)
         inputs, pending = replace(self._buffers.fill(packed), images=images), self._pending(step, packed)

@@ -221,18 +221,6 @@ def pack(
     )
 
 
-def images_in(
-    packed: PackedStep, image_rows: ImageRows[torch.Tensor] | None, device: torch.device
-) -> StepImages | None:
-    """Return the images of a step with their rows; None if the step has no row of an image."""
-    if not packed.images:
-        return None
-    assert image_rows is not None, "requests with images are refused otherwise"
-    return StepImages.of(
-        [(place, image_rows.rows_of(place.request_id, place.digest)) for place in packed.images], device
-    )
-
-
 def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Ints) -> Ints | None:
     """Return the positions by time, height and width of chunks with these first rows; None if no chunk has images."""
     if not any(chunk.sequence.request.images for chunk in chunks):
@@ -599,7 +587,7 @@ class CpuRunner:
     def launch(self, step: Step) -> CompletedStep:
         """Run one forward and choose the tokens of `step.sampling`."""
         packed = pack(step, self._block_size, self._state_pages, effects=self._forward.effects)
-        images = images_in(packed, self.image_rows, self.bank.pool.device)
+        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self._team is not None:
             self._team.run(packed, images)
         masks = self._start_masks(step.sampling)

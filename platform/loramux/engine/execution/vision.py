@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
 
 from loramux.engine.execution.attention import UnsupportedModel
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import ImageInput, Request
 from loramux_adapters.families import ImageForm, images_of, merge_of, reads_other_inputs
 from loramux_adapters.modules import LoraLinear
@@ -63,19 +64,26 @@ class StepImages:
     """[1 + d, n, hidden]: embeddings of these rows, and what is added to them after each of the first d layers."""
 
     @classmethod
-    def of(cls, found: Sequence[tuple[RowsOfImage, torch.Tensor]], device: torch.device) -> StepImages:
-        """Make a step's images from places in it, each with all rows of its image; a GPU copies the rows while the host
-        continues."""
-        rows = np.concatenate([np.arange(place.row, place.row + place.length) for place, _ in found])
-        (_, first), *_ = found
-        features = first.new_empty(len(first), len(rows), first.shape[2], device=device)
+    def of(
+        cls, places: Sequence[RowsOfImage], image_rows: ImageRows[torch.Tensor] | None, device: torch.device
+    ) -> StepImages | None:
+        """Return the images at `places` of a step, with their rows on `device`; None if there are none.
+
+        A GPU copies the rows while the host continues.
+        """
+        if not places:
+            return None
+        assert image_rows is not None, "requests with images are refused otherwise"
+        numbers = np.concatenate([np.arange(place.row, place.row + place.length) for place in places])
+        found = [image_rows.rows_of(place.request_id, place.digest) for place in places]
+        features = found[0].new_empty(len(found[0]), len(numbers), found[0].shape[2], device=device)
         done = 0
-        for place, held in found:
-            for target, source in zip(features, held, strict=True):  # so that each copy is of contiguous memory
+        for place, rows in zip(places, found, strict=True):
+            for target, source in zip(features, rows, strict=True):  # each copy is of contiguous memory
                 part = source[place.first : place.first + place.length]
                 target[done : done + place.length].copy_(part, non_blocking=True)
             done += place.length
-        return cls(to_device(rows, device), features)
+        return cls(to_device(numbers, device), features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,11 @@ class ImageEffects:
     def sees_ahead(self) -> bool:
         """True if a token of an image sees later ones in some layers."""
         return self.layers_ahead != "nowhere"
+
+    @property
+    def reaches_layers(self) -> bool:
+        """True if layers treat rows of images differently; False: an image changes only the inputs of the layers."""
+        return self.sees_ahead or self.num_deep_rows > 0
 
 
 NO_EFFECTS = ImageEffects()
@@ -195,6 +208,7 @@ class Tower:
         if self._stream is None:
             return 0
         device = self._model.device
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # the weights may still be copied
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         self.encode(self.blank_image(most_tokens))
