@@ -266,7 +266,7 @@ def _block_tokens(rows: int, dim: int, value_dim: int, dtype: torch.dtype, is_fp
     return 64 if dim <= 64 or (dim <= 128 and rows == DECODE_TILE_ROWS and not is_fp8) else 32
 
 
-def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> int:
+def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_ahead: bool) -> int:
     """Return Triton's number of pipeline stages.
 
     A key's address comes from the block table, and its value follows. Five stages make two buffers of each, so one
@@ -277,7 +277,7 @@ def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool) -> in
     if dtype == torch.float32:
         return 1
     if is_fp8:
-        return 5 if rows <= 32 else 3
+        return (5 if rows <= 32 else 3) - 2 * sees_ahead
     return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
@@ -302,7 +302,7 @@ def _launches(
     }
     grid = (resident_programs(query.device, ATTENTION_PROGRAMS),)
     same_width = attend["BLOCK_KEY"] == shared["BLOCK_VALUE"]
-    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8)
+    stages = _stages(tiles.rows, same_width, query.dtype, is_fp8, attend["row_ends"] is not None)
     warps = 8 if widest > 256 else 4  # the sums of one row are as wide as a value
     warps *= 2 if is_fp8 and attend["BLOCK_REST"] else 1  # and the codes of both parts of a key are widened
     launches = [Launch(_attend, grid, arguments, num_warps=warps, num_stages=stages)]

@@ -60,7 +60,7 @@ def images_of(tmp_path_factory: pytest.TempPathFactory):
 
 
 def small_engine(zoo: ImageZoo, **settings: object):
-    sizes = {"device": DEVICE, "max_num_seqs": 3, "max_model_len": 128, "max_num_batched_tokens": 48}
+    sizes = {"device": DEVICE, "max_num_seqs": 3, "max_model_len": 256, "max_num_batched_tokens": 48}
     engine = zoo.zoo.engine(**sizes | settings)
     assert isinstance(engine._runner, GpuRunner)
     assert engine.facts.images
@@ -155,7 +155,6 @@ def test_gpu_engine_prompt_that_ends_with_an_image_is_computed_from_its_rows(ima
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
 def test_gpu_engine_adapter_of_the_tower_is_read_although_the_host_keeps_pages_alone(images_of, monkeypatch) -> None:
     monkeypatch.setattr(AdapterBank, "prepare", lambda bank, w: prepare_pages(w, bank.plan_layout(w.plan), bank.pool))
     zoo = images_of(DEEP)
