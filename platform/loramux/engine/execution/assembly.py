@@ -160,7 +160,7 @@ def assemble_share(
     tower = _tower(model, settings) if is_first else None
     if tower is not None:
         probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
-        activation_bytes = activation_bytes * limits.most_rows // probed + tower.measure(settings.images.max_tokens)
+        activation_bytes = activation_bytes * limits.most_rows // probed + tower.gpu_bytes
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
@@ -182,8 +182,13 @@ def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
     """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
     directory, name = Path(settings.model.path), settings.model.served_model_name
     if (reason := images_refused(directory, model.config)) is None:
+        most_tokens = settings.images.max_tokens
         try:
-            return open_tower(model, directory)
+            tower = open_tower(model, directory)
+            tower.measure(most_tokens)
+            return tower
+        except torch.OutOfMemoryError:
+            reason = f"images.max_tokens = {most_tokens}, and such an image does not fit the GPU's memory; lower it"
         except (UnsupportedModel, OSError, ValueError) as error:
             reason = str(error)
     if images_of(model.config.model_type) is not None:

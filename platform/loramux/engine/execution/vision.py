@@ -195,24 +195,26 @@ class Tower:
         self._merge = merge_of(config, form)
         self._side = int(vision.image_size) // self._patch if form.tower_reads == "a square" else None
         effects = ImageEffects.of(config)
+        self.gpu_bytes = 0
+        """Memory of a GPU that the largest image takes while it is computed."""
         self._most_tokens = most_tokens
         self.whole_tokens = most_tokens if effects.sees_ahead else 0
         """Most tokens of an image, whose tokens one step must compute together; 0: they need not be."""
         self._row_bytes = (1 + effects.num_deep_rows) * int(config.get_text_config().hidden_size) * model.dtype.itemsize
 
-    def measure(self, most_tokens: int) -> int:
-        """Compute a blank image of up to `most_tokens` tokens, and return the memory of a GPU that it takes; 0: a CPU.
+    def measure(self, most_tokens: int) -> None:
+        """Compute a blank image of up to `most_tokens` tokens on a GPU, and set `gpu_bytes`.
 
-        The GPU loads its operators for it, so no image of a request waits for that.
+        The GPU loads its operators for it, so no image of a request waits for that. Raises torch.OutOfMemoryError.
         """
         if self._stream is None:
-            return 0
+            return
         device = self._model.device
         self._stream.wait_stream(torch.cuda.current_stream(device))  # the weights may still be copied
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         self.encode(self.blank_image(most_tokens))
-        return torch.cuda.max_memory_allocated(device) - before
+        self.gpu_bytes = torch.cuda.max_memory_allocated(device) - before
 
     def blank_image(self, most_tokens: int) -> ImageInput:
         """Return the largest square image of up to `most_tokens` tokens that the tower reads."""
