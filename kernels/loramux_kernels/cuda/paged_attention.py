@@ -272,12 +272,12 @@ def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_
     A key's address comes from the block table, and its value follows. Five stages make two buffers of each, so one
     block is loaded while another is multiplied; three stages make one buffer. High tiles are limited by their products
     and have no free registers. A kernel for keys and values of different widths on sm_90 has none either. In FP8 all
-    but the highest tiles have room for two buffers.
+    but the highest tiles have room for two buffers, and none has if rows have ends of their own.
     """
     if dtype == torch.float32:
         return 1
     if is_fp8:
-        return (5 if rows <= 32 else 3) - 2 * sees_ahead
+        return 1 if sees_ahead else 5 if rows <= 32 else 3
     return 5 if rows == DECODE_TILE_ROWS and same_width else 3
 
 
