@@ -272,7 +272,7 @@ def _stages(rows: int, same_width: bool, dtype: torch.dtype, is_fp8: bool, sees_
     A key's address comes from the block table, and its value follows. Five stages make two buffers of each, so one
     block is loaded while another is multiplied; three stages make one buffer. High tiles are limited by their products
     and have no free registers. A kernel for keys and values of different widths on sm_90 has none either. In FP8 all
-    but the highest tiles have room for two buffers, and none has if rows have ends of their own.
+    but the highest tiles have room for two buffers, and none has if rows have separate ends.
     """
     if dtype == torch.float32:
         return 1

@@ -280,7 +280,7 @@ class DecodeGraphs:
 DecoderKind = Literal["base", "prompts", "pairs", "extras", "images"]
 """Parts of adapters that a recording's launches add to the base: none, pairs on linears for long segments only, pairs
 for any segments, or all. Pairs for any segments are two launches each, and an empty one takes microseconds too. In
-families whose layers treat rows of images differently, steps with such rows have recordings of their own, with all
+families whose layers treat rows of images differently, steps with such rows have separate recordings, with all
 parts of adapters ("images"). In other families an image changes only the inputs of the recorded part."""
 
 KINDS: tuple[DecoderKind, ...] = ("images", "extras", "pairs", "prompts", "base")

@@ -253,7 +253,7 @@ class Tower:
     def encode(self, image: ImageInput) -> torch.Tensor:
         """Return the rows `[1 + d, num_placeholders, hidden]` of `image` on the host, in the model's dtype.
 
-        A GPU computes them on a stream of its own, next to the steps, and this thread waits for it.
+        A GPU computes them on a separate stream, next to the steps, and this thread waits for it.
         """
         if self._stream is None:
             return self._compute(image)
