@@ -227,6 +227,9 @@ def test_tower_opens_next_to_one_that_hears(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
     assert open_tower(model, tmp_path).whole_tokens == 0
+    assert images_refused(tmp_path, config) is None
+    over_gpus = images_refused(tmp_path, config, over_gpus=True)
+    assert over_gpus == "images are not sent to other GPUs; set engine.tensor_parallel_size = 1"
     config.vision_config = None
     assert images_refused(tmp_path, config) == "the checkpoint has no vision tower"
 

@@ -157,7 +157,8 @@ def assemble_share(
     fuse_layers(model, layout.layers)
     install_state_layers(model)
     is_first = shard is None or shard.ranks.rank == 0
-    tower = _tower(model, settings) if is_first else None
+    over_gpus = shard is not None and runs_triton(no_pool)
+    tower = _tower(model, settings, over_gpus=over_gpus) if is_first else None
     if tower is not None:
         probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
         activation_bytes = activation_bytes * limits.most_rows // probed + tower.gpu_bytes
@@ -165,7 +166,7 @@ def assemble_share(
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
     forward = Forward(model, [], bank, is_invariant=is_invariant)
-    if tower is None and is_first:
+    if tower is None and (is_first or over_gpus):  # all ranks record the same steps
         forward.effects = NO_EFFECTS
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
@@ -178,10 +179,10 @@ def assemble_share(
     )
 
 
-def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
+def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> Tower | None:
     """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
     directory, name = Path(settings.model.path), settings.model.served_model_name
-    if (reason := images_refused(directory, model.config)) is None:
+    if (reason := images_refused(directory, model.config, over_gpus=over_gpus)) is None:
         most_tokens = settings.images.max_tokens
         try:
             tower = open_tower(model, directory)

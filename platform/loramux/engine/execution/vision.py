@@ -296,12 +296,17 @@ def _places(image: ImageInput) -> torch.Tensor:
     return torch.stack((columns, lines), dim=-1).view(1, -1, 2)
 
 
-def images_refused(directory: Path, config: PretrainedConfig) -> str | None:
-    """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are."""
+def images_refused(directory: Path, config: PretrainedConfig, *, over_gpus: bool = False) -> str | None:
+    """Return the reason why images of prompts are not served with the checkpoint in `directory`; None if they are.
+
+    `over_gpus`: ranks on several GPUs share the model.
+    """
     if (form := images_of(config.model_type)) is None:
         return "the model reads text alone"
     if getattr(config, "vision_config", None) is None:
         return "the checkpoint has no vision tower"
+    if over_gpus:
+        return "images are not sent to other GPUs; set engine.tensor_parallel_size = 1"
     return _missing_file(directory, form)
 
 

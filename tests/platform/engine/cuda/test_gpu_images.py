@@ -84,7 +84,7 @@ def watched(graphs: DecoderGraphs) -> list[object]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gpu_engine_answers_images_next_to_text_and_adapters_as_transformers_does(images_of, family, caplog) -> None:
-    """In recorded steps: prompts with images of the base and of two adapters, and text that decodes at the same time."""
+    """In recorded steps: prompts with images of the base and of two adapters, next to text that decodes."""
     zoo, asked = images_of(family), mixed_prompts(5)
     engine = small_engine(zoo)
     kinds = watched(engine._runner._decoder_graphs)
