@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
@@ -123,6 +124,11 @@ def _attention() -> Iterator[Variant]:
         yield from _attention_step(dim, dim, torch.bfloat16, **features)
         yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=True, **features)
         yield from _attention_step(dim, dim, torch.float32)
+    windows: tuple[dict[str, Any], ...] = ({}, {"sliding_window": 1024})
+    for dim, is_fp8, window in itertools.product(
+        (128, 256), (False, True), windows
+    ):  # layers in which images see ahead
+        yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=is_fp8, sees_ahead=True, **window)
     for is_fp8 in (False, True):
         yield from _attention_step(576, 512, torch.bfloat16, is_fp8=is_fp8, has_values_in_keys=True)
     for dtype in (torch.float16, torch.float32):
@@ -137,6 +143,7 @@ def _attention_step(
     *,
     is_fp8: bool = False,
     has_values_in_keys: bool = False,
+    sees_ahead: bool = False,
     **features: Any,
 ) -> Iterator[Variant]:
     """Yield a step with a decoding sequence, whose context is split and merged, and a step in prefill."""
@@ -146,6 +153,7 @@ def _attention_step(
         context_lens=torch.tensor([context, rows - 1], dtype=torch.int32),
         block_table=torch.zeros(2, context // 16, dtype=torch.int32),
         slot_mapping=torch.zeros(rows, dtype=torch.int64),
+        row_ends=torch.zeros(rows, dtype=torch.int32) if sees_ahead else None,
     )
     query = torch.empty(rows, 16, key_dim, dtype=dtype)
     output = torch.empty(rows, 16, value_dim, dtype=dtype)
@@ -155,7 +163,7 @@ def _attention_step(
         layer = KvLayer(key, key[..., :value_dim], scale, scale, has_values_in_keys=True)
     launches = prepare_attention(query, layer, batch, 0.1, output, **features)
     name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-in-keys' * has_values_in_keys}{'-fp8' * is_fp8}"
-    name += "-window-softcap-sinks" if features else ""
+    name += "".join(f"-{feature.removeprefix('sliding_')}" for feature in features) + "-ahead" * sees_ahead
     for launch in launches:
         stage = launch.kernel.__name__.strip("_").removesuffix("_partials")
         yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)

@@ -87,7 +87,6 @@ def paged_attention(
     if runs_triton(query):
         from loramux_kernels.cuda import paged_attention as triton
 
-        assert batch.row_ends is None, "the kernel is causal"
         attend = triton.paged_attention
     elif (native := native_for(query)) is not None:
         attend = functools.partial(_attend_natively, native)

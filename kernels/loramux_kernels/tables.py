@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -323,7 +323,7 @@ class AttentionBatch:
     """True if a row's result on a GPU must not depend on the other rows."""
     row_ends: torch.Tensor | None = None
     """int32[T]: one past the last position that each row sees, at least the position after its own and at most the
-    sequence's context length. None: each row sees up to itself. On CPUs alone."""
+    sequence's context length. None: each row sees up to itself."""
 
     @cached_property
     def spans(self) -> tuple[tuple[int, int, int], ...]:
@@ -352,6 +352,13 @@ class AttentionBatch:
         """int64[n], on the host: 1 for each sequence of `decoding` whose row is one of its prompt."""
         rows = zip(self.spans, self.prompt_ends, strict=True)
         return torch.tensor([int(start < end) for (start, stop, n), end in rows if stop - start == 1 < n])
+
+    @cached_property
+    def causal(self) -> AttentionBatch:
+        """This step for layers in which each row sees up to itself. Both have the same plans of attention."""
+        causal = replace(self, row_ends=None)
+        vars(causal)["attention_plans"] = vars(self).setdefault("attention_plans", {})
+        return causal
 
     @cached_property
     def abi(self) -> AttentionBatchAbi:

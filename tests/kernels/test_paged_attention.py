@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from attention_cases import Case, Shape, expected, make_case
+from attention_cases import Case, Shape, expected, make_case, with_images
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -74,17 +72,6 @@ def test_attention_takes_values_of_another_width_than_keys(dtype):
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])
 def test_attention_sliding_window_equals_the_reference(window):
     check(make_case([(1, 200), (70, 190), (130, 130)], torch.float32), window=window)
-
-
-def with_images(case: Case, images: list[tuple[int, int, int]]) -> Case:
-    """Let the rows of images, (sequence, first position, end) each, see to the ends of their images."""
-    spans = case.batch.spans
-    ends = torch.cat([torch.arange(context - stop + start, context) for start, stop, context in spans]).int() + 1
-    for sequence, first, end in images:
-        start, stop, context = spans[sequence]
-        to_row = stop - context
-        ends[max(start, first + to_row) : end + to_row] = end
-    return replace(case, batch=replace(case.batch, row_ends=ends))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -91,6 +91,17 @@ def make_case(sequences: list[tuple[int, int]], dtype: torch.dtype, shape: Shape
     return Case(query, layer, batch, keys, values)
 
 
+def with_images(case: Case, images: list[tuple[int, int, int]]) -> Case:
+    """Let the rows of images, (sequence, first position, end) each, see to the ends of their images."""
+    spans = case.batch.spans
+    ends = torch.cat([torch.arange(context - stop + start, context) for start, stop, context in spans]).int() + 1
+    for sequence, first, end in images:
+        start, stop, context = spans[sequence]
+        to_row = stop - context
+        ends[max(start, first + to_row) : end + to_row] = end
+    return replace(case, batch=replace(case.batch, row_ends=ends))
+
+
 def expected(
     case: Case, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> torch.Tensor:

@@ -302,6 +302,9 @@ class AttentionShape:
     """Rows of a prefill tile: query rows times `groups`."""
     is_invariant: bool = False
     """True if a row's result must not depend on the other rows: tiles have one height, and contexts are not cut."""
+    sees_ahead: bool = False
+    """True if rows may see later tokens (`AttentionBatch.row_ends`). A tile's item then reaches to the end of the
+    context, and the kernel stops at the last token that a row of the tile sees."""
 
     @property
     def short_rows(self) -> int:
@@ -411,18 +414,19 @@ def _by_height(spans: Ints, table_rows: Ints | None, shape: AttentionShape) -> I
 
 def _tiles(spans: Ints, rows: int, shape: AttentionShape) -> Ints:
     """Return items of whole contexts, one for each tile of query rows."""
-    start, stop, context = spans.T
+    start, end, context = spans.T
     height = rows // shape.groups
-    owner, offset = cut(stop - start, height)
-    count = np.minimum(height, (stop - start)[owner] - offset)
-    position = (context - (stop - start))[owner] + offset
+    owner, offset = cut(end - start, height)
+    count = np.minimum(height, (end - start)[owner] - offset)
+    position = (context - (end - start))[owner] + offset
     first = np.zeros_like(position)
     if shape.sliding_window is not None:
         first = np.maximum(position - shape.sliding_window + 1, 0)
         if shape.is_invariant:
             # Blocks of tokens then begin at the same tokens, whichever rows are in the tile.
             first -= first % LARGEST_BLOCK
-    columns = (owner, start[owner] + offset, count, position, first, position + count)
+    stop = context[owner] if shape.sees_ahead else position + count
+    columns = (owner, start[owner] + offset, count, position, first, stop)
     return np.column_stack((*columns, np.full_like(first, -1), np.ones_like(first)))
 
 

@@ -37,7 +37,7 @@ from loramux.common.settings.file import Settings
 from loramux.engine.execution.constraints import INVALID, Constraints
 from loramux.engine.execution.loader import LoadedModel
 from loramux.engine.execution.rank_team import RankedBank, RankedHostKv, RankTeam
-from loramux.engine.execution.runner import CpuRunner, LaunchedStep, Runner
+from loramux.engine.execution.runner import LaunchedStep, Runner
 from loramux.engine.execution.vision import Tower
 from loramux.engine.memory.host_memory import AdapterSource, AdapterTarget, DiskStore, HostCache, HostPages
 from loramux.engine.memory.image_rows import ImageRows, TowerOf
@@ -180,7 +180,7 @@ class Engine:
                 parts.facts.max_model_len,
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,
-                whole_image_tokens=parts.tower.whole_tokens if parts.tower is not None else 0,
+                whole_images=parts.tower is not None and parts.tower.whole_tokens > 0,
             ),
             budget,
             pool,
@@ -208,7 +208,6 @@ class Engine:
     def _serve_images(self, parts: EngineParts, max_bytes: int) -> ImageRows[torch.Tensor] | None:
         if (tower := parts.tower) is None:
             return None
-        assert isinstance(self._runner, CpuRunner), "images are refused on a GPU"
         assert parts.tower_of is not None, "adapters may change the tower"
         sequences = self.scheduler.state.sequences
 

@@ -124,7 +124,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     """
     image_bytes: Annotated[int, Meta(ge=0)] = 1 << 30
     """Bytes of host memory for images, as the vision tower has computed them. Images of running requests stay in this
-    memory, and others until it is full. A base without images takes none."""
+    memory, and others until it is full. For a GPU it is pinned, and an image takes the next power of two of bytes. A
+    base without images takes none."""
     num_threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads of each rank of the engine. Unset: all threads of the machine, divided among the ranks."""
     linear_format: LinearFormat = "auto"

@@ -37,12 +37,14 @@ from loramux.engine.execution.memory_plan import Card, limits_on, machine_memory
 from loramux.engine.execution.runner import Forward
 from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
+from loramux.engine.execution.vision import NO_EFFECTS, Tower, images_refused, open_tower
 from loramux.engine.messages import StepLimits
+from loramux.engine.scheduling.policy import limits_with_images
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
 from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, is_expert
 from loramux_adapters.base_weights import BaseWeights, QuantizedExperts, QuantizedLinear
 from loramux_adapters.experts import expert_sites
-from loramux_adapters.families import reads_other_inputs
+from loramux_adapters.families import images_of, reads_other_inputs
 from loramux_adapters.modules import install, linears_shapes
 from loramux_adapters.ranks import Ranks, Shard
 from loramux_adapters.sharding import Sharding
@@ -77,6 +79,8 @@ class AssembledModel:
     choice: FormatChoice | None
     """The format of the linears; None on a GPU."""
     limits: StepLimits
+    tower: Tower | None
+    """The vision tower, on rank 0; None: prompts have no images."""
 
 
 def load_share(
@@ -183,17 +187,45 @@ def assemble_share(
     weight_bytes = _bytes_read(model) + weights.packed_bytes
     fuse_layers(model, layout.layers)
     install_state_layers(model)
+    is_first = shard is None or shard.ranks.rank == 0
+    over_gpus = shard is not None and runs_triton(no_pool)
+    tower = _tower(model, settings, over_gpus=over_gpus) if is_first else None
+    if tower is not None:
+        probed, limits = limits.most_rows, limits_with_images(limits, tower.whole_tokens)
+        activation_bytes = activation_bytes * limits.most_rows // probed + tower.gpu_bytes
     return_freed_memory()
     pages_of_slot = _pages_per_slot(bank, model)
     is_invariant = settings.engine.batch_invariant and runs_triton(no_pool)
     forward = Forward(model, [], bank, is_invariant=is_invariant, ranks=ranks)
+    if tower is None and (is_first or over_gpus):  # all ranks record the same steps
+        forward.effects = NO_EFFECTS
     measures = model.device.type == "cuda" and settings.engine.pool_bytes is None
     beside = activation_bytes + (_graph_bytes(forward, layout, states, settings, limits) if measures else 0)
     pool = allocate_pool(settings, model, weights, layout.page_bytes, beside, bank.slot_bytes / pages_of_slot, ranks)
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits)
+    return AssembledModel(
+        forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits, tower
+    )
+
+
+def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> Tower | None:
+    """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
+    directory, name = Path(settings.model.path), settings.model.served_model_name
+    if (reason := images_refused(directory, model.config, over_gpus=over_gpus)) is None:
+        most_tokens = settings.images.max_tokens
+        try:
+            tower = open_tower(model, directory)
+            tower.measure(most_tokens)
+            return tower
+        except torch.OutOfMemoryError:
+            reason = f"images.max_tokens = {most_tokens}, and such an image does not fit the GPU's memory; lower it"
+        except (UnsupportedModel, OSError, ValueError) as error:
+            reason = str(error)
+    if images_of(model.config.model_type) is not None:
+        logger.warning("images in prompts of %s are refused: %s", name, reason)
+    return None
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:
@@ -279,7 +311,12 @@ def _graph_bytes(
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-    recordings = count_recordings(limits.max_num_seqs, limits.most_rows, is_invariant=forward.is_invariant)
+    recordings = count_recordings(
+        limits.max_num_seqs,
+        limits.most_rows,
+        is_invariant=forward.is_invariant,
+        has_images=forward.effects.reaches_layers,
+    )
     taken = extrapolate(measured[0], measured[1], recordings)
     logger.info("recorded steps will take %.2f GB; measured in %.1f s", taken / 1e9, time.monotonic() - began)
     return taken

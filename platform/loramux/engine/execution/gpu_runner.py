@@ -17,7 +17,7 @@ every parameter of a request.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ from loramux.engine.execution.runner import (
 )
 from loramux.engine.execution.sampler import NO_SCORES, PromptScores, split_scored
 from loramux.engine.execution.step_buffers import StepBuffers
+from loramux.engine.execution.vision import StepImages
+from loramux.engine.memory.image_rows import ImageRows
 from loramux.engine.messages import Request, SamplingParams, StepLimits, TokenEvent
 from loramux.engine.scheduling.sequence import PENDING, Chunk, Sequence, Step
 from loramux_adapters.bank import StepExtras
@@ -110,6 +112,7 @@ class GpuRunner:
         self.bank = forward.bank
         self.team: OtherRanks | None = None
         """The other ranks, which run each step's forward too; None if there are none, or if this is not rank 0."""
+        self.image_rows: ImageRows[torch.Tensor] | None = None
         self._forward = forward
         self._pooler = Pooler(forward.bank.classifier_of)
         self._sampler = sampler
@@ -145,13 +148,18 @@ class GpuRunner:
         max_blocks = -(-max_model_len // block_size)
         sequences = limits.max_num_seqs
         sizes = (limits.most_rows, sequences, max_blocks, forward.bank.max_rank)
-        buffers = StepBuffers(*sizes, device, state_pages, is_invariant=forward.is_invariant)
+        buffers = StepBuffers(*sizes, device, state_pages, is_invariant=forward.is_invariant, effects=forward.effects)
         # Before the work lists: the copy of a step reaches from its first array to its last.
         sampler.send_parameters_with(buffers.memory, limits.most_sampled)
         inputs = buffers.padded(1)
         logits = forward(inputs, None)  # makes the work lists, on the host, from lengths on the host
         record = choose_recorder(lambda: forward(inputs, None), device)
-        attention = ReservedAttention(attention_shapes(inputs.batch), buffers)
+        shapes = attention_shapes(inputs.batch)
+        if buffers.sees_ahead:
+            ahead = buffers.padded(1, with_ends=True)
+            forward(ahead, None)
+            shapes = tuple(dict.fromkeys((*shapes, *attention_shapes(ahead.batch))))
+        attention = ReservedAttention(shapes, buffers)
         hidden_size = forward.model.config.get_text_config().hidden_size
         decode_graphs = DecodeGraphs(forward, buffers, attention, record, logits, most_buckets)
         decoder_graphs = DecoderGraphs(forward, buffers, attention, record, hidden_size, most_buckets)
@@ -162,14 +170,16 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
-        packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
+        tables = self._buffers.block_tables
+        packed = pack(step, self._block_size, self._state_pages, tables, self._forward.effects)
+        images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self.team is not None:
-            self.team.run(packed)
+            self.team.run(packed, images)
         rows = SampledRows.of(step.sampling)
         parameters = self._sampler.stage(rows)
         self._forward.keep_hidden(bool(step.pooled))
         try:
-            logits, scores = split_scored(self._run(packed, self._pending(step, packed)), packed.scored)
+            logits, scores = split_scored(self._run(packed, images, self._pending(step, packed)), packed.scored)
         except RuntimeError as error:
             if self.team is None:
                 raise
@@ -181,26 +191,26 @@ class GpuRunner:
         return launched
 
     @torch.inference_mode()
-    def follow(self, packed: PackedStep) -> None:
+    def follow(self, packed: PackedStep, images: StepImages | None) -> None:
         """Enqueue this rank's part of a forward that rank 0 launches too."""
-        self._run(packed, np.zeros((2, 0), dtype=np.int64))
+        self._run(packed, images, np.zeros((2, 0), dtype=np.int64))
 
     def wait_for(self, tokens: TokensInFlight) -> None:
         """Wait until the host has the tokens, if another rank could keep them from coming."""
         if self.team is not None:
             self.team.wait_until(lambda: tokens.have_arrived)
 
-    def _run(self, packed: PackedStep, pending: NDArray[np.int64]) -> torch.Tensor:
+    def _run(self, packed: PackedStep, images: StepImages | None, pending: NDArray[np.int64]) -> torch.Tensor:
         """Enqueue a forward; `StepBuffers.send` explains `pending`. All ranks choose the same recording, because they
         have the same adapters in the same slots."""
-        inputs = self._buffers.fill(packed)
+        inputs = replace(self._buffers.fill(packed), images=images)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
-        if packed.decodes and extras is None:
+        if packed.decodes and extras is None and images is None:
             run = self._decode_graphs.stage(packed, ranks)
             self._send(packed, inputs, pending)
             return run()
-        decode = self._decoder_graphs.stage(packed, ranks, extras)
+        decode = self._decoder_graphs.stage(packed, ranks, extras, images)
         self._send(packed, inputs, pending)
         if decode is None and packed.segments is not None:
             tile_map = TileMap.for_step(
@@ -261,16 +271,17 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     """
     device = forward.bank.pool.device
     rows = min(ROWS, buffers.max_sequences)
-    inputs = buffers.padded(rows)
-    for shape in shapes:
-        attach_attention(inputs.batch, shape, empty_attention(shape, device))
-    if buffers.state_pages:
-        attach_states(inputs.batch, empty_states(device))
     segments = Segments((0, rows), (forward.bank.blank_slot(),))
     tile_map = TileMap.of_every_shape(rows, forward.bank.max_rank, device, is_invariant=forward.is_invariant)
     attach_tile_map(segments, tile_map)
     extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())
-    logits = forward(inputs, segments, extras)
+    for with_ends in (False, True)[: 1 + buffers.sees_ahead]:
+        inputs = buffers.padded(rows, with_ends=with_ends)
+        for shape in shapes:
+            attach_attention(inputs.batch, shape, empty_attention(shape, device))
+        if buffers.state_pages:
+            attach_states(inputs.batch, empty_states(device))
+        logits = forward(inputs, segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)

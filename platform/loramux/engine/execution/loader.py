@@ -55,12 +55,12 @@ from loramux.engine.execution.runner import CpuRunner, Runner, StepGraphs
 from loramux.engine.execution.sampler import Sampler
 from loramux.engine.execution.sharded_checkpoint import holds_safetensors
 from loramux.engine.execution.states import tells_answers_apart
-from loramux.engine.execution.vision import Tower, images_refused, open_tower
+from loramux.engine.execution.vision import Tower, images_refused
 from loramux.engine.messages import LinearFacts, ModelFacts
 from loramux_adapters.base import BaseDescription, describe_base
 from loramux_adapters.base_weights import BaseWeights
 from loramux_adapters.checkpoint_config import is_classifier
-from loramux_adapters.families import encoder_of, family_of, images_of
+from loramux_adapters.families import encoder_of, family_of
 from loramux_adapters.sharding import Sharding
 from loramux_adapters.tower import linears_of_tower
 from loramux_kernels.device import runs_triton
@@ -199,7 +199,7 @@ def _plan(settings: Settings, base: BaseDescription, sharding: Sharding, device:
         logger.info("loading %s on %s: %s", settings.model.served_model_name, card, plan)
         return
     has_fp8_kv = engine.kv_cache_dtype == "fp8"
-    refused = images_refused(directory, sharding.config, on_cpu=True, num_ranks=sharding.size)
+    refused = images_refused(directory, sharding.config)
     plan = plan_memory(
         directory,
         base,
@@ -248,7 +248,7 @@ def _served(
     if team is not None:
         counts = [runner.graphs, *(rank.graphs for rank in team.wait_for(StepsRecorded))]
         runner.graphs = StepGraphs(sum(one.recorded for one in counts), sum(one.missing for one in counts))
-    tower = _tower(model, settings)
+    tower = share.tower
     facts = ModelFacts(
         max_model_len=max_model_len,
         vocab_size=base.vocab_size,
@@ -305,21 +305,6 @@ def _log_served(share: AssembledModel, facts: ModelFacts, settings: Settings, te
             len(states.layers),
             states.num_pages,
         )
-
-
-def _tower(model: PreTrainedModel, settings: Settings) -> Tower | None:
-    """Return the model's vision tower; None, with a line in the log, if the model has a tower that is not served."""
-    directory, name = Path(settings.model.path), settings.model.served_model_name
-    on_cpu, num_ranks = model.device.type == "cpu", settings.engine.tensor_parallel_size
-    reason = images_refused(directory, model.config, on_cpu=on_cpu, num_ranks=num_ranks)
-    if reason is None:
-        try:
-            return open_tower(model, directory)
-        except (UnsupportedModel, OSError, ValueError) as error:
-            reason = str(error)
-    if images_of(model.config.model_type) is not None:
-        logger.warning("images in prompts of %s are refused: %s", name, reason)
-    return None
 
 
 def _linear_facts(share: AssembledModel | AssembledEncoder) -> LinearFacts | None:

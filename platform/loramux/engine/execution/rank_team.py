@@ -55,6 +55,7 @@ from loramux.engine.execution.rank_worker import (
     serve_rank,
 )
 from loramux.engine.execution.runner import PackedStep
+from loramux.engine.execution.vision import StepImages
 from loramux.engine.memory.host_memory import HostPages
 from loramux_adapters.bank import AdapterBank
 from loramux_adapters.base import BaseDescription
@@ -185,9 +186,9 @@ class RankTeam:
         self._may_wait = True
         return found
 
-    def run(self, packed: PackedStep) -> None:
+    def run(self, packed: PackedStep, images: StepImages | None) -> None:
         """Send a step."""
-        self.tell(RunStep(packed.for_other_ranks()))
+        self.tell(RunStep(packed.for_other_ranks(), images))
 
     def tell(self, message: Any) -> None:
         """Send a message to every rank, in order with the steps."""

@@ -268,15 +268,11 @@ class DiskStore:
     def read(self, ref: AdapterRef, use: Callable[[AdapterWeights], T]) -> StoreJob[T]:
         """Read the weights, and call `use` with them on the CPU. The job has ended already if the weights are in the
         host's memory."""
-
-        def used(adapter: PreparedAdapter) -> T:
-            assert isinstance(adapter.source, AdapterWeights), "images are refused on a GPU"
-            return use(adapter.source)
-
-        if (kept := self._host.get(ref.digest)) is None:
-            return self._readers.submit(ref.digest, partial(self._prepared, ref), used)
+        kept = self._host.get(ref.digest)
+        if kept is None or not isinstance(kept.source, AdapterWeights):
+            return self._readers.submit(ref.digest, partial(self._weights, ref), use)
         job: StoreJob[T] = StoreJob()
-        job.set_result(used(kept))
+        job.set_result(use(kept.source))
         return job
 
     def drop(self, slot: int) -> None:
@@ -302,6 +298,12 @@ class DiskStore:
     @torch.inference_mode()
     def _install(self, pages: list[int], fence: Any, adapter: PreparedAdapter) -> int:
         return self._bank.install(adapter, pages, fence)
+
+    @torch.inference_mode()
+    def _weights(self, ref: AdapterRef) -> AdapterWeights:
+        source = self._prepared(ref).source
+        # For a GPU the cache keeps the contents of pages. These lack the weights that no step reads.
+        return source if isinstance(source, AdapterWeights) else self._source.load(ref)
 
     @torch.inference_mode()
     def _prepared(self, ref: AdapterRef) -> PreparedAdapter:

@@ -1,7 +1,8 @@
 """Rows of images: requests wait here until the vision tower has computed their images.
 
 One thread computes one image at a time, next to the steps. Its priority is low: while a step computes on a core, the
-thread gets about a tenth of the core's time (`NICENESS`), so decoding rows are delayed by that share at most.
+thread gets about a tenth of the core's time (`NICENESS`), so decoding rows are delayed by that share at most. On a GPU
+it launches operators on a separate stream, and waits for them.
 
 Tenants take turns, image by image (one turn for each class of service), so many or huge images of one tenant delay
 another tenant's image by one image of each tenant that waits. A tenant whose images are computed waits for its requests
