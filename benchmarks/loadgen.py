@@ -41,8 +41,10 @@ class Target:
     adapter_name: str = "{adapter}"
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Fields that only this server knows."""
-    adapter_bodies: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The fields of each adapter's requests, for servers that do not choose an adapter by `model`."""
+    adapter_bodies: dict[str | None, dict[str, Any]] = field(default_factory=dict)
+    """The fields of each adapter's requests, and of the base's (None), for servers that do not choose an adapter by
+    `model`.
+    """
 
     def model(self, adapter: str | None) -> str:
         """The `model` of a request."""
@@ -60,7 +62,7 @@ class Target:
             "stream": True,
             "stream_options": {"include_usage": True},
             **self.extra_body,
-            **self.adapter_bodies.get(item.adapter or "", {}),
+            **self.adapter_bodies.get(item.adapter, {}),
         }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from loadgen import Target
 from peers.serving import Command, Serving, SystemFailed, free_port, running
@@ -22,11 +23,12 @@ CONVERT = """
 import sys
 sys.path.insert(0, sys.argv.pop(1))
 import convert_hf_to_gguf
-convert_hf_to_gguf.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+from conversion.base import TextModel
+TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 convert_hf_to_gguf.main()
 """
-"""Runs the conversion for any byte-level tokenizer. The script knows a tokenizer by a hash of its tokens for a text, and
-refuses others. Prompts are token ids, so it is enough that tokens have the right texts.
+"""Runs the conversion for any byte-level tokenizer. The script refuses tokenizers that it does not know by a hash.
+Prompts are token ids, so it is enough that tokens have the right texts.
 """
 
 
@@ -55,12 +57,7 @@ class LlamaCpp:
         arguments += ["--cache-ram", "0", "--lora-init-without-apply", "--lora", ",".join(map(str, adapters))]
         url = f"http://127.0.0.1:{port}"
         with running(Command(arguments, f"{url}/health", setup.scratch / "llama.cpp.log", {})) as (pid, start_s):
-            yield Serving(self._target(url), pid, start_s)
-
-    @staticmethod
-    def _target(url: str) -> Target:
-        scales = {adapter: {"lora": [{"id": number, "scale": 1.0}]} for number, adapter in enumerate(ADAPTERS)}
-        return Target(f"{url}/v1", extra_body={"cache_prompt": False}, adapter_bodies=scales)
+            yield Serving(_target(url), pid, start_s)
 
     def _files(self, setup: Setup) -> Iterator[Path]:
         """Yield the GGUF files of the model and of each adapter, converted if they are missing."""
@@ -73,6 +70,13 @@ class LlamaCpp:
             for adapter in progress.track(ADAPTERS, description="converting"):
                 folder_of = str(setup.spec.adapter_path(adapter))
                 yield _converted(folder / f"{adapter}.gguf", [*script, folder_of])
+
+
+def _target(url: str) -> Target:
+    # A request without `lora` gets all adapters at once; adapters that it does not name get the scale 0.
+    scales: dict[str | None, dict[str, Any]] = {None: {"lora": [{"id": 0, "scale": 0.0}]}}
+    scales |= {adapter: {"lora": [{"id": number, "scale": 1.0}]} for number, adapter in enumerate(ADAPTERS)}
+    return Target(f"{url}/v1", extra_body={"cache_prompt": False}, adapter_bodies=scales)
 
 
 def _converted(file: Path, command: list[str]) -> Path:
