@@ -42,7 +42,7 @@ class Target:
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Fields that only this server knows."""
     adapter_bodies: dict[str | None, dict[str, Any]] = field(default_factory=dict)
-    """The fields of each adapter's requests, and of the base's (None), for servers that do not choose an adapter by
+    """The fields of each adapter's requests, and of the base's (None). Servers need them that do not choose an adapter by
     `model`.
     """
 

@@ -24,6 +24,8 @@ import sys
 sys.path.insert(0, sys.argv.pop(1))
 import convert_hf_to_gguf
 from conversion.base import TextModel
+from conversion.llama import LlamaModel
+LlamaModel.set_vocab = TextModel._set_vocab_gpt2
 TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 convert_hf_to_gguf.main()
 """

@@ -145,10 +145,10 @@ class AdapterQueries:
     async def callable(
         self, principal: Principal, search: str | None = None, limit: int | None = None
     ) -> list[CallableAdapter]:
-        """List the adapters that the caller may call: its own, those of other tenants, and training adapters, each kind
-        by name. There may be ten thousand of its own.
+        """List the adapters that the caller may call: the tenant's, those of other tenants, and training adapters, each
+        kind by name. A tenant may have ten thousand.
 
-        Of its own adapters, list at most `limit`, and only names that contain `search`.
+        `search` limits the tenant's adapters to names that contain this text, `limit` to so many.
         """
         async with self._database.read() as session:
             access = AccessRepository(session, principal.tenant, principal.tenant_name)
