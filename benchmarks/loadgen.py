@@ -42,7 +42,7 @@ class Target:
     extra_body: dict[str, Any] = field(default_factory=dict)
     """Fields that only this server knows."""
     adapter_bodies: dict[str | None, dict[str, Any]] = field(default_factory=dict)
-    """Fields of each adapter's requests, and of the base's (None), if the server does not choose an adapter by `model`."""
+    """Fields of each adapter's requests (None: the base's), if the server does not choose an adapter by `model`."""
 
     def model(self, adapter: str | None) -> str:
         """The `model` of a request."""
