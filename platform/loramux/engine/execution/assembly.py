@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -19,10 +20,10 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from loramux.common.settings.file import Settings
-from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.attention import KvLayout, LayerShape, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
     is_mxfp4,
@@ -38,7 +39,7 @@ from loramux.engine.execution.sharded_checkpoint import CheckpointShare
 from loramux.engine.execution.states import StateLayout, install_state_layers, state_unit_bytes
 from loramux.engine.messages import StepLimits
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
-from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base
+from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, expert_name
 from loramux_adapters.base_weights import BaseWeights, QuantizedLinear
 from loramux_adapters.experts import expert_sites
 from loramux_adapters.families import reads_other_inputs
@@ -56,6 +57,9 @@ NO_DRAFTS_OVER_STATES = (
     'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
     'over a draft that was refused. Set it to "off".'
 )
+
+ATTENTION_COST = 2.0
+"""Time of a multiplication in a CPU's attention, with its part of the softmax, over that of one in its products."""
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -76,6 +80,8 @@ class AssembledModel:
     choice: FormatChoice | None
     """The format of the linears; None on a GPU."""
     limits: StepLimits
+    token_context: float = math.inf
+    """See `SchedulerLimits`; inf on a GPU."""
 
 
 def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
@@ -162,7 +168,33 @@ def assemble_share(
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    return AssembledModel(forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits)
+    context = token_context(sites, base, layout.layers, model.config) if choice is not None else math.inf
+    size = layout.block_size
+    return AssembledModel(forward, weights, states, num_pages, size, weight_bytes, digest, choice, limits, context)
+
+
+def token_context(
+    sites: Mapping[str, Site], base: BaseDescription, layers: Iterable[LayerShape], config: PretrainedConfig
+) -> float:
+    """Return the tokens of context whose attention costs a token as much as its products with the weights in `sites`;
+    inf if no layer reads the whole context.
+
+    A token is multiplied by `num_experts_per_tok` of the experts; by all of them if the config does not say so.
+    """
+    active = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    shares = {
+        expert_name(name, expert): min(1.0, active / shape.num_experts) if active else 1.0
+        for name, shape in base.parameters.items()
+        for expert in range(shape.num_experts)
+    }
+    products = sum(
+        site.in_features * site.out_features * shares.get(name, 1.0)
+        for name, site in sites.items()
+        if not reads_other_inputs(name)
+    )
+    whole = [layer for layer in layers if layer.options.sliding_window is None]
+    attention = ATTENTION_COST * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole)
+    return products / attention if attention else math.inf
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:

@@ -80,6 +80,9 @@ class SchedulerLimits:
     """True if each prompt is computed whole in one step, because its tokens see later ones."""
     whole_images: bool = False
     """True if each image of a prompt is computed whole in one step, because its tokens see later ones of the image."""
+    token_context: float = math.inf
+    """Tokens of context whose attention costs a token as much as its products. `max_mixed_prefill_tokens` are tokens
+    without context, and fewer after a long context, so that a step takes the same time; inf: they are not fewer."""
 
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.
@@ -102,6 +105,7 @@ class SchedulerLimits:
         on_cpu: bool,
         whole_prompts: bool = False,
         whole_image_tokens: int = 0,
+        token_context: float = math.inf,
     ) -> SchedulerLimits:
         """Return the limits of `step` for one device.
 
@@ -114,7 +118,14 @@ class SchedulerLimits:
             least, mixed = whole_image_tokens + step.max_num_seqs, max(mixed, whole_image_tokens)
         tokens = max(step.max_num_batched_tokens, least)
         return cls(
-            step.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts, whole_images=whole_image_tokens > 0
+            step.max_num_seqs,
+            tokens,
+            max_model_len,
+            mixed,
+            tile,
+            whole_prompts,
+            whole_images=whole_image_tokens > 0,
+            token_context=token_context,
         )
 
 
