@@ -59,7 +59,8 @@ NO_DRAFTS_OVER_STATES = (
 )
 
 ATTENTION_COST = 2.0
-"""Time of a multiplication in a CPU's attention, with its part of the softmax, over that of one in its products."""
+"""Time of a multiplication in a CPU's attention, with its part of the softmax, over the time of one in its products. On
+a Zen 5, with 2, chunks of few tokens after a long context took as long as chunks of many tokens after none."""
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
