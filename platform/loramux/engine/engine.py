@@ -104,8 +104,6 @@ class EngineParts:
     """Function that reads an adapter for the tower; None if there is no tower."""
     team: RankTeam | None = None
     """The other ranks of this engine."""
-    token_context: float = math.inf
-    """See `SchedulerLimits`."""
     clock: Callable[[], float] = time.monotonic
     """Clock in seconds that never goes back."""
 
@@ -138,7 +136,6 @@ def build_engine(loaded: LoadedModel, settings: Settings, wake: Callable[[], Non
         tower=loaded.tower,
         tower_of=tower_of,
         team=loaded.team,
-        token_context=loaded.token_context,
     )
     return Engine(parts, settings, wake)
 
@@ -184,7 +181,7 @@ class Engine:
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,
                 whole_image_tokens=parts.tower.whole_tokens if parts.tower is not None else 0,
-                token_context=parts.token_context,
+                token_context=parts.facts.token_context or math.inf,
             ),
             budget,
             pool,

@@ -31,6 +31,7 @@ WIDE = 64 * 96 + 2 * 64 * 48 + 96 * 64
 def test_context_that_costs_as_much_as_the_products_of_a_token_follows_the_base(
     tmp_path: Path, family: str, products: int, attention: int
 ) -> None:
-    expected = products / (ATTENTION_COST * attention) if attention else math.inf
+    expected = products / (ATTENTION_COST * attention) if attention else None
     with closing(Zoo(family, tmp_path).engine()) as engine:
-        assert engine.scheduler.state.limits.token_context == expected
+        assert engine.facts.token_context == expected
+        assert engine.scheduler.state.limits.token_context == (expected or math.inf)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -81,8 +80,8 @@ class AssembledModel:
     choice: FormatChoice | None
     """The format of the linears; None on a GPU."""
     limits: StepLimits
-    token_context: float = math.inf
-    """See `SchedulerLimits`; inf on a GPU."""
+    token_context: float | None = None
+    """See `ModelFacts`; None on a GPU."""
 
 
 def load_share(settings: Settings, rank: int, meeting: Path, progress: LoadingProgress | None = None) -> AssembledModel:
@@ -169,16 +168,16 @@ def assemble_share(
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
-    context = token_context(sites, base, layout.layers, model.config) if choice is not None else math.inf
+    context = token_context(sites, base, layout.layers, model.config) if choice is not None else None
     size = layout.block_size
     return AssembledModel(forward, weights, states, num_pages, size, weight_bytes, digest, choice, limits, context)
 
 
 def token_context(
     sites: Mapping[str, Site], base: BaseDescription, layers: Iterable[LayerShape], config: PretrainedConfig
-) -> float:
+) -> float | None:
     """Return the tokens of context whose attention costs a token as much as its products with the weights in `sites`;
-    inf if no layer reads the whole context.
+    None if no layer reads the whole context.
 
     A token is multiplied by `num_experts_per_tok` of the experts; by all of them if the config does not say so.
     """
@@ -195,7 +194,7 @@ def token_context(
     )
     whole = [layer for layer in layers if layer.options.sliding_window is None]
     attention = ATTENTION_COST * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole)
-    return products / attention if attention else math.inf
+    return products / attention if attention else None
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:

@@ -7,7 +7,6 @@ memory the base will take. The plan is logged, or the base is refused with the s
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -89,8 +88,6 @@ class LoadedModel:
     """The other ranks."""
     tower_linears: Mapping[str, nn.Linear] = field(default_factory=dict)
     """Linears of the tower and its connector, by name."""
-    token_context: float = math.inf
-    """See `SchedulerLimits`."""
 
 
 def load_model(settings: Settings) -> LoadedModel:
@@ -248,11 +245,11 @@ def _served(
         sampling_defaults=defaults or SamplingDefaults(),
         linears=_linear_facts(share),
         images=tower is not None,
+        token_context=share.token_context,
     )
     _log_served(share, facts, settings, team)
     of_tower = {} if tower is None else linears_of_tower(model)
-    num_bytes, context = share.weight_bytes, share.token_context
-    return LoadedModel(runner, constraints, base, weights, facts, num_bytes, tower, sharding, team, of_tower, context)
+    return LoadedModel(runner, constraints, base, weights, facts, share.weight_bytes, tower, sharding, team, of_tower)
 
 
 def _log_served(share: AssembledModel, facts: ModelFacts, settings: Settings, team: RankTeam | None) -> None:
