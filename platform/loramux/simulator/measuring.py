@@ -212,7 +212,7 @@ class EngineMeasurement:
         measured = [step.work.num_sampled for step in decodes][:5][::-1]
         points = []
         for rows in measured:
-            room = self._longest - STEPS - MORE_STEPS
+            room = float(self._longest - STEPS - MORE_STEPS)
             # An upper bound of the cost, because the context of this point is at most `LONG` and `room`.
             room /= 1 + rows * self._cost_after(min(LONG, room) / 2) / self._mixed_tokens
             points.append((rows, int(min(LONG, room, affordable / rows, self._pool_tokens / rows))))
