@@ -398,7 +398,7 @@ def _lower_priority(niceness: int) -> None:
     """Lower the priority of this process, which leads a session, and of its jobs.
 
     Linux may divide the processors among sessions first (`kernel.sched_autogroup_enabled`, sched(7)). A process's
-    niceness then counts inside its session only, and the session has a niceness of its own.
+    niceness then counts inside its session only, and the session has a separate niceness.
     """
     os.nice(niceness)
     with suppress(OSError):  # the system does not divide by sessions, or does not allow the change
