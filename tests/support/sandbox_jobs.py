@@ -88,20 +88,11 @@ def answer_and_die(beginning: str) -> None:
     end_by(signal.SIGKILL)
 
 
-def nice_of_the_session() -> int | None:
-    """Return None if the system does not divide the processors by sessions."""
-    with suppress(FileNotFoundError):
-        if text := Path("/proc/self/autogroup").read_text().split():
-            return int(text[-1])
-    return None
-
-
 def seen(_: Any) -> dict[str, Any]:
     return {
         "environment": sorted(os.environ),
         "nice": os.nice(0),
         "session": os.getsid(0),
-        "nice of the session": nice_of_the_session(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "pid": os.getpid(),
         "parent": os.getppid(),

@@ -368,7 +368,7 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
 
     `stage` names the function that returns the work: a module that has `prepare`, or `module:function`.
     """
-    _lower_priority(niceness)
+    os.nice(niceness)
     _adopt_orphans()
     leave_network()
     module, _, function = stage.partition(":")
@@ -392,17 +392,6 @@ def serve(stage: str, descriptor: int, niceness: int) -> None:
                     _serve(connection, work)
                 jobs[pid] = status
             os.close(connection)
-
-
-def _lower_priority(niceness: int) -> None:
-    """Lower the priority of this process, which leads a session, and of its jobs.
-
-    Linux may divide the processors among sessions first (`kernel.sched_autogroup_enabled`, sched(7)). A process's
-    niceness then counts inside its session only, and the session has a separate niceness.
-    """
-    os.nice(niceness)
-    with suppress(OSError):  # the system does not divide by sessions, or does not allow the change
-        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def _report_ended(jobs: dict[int, int]) -> None:
