@@ -181,6 +181,7 @@ class Engine:
                 on_cpu=not self._runner.runs_ahead,
                 whole_prompts=not parts.facts.generates,
                 whole_images=parts.tower is not None and parts.tower.whole_tokens > 0,
+                token_context=parts.facts.token_context or math.inf,
             ),
             budget,
             pool,

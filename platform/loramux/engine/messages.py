@@ -637,6 +637,9 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The linears' format and floor; None on a GPU."""
     images: bool = False
     """True if prompts may have images."""
+    token_context: float | None = None
+    """Tokens of context whose attention costs a token as much as its products with the weights. A step in which
+    sequences decode takes fewer prompt tokens after a long context; None: it takes as many."""
 
     @property
     def context(self) -> int:

@@ -79,8 +79,8 @@ class EngineSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
     1024; 2048 on a GPU that gives the engine at least 40 GB."""
     max_mixed_prefill_tokens: Positive | None = None
     """The largest number of prompt tokens in a step in which sequences decode: the next tokens of these sequences wait
-    for the step. Unset: 256 on a CPU; 512 on a GPU. A GPU leaves up to a quarter for the next step if the rows of this
-    one then fill tiles of 128."""
+    for the step. Unset: 256 on a CPU; 512 on a GPU. A CPU reads fewer tokens after a long context, whose attention
+    counts too. A GPU leaves up to a quarter for the next step if the rows of this one then fill tiles of 128."""
     max_model_len: Annotated[int, Meta(ge=8)] | None = None
     """The largest length of a prompt with its answer, in tokens. Unset: the model's own limit."""
     block_size: Annotated[int, Meta(ge=1, le=256)] | None = None

@@ -19,11 +19,11 @@ from typing import TypeVar
 
 import msgspec
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from loramux.common.settings.file import Settings
 from loramux.common.settings.serving import EngineSettings
-from loramux.engine.execution.attention import KvLayout, UnsupportedModel, probe_layers
+from loramux.engine.execution.attention import KvLayout, LayerShape, UnsupportedModel, probe_layers
 from loramux.engine.execution.checkpoint import (
     LoadingProgress,
     itemsize_of,
@@ -41,7 +41,7 @@ from loramux.engine.execution.vision import NO_EFFECTS, Tower, images_refused, o
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import limits_with_images
 from loramux_adapters.bank import AdapterBank, Site, pages_per_slot
-from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, is_expert
+from loramux_adapters.base import BaseDescription, LinearShape, ParameterShape, describe_base, expert_name, is_expert
 from loramux_adapters.base_weights import BaseWeights, QuantizedExperts, QuantizedLinear
 from loramux_adapters.experts import expert_sites
 from loramux_adapters.families import images_of, reads_other_inputs
@@ -59,6 +59,10 @@ NO_DRAFTS_OVER_STATES = (
     'engine.speculation = "%s" has no effect: the model keeps states (linear attention, Mamba 2), which cannot go back '
     'over a draft that was refused. Set it to "off".'
 )
+
+ATTENTION_COST = 2.0
+"""Time of a multiplication in a CPU's attention, with its part of the softmax, over the time of one in its products. On
+a Zen 5, with 2, chunks of few tokens after a long context took as long as chunks of many tokens after none."""
 
 TOUCHED_AT_START = 128 << 20  # bytes of a CPU's pool, a sixteenth of it at most
 
@@ -81,6 +85,8 @@ class AssembledModel:
     limits: StepLimits
     tower: Tower | None
     """The vision tower, on rank 0; None: prompts have no images."""
+    token_context: float | None = None
+    """See `ModelFacts`; None on a GPU."""
 
 
 def load_share(
@@ -205,8 +211,9 @@ def assemble_share(
     num_pages = len(pool) // page_elements
     bank.use_pool(pool, max(1, num_pages // pages_of_slot))
     forward.layers, forward.states = layout.views(pool), states.views(pool)
+    context = token_context(sites, base, layout.layers, model.config) if choice is not None else None
     return AssembledModel(
-        forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits, tower
+        forward, weights, states, num_pages, layout.block_size, weight_bytes, digest, choice, limits, tower, context
     )
 
 
@@ -226,6 +233,30 @@ def _tower(model: PreTrainedModel, settings: Settings, *, over_gpus: bool) -> To
     if images_of(model.config.model_type) is not None:
         logger.warning("images in prompts of %s are refused: %s", name, reason)
     return None
+
+
+def token_context(
+    sites: Mapping[str, Site], base: BaseDescription, layers: Iterable[LayerShape], config: PretrainedConfig
+) -> float | None:
+    """Return the tokens of context whose attention costs a token as much as its products with the weights in `sites`;
+    None if no layer reads the whole context.
+
+    A token is multiplied by `num_experts_per_tok` of the experts; by all of them if the config does not say so.
+    """
+    active = getattr(config.get_text_config(), "num_experts_per_tok", None)
+    shares = {
+        expert_name(name, expert): min(1.0, active / shape.num_experts) if active else 1.0
+        for name, shape in base.parameters.items()
+        for expert in range(shape.num_experts)
+    }
+    products = sum(
+        site.in_features * site.out_features * shares.get(name, 1.0)
+        for name, site in sites.items()
+        if not reads_other_inputs(name)
+    )
+    whole = [layer for layer in layers if layer.options.sliding_window is None]
+    attention = ATTENTION_COST * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in whole)
+    return products / attention if attention else None
 
 
 def _copy_out_of_files(model: PreTrainedModel) -> None:

@@ -55,6 +55,8 @@ class LayerShape:
     """Index of the earlier layer whose keys and values this layer reads; None: its own."""
     has_values_in_keys: bool = False
     """True if a value is the first elements of its key, as in a compressed KV."""
+    num_heads: int = 0
+    """Heads of queries."""
 
     @property
     def scaling(self) -> float:
@@ -265,8 +267,10 @@ class _Probe:
         index = _layer_index(module)
         source = next((layer for layer, keys in self._keys.items() if keys is key), None)
         self._keys.setdefault(index, key)
-        is_in_key = _begins_with(key, value)
-        self.seen[index] = LayerShape(key.shape[1], key.shape[3], value.shape[3], options, source, is_in_key)
+        is_in_key, heads = _begins_with(key, value), query.shape[1]
+        self.seen[index] = LayerShape(
+            key.shape[1], key.shape[3], value.shape[3], options, source, is_in_key, num_heads=heads
+        )
         width = module.v_head_dim if expands_latents(module) else value.shape[3]
         return query.new_zeros(1, query.shape[2], query.shape[1], width), None
 

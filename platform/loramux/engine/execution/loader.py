@@ -265,6 +265,7 @@ def _served(
         sampling_defaults=defaults or SamplingDefaults(),
         linears=_linear_facts(share),
         images=tower is not None,
+        token_context=share.token_context,
     )
     _log_served(share, facts, settings, team)
     of_tower = {} if tower is None else linears_of_tower(model)

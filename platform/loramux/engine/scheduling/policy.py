@@ -94,6 +94,9 @@ class SchedulerLimits:
     """True if each prompt is computed whole in one step, because its tokens see later ones."""
     whole_images: bool = False
     """True if each image of a prompt is computed whole in one step, because its tokens see later ones of the image."""
+    token_context: float = math.inf
+    """Tokens of context whose attention costs a token as much as its products. `max_mixed_prefill_tokens` are tokens
+    without context, and fewer after a long context, so that a step takes the same time; inf: they are not fewer."""
 
     def prefill_tokens(self, decoding: int) -> int:
         """Return the most prompt tokens of a step in which `decoding` sequences decode.
@@ -116,12 +119,22 @@ class SchedulerLimits:
         on_cpu: bool,
         whole_prompts: bool = False,
         whole_images: bool = False,
+        token_context: float = math.inf,
     ) -> SchedulerLimits:
         """Return the limits of `step` for one device. A step holds the longest whole prompt."""
         tile = 1 if on_cpu else GPU_ROW_TILE
         tokens = max(step.max_num_batched_tokens, max_model_len if whole_prompts else 0)
         mixed = step.max_mixed_prefill_tokens
-        return cls(step.max_num_seqs, tokens, max_model_len, mixed, tile, whole_prompts, whole_images)
+        return cls(
+            step.max_num_seqs,
+            tokens,
+            max_model_len,
+            mixed,
+            tile,
+            whole_prompts,
+            whole_images,
+            token_context=token_context,
+        )
 
 
 def _shares() -> dict[ServiceClass, float]:
