@@ -48,6 +48,8 @@ from loramux.training.protocol import (
     Saved,
     Work,
 )
+from loramux_adapters.base import auto_class, served_config
+from loramux_adapters.families import OTHER_INPUTS, reads_other_inputs
 
 PR_SET_PDEATHSIG = 1
 BATCH_SIZE = 8
@@ -406,26 +408,29 @@ def _model(work: Work) -> Any:
     """Return the base with a trainable adapter."""
     import torch
     from peft import LoraConfig, PeftModel, get_peft_model
-    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(work.options.seed)
     # the adapter is trained in float32 on both devices; a base that does not change needs no more than bfloat16
     dtype = torch.bfloat16 if work.device == "cuda" else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(work.model_dir, dtype=dtype).to(work.device)
+    config = served_config(Path(work.model_dir))
+    base = auto_class(config).from_pretrained(work.model_dir, config=config, dtype=dtype).to(work.device)
+    # examples are text, which trains none of a vision tower's modules: pairs on them would cost memory and do nothing
+    has_other_inputs = any(reads_other_inputs(f"{name}.") for name, _ in base.named_modules())
     if work.adapter is not None:
         return PeftModel.from_pretrained(base, work.adapter, is_trainable=True)
     lora = work.options.lora
     targets = lora.target_modules
-    config = LoraConfig(
+    adapter = LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
         lora_alpha=lora.alpha,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=f".*{OTHER_INPUTS.pattern}.*" if has_other_inputs else None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
     )
     try:
-        return get_peft_model(base, config)
+        return get_peft_model(base, adapter)
     except ValueError as error:
         raise CannotTrain("invalid_lora", f"PEFT refuses `lora`: {error}", "lora") from None
 
