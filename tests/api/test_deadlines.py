@@ -56,7 +56,7 @@ def test_over_capacity_is_429_with_retry_after(site: Site, code: str, stream: bo
 
 @dataclass
 class Stuck:
-    """A reading of prompts that waits, for a thread or for a process that checks a grammar for instance."""
+    """A reading of prompts that waits, as for a thread or for a process that checks a grammar."""
 
     began: threading.Event = field(default_factory=threading.Event)
     ended: threading.Event = field(default_factory=threading.Event)

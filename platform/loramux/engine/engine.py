@@ -170,7 +170,7 @@ class Engine:
         self._compiling: dict[str, _Compiling] = {}
         """Requests whose grammar is being compiled, by id."""
         self._compile_deadlines: RankedItems[_Compiling, float] = RankedItems(attrgetter("start_by"))
-        """Those of them whose deadline has not passed, the next deadline first."""
+        """Requests of `_compiling` whose deadline has not passed, the next deadline first."""
         self._wake = wake
         self.announce: Callable[[StepReport], None] = lambda _: None
         """Called during a step with a report that must be sent before the step runs."""
