@@ -21,7 +21,7 @@ import openai
 import psutil
 import pytest
 import sqlalchemy as sa
-from image_base import CONFIGS, make_model_base
+from image_base import make_model_base
 from peft_oracle import PeftOracle, stored_adapter
 from safetensors.torch import load_file
 from server_process import LORAMUX, Child, Place, served
@@ -162,7 +162,7 @@ def test_job_from_the_file_to_the_finished_models_answer(place: Place) -> None:
     print(f"from the file to the answer: {seconds:.1f} s")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["patches", "a square"])
 def test_job_on_a_base_that_reads_images_trains_its_text_and_its_result_is_served(tmp_path: Path, name: str) -> None:
     (tmp_path / "base").mkdir()
     place = Place(tmp_path, make_model_base(tmp_path / "base", name)).prepare()
