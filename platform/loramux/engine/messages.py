@@ -95,6 +95,11 @@ class AdapterRef(msgspec.Struct, frozen=True):
     path: str
 
 
+def owner_of(digest: str) -> str:
+    """Return the owner of the weights with this digest in the engine, which ends in the owner's name."""
+    return digest.rpartition("/")[2]
+
+
 class KvIdentity(NamedTuple):
     """The owner of KV: KV that is computed under one identity is never read under another."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from eager_drafts import draft_always
 from image_prompts import PAD, RECIPES, ImageZoo, Pictured, mixed_prompts, picture, save_processor, serve
 from msgspec.structs import replace
 from preempting import preempting
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from loramux.common.settings.serving import ClassDeadlines
 from loramux.engine.engine import Engine, build_engine
@@ -306,6 +308,38 @@ def test_tower_computes_one_image_as_transformers_computes_it_next_to_another(zo
         wanted = model.get_image_features(**zoo.pixels_of(asked)).pooler_output[0]
     assert loaded.tower.fault_of(first) is None
     assert torch.allclose(loaded.tower.encode(first)[0], wanted, atol=1e-5)
+
+
+class LargestResult(TorchDispatchMode):
+    """Counts the elements of the largest result of any operator."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **kwargs or {})
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, torch.Tensor):
+                self.num_elements = max(self.num_elements, one.numel())
+        return result
+
+
+@pytest.mark.parametrize("zoo", ["mistral3_images"], indirect=True)
+def test_tower_computes_a_large_image_without_a_number_for_each_pair_of_patches(zoo: ImageZoo) -> None:
+    loaded, _ = load(zoo.zoo.base)
+    assert loaded.tower is not None
+    lines, pixels = 16, np.random.default_rng(1).integers(0, 256, 3 * 64 * 64, dtype=np.uint8)
+    image = ImageInput(
+        digest="d" * 64,
+        patches=pixels.tobytes(),
+        grid=(1, 2 * lines, 2 * lines),
+        start=0,
+        num_tokens=lines * (lines + 1),
+        num_lines=lines,
+    )
+    assert loaded.tower.fault_of(image) is None
+    with LargestResult() as largest:
+        loaded.tower.encode(image)
+    assert largest.num_elements < math.prod(image.grid) ** 2 / 4
 
 
 def test_choices_share_an_image_and_tenants_do_not(zoo: ImageZoo) -> None:

@@ -16,8 +16,9 @@ count tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoImageProcessor, PretrainedConfig, PreTrainedModel
+from transformers.models.pixtral import modeling_pixtral
 
 from loramux.engine.execution.attention import UnsupportedModel
 from loramux.engine.memory.image_rows import ImageRows
@@ -329,6 +331,8 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     for name, part in parts.items():
         if isinstance(part, PreTrainedModel) and "audio" not in name:
             part.set_attn_implementation(TOWER_ATTENTION)
+    if form.tower_reads == "a picture":
+        _mask_no_single_image()
     processor: Any = AutoImageProcessor.from_pretrained(directory, local_files_only=True, backend="pil")
     most_tokens = int(getattr(processor, "max_soft_tokens", 0))
     if form.tower_reads == "a square":
@@ -344,6 +348,20 @@ def open_tower(model: PreTrainedModel, directory: Path) -> Tower:
     by_channel = torch.tensor([mean, deviation], dtype=torch.float64)[..., None]
     scale, offset = factor / by_channel[1], -by_channel[0] / by_channel[1]
     return Tower(model, form, scale.float(), offset.float(), most_tokens)
+
+
+def _mask_no_single_image() -> None:
+    """Let transformers' tower of pictures make no mask for one image, which has no patches of others to mask. The mask
+    would have an element for each pair of patches: 0.6 GB for 12,000 patches in float32.
+    """
+    make_mask = modeling_pixtral.generate_block_attention_mask
+    if isinstance(make_mask, partial):
+        return  # of an earlier tower in this process
+
+    def mask_others(make: Callable[..., torch.Tensor], patches: Sequence[int], rows: torch.Tensor) -> Any:
+        return None if len(patches) == 1 else make(patches, rows)
+
+    modeling_pixtral.generate_block_attention_mask = partial(mask_others, make_mask)
 
 
 def _check_square(processor: Any, config: Any) -> None:
