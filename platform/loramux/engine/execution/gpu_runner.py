@@ -17,7 +17,8 @@ every parameter of a request.
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -157,7 +158,8 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
-        packed = pack(step, self._block_size, self._state_pages, self._buffers.block_tables)
+        tables, changes_latents = self._buffers.block_tables, self.bank.changes_latents
+        packed = pack(step, self._block_size, self._state_pages, tables, changes_latents=changes_latents)
         tokens = None if self._previous is None else self._previous.tokens
         rows = SampledRows.of(step.sampling)
         inputs, pending = self._buffers.fill(packed), self._pending(step, packed)
@@ -165,12 +167,14 @@ class GpuRunner:
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
         self._forward.keep_hidden(bool(step.pooled))
-        if packed.decodes and extras is None:
+        # Recordings read each compressed KV once, and rows of an activated LoRA may need two products for it.
+        is_recorded = packed.activations is None
+        if packed.decodes and extras is None and is_recorded:
             run = self._decode_graphs.stage(packed, ranks)
             self._buffers.send(pending, tokens)
             logits = run()
         else:
-            decode = self._decoder_graphs.stage(packed, ranks, extras)
+            decode = self._decoder_graphs.stage(packed, ranks, extras) if is_recorded else None
             self._buffers.send(pending, tokens)
             if decode is None and packed.segments is not None:
                 tile_map = TileMap.for_step(
@@ -240,6 +244,11 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
     attach_tile_map(segments, tile_map)
     extras = StepExtras(columns=segments, inputs=segments, norms=segments, embedding=(), head=())
     logits = forward(inputs, segments, extras)
+    if any(layer.has_values_in_keys for layer in forward.layers):  # activated LoRAs may expand a part of such a KV
+        batch = replace(inputs.batch, activations=torch.zeros(rows, dtype=torch.int32))
+        for part, shape in product(batch.parts, shapes):
+            attach_attention(part, shape, empty_attention(shape, device))
+        forward(replace(inputs, batch=batch), segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)

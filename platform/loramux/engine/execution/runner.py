@@ -137,6 +137,8 @@ class PackedStep:
     positions count tokens: all three are then `position_ids`."""
     images: tuple[RowsOfImage, ...] = ()
     """The rows of images."""
+    activations: Ints | None = None
+    """int32[S]; see `AttentionBatch`. None: 0 for each chunk."""
 
     @property
     def decodes(self) -> bool:
@@ -160,10 +162,12 @@ def pack(
     state_pages: int = 0,
     block_tables: BlockTableStore | None = None,
     images: ImageForm | None = None,
+    changes_latents: Callable[[int], bool] | None = None,
 ) -> PackedStep:
     """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states.
 
-    If `block_tables` is given, it holds the step's tables. `images`: the form of images in prompts.
+    If `block_tables` is given, it holds the step's tables. `images`: the form of images in prompts. `changes_latents`
+    returns whether the adapter in a slot changes the expansion of a compressed KV; None: no adapter does.
     """
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
@@ -211,6 +215,7 @@ def pack(
             if chunk.sequence.request.images
             for rows in rows_of_images(chunk.sequence.request, chunk.start, chunk.end, first)
         ),
+        activations=None if changes_latents is None else _activations(chunks, changes_latents),
     )
 
 
@@ -223,6 +228,17 @@ def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Int
         if images := chunk.sequence.request.images:
             rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
     return rotary
+
+
+def _activations(chunks: Sequence[Chunk], changes_latents: Callable[[int], bool]) -> Ints | None:
+    """Return the leading tokens of each chunk's sequence that its adapter does not expand; None if all are 0."""
+    if all(chunk.sequence.activation is None for chunk in chunks):
+        return None
+    found = [
+        chunk.sequence.activation or 0 if chunk.slot != BASE_SLOT and changes_latents(chunk.slot) else 0
+        for chunk in chunks
+    ]
+    return np.array(found, dtype=np.int32) if any(found) else None
 
 
 def _segments(step: Step) -> Segments | None:
@@ -528,6 +544,7 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
         slot_mapping=torch.from_numpy(packed.slot_mapping),
         state_tables=torch.from_numpy(packed.state_tables),
         prompt_lens=torch.from_numpy(packed.prompt_lens),
+        activations=None if packed.activations is None else torch.from_numpy(packed.activations),
     )
     if images is not None and images.row_ends is not None:
         batch = replace(batch, row_ends=images.row_ends)
@@ -574,7 +591,13 @@ class CpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> CompletedStep:
         """Run one forward and choose the tokens of `step.sampling`."""
-        packed = pack(step, self._block_size, self._state_pages, images=self._image_form)
+        packed = pack(
+            step,
+            self._block_size,
+            self._state_pages,
+            images=self._image_form,
+            changes_latents=self.bank.changes_latents,
+        )
         if self._team is not None:
             self._team.run(packed)
         masks = self._start_masks(step.sampling)

@@ -166,6 +166,7 @@ class StepBuffers:
                 prompt_lens=torch.from_numpy(packed.prompt_lens),
                 table_rows=None if packed.table_rows is None else torch.from_numpy(packed.table_rows),
                 is_invariant=self.is_invariant,
+                activations=None if packed.activations is None else torch.from_numpy(packed.activations),
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
         )
