@@ -25,16 +25,20 @@ The context is expanded a block at a time, and the blocks' results are joined by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from loramux_adapters.bank import AdapterBank, Site
+from loramux_adapters.families import LATENT_EXPANSION
 from loramux_kernels.device import runs_triton
-from loramux_kernels.lora import lora_expand, lora_shrink, rescale
+from loramux_kernels.lora import lora_expand, lora_shrink
 from loramux_kernels.packed_linear import heads_linear, rows_weight
 from loramux_kernels.paged_attention import merge_attention, paged_attention, read_keys
 from loramux_kernels.tables import NO_VECTORS, AttentionBatch, HeadColumns, KvLayer, LoraGroup, Segments
@@ -43,6 +47,17 @@ EXPANDED_KEYS = 512
 """Tokens of context whose keys and values are expanded at once."""
 LEAST_EXPANDED_ROWS = 32
 """A chunk of fewer rows is absorbed: calls for each of its blocks would take longer than the products they save."""
+
+
+def expansion_elements(widths: Mapping[str, tuple[int, int]]) -> int:
+    """Return the elements that a CPU holds to expand compressed KV: each linear that expands it once more, and a block
+    of one layer. `widths` are the outputs and inputs of all linears.
+
+    A block is the compressed KV, the linear's outputs, and keys with their rotated part, no wider than the outputs.
+    """
+    found = [width for name, width in widths.items() if name.endswith(LATENT_EXPANSION)]
+    blocks = (EXPANDED_KEYS * (inputs + 2 * outputs) for outputs, inputs in found)
+    return sum(map(math.prod, found)) + max(blocks, default=0)
 
 
 def expands_latents(attention: nn.Module) -> bool:
@@ -63,15 +78,39 @@ def _join_latents(latents: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.T
     return key, key[..., : latents.shape[-1]]
 
 
+@contextmanager
+def rows_expanded(model: nn.Module) -> Iterator[None]:
+    """Have linears that expand a compressed KV get it as `[batch, T, rank]`. transformers passes it as one head, and
+    PEFT's activated LoRA on a linear takes no dimension of heads."""
+    attentions: list[Any] = [module for module in model.modules() if expands_latents(module)]
+    linears: list[nn.Module] = [getattr(attention, LATENT_EXPANSION) for attention in attentions]
+    hooks = [linear.register_forward_pre_hook(lambda _, inputs: (inputs[0].squeeze(1),)) for linear in linears]
+    hooks += [linear.register_forward_hook(lambda _module, _inputs, output: output.unsqueeze(1)) for linear in linears]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 class LatentLinear(nn.Module):
     """Replaces the linear that expands a compressed KV, `kv_b_proj`: queries and outputs are multiplied instead."""
 
-    def __init__(self, weight: torch.Tensor, attention: Any, site: Site, bank: AdapterBank) -> None:
-        """`weight` is `[heads * (key_dim + value_dim), rank]`; `attention` is transformers' module."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        attention: Any,
+        site: Site,
+        bank: AdapterBank,
+        linear: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """`weight` is `[heads * (key_dim + value_dim), rank]`; `attention` is transformers' module; `linear` is the
+        linear itself with adapters, which expands contexts on a CPU."""
         super().__init__()
         self._key_dim: int = attention.qk_nope_head_dim
         self._dims = (self._key_dim, attention.v_head_dim)
         self._site = site
+        self._linear = linear
         self._bank = bank
         rank, step = weight.shape[1], sum(self._dims)
         keys, values = weight.to(bank.pool.dtype).unflatten(0, (-1, step)).split(self._dims, dim=1)
@@ -84,7 +123,6 @@ class LatentLinear(nn.Module):
         def group(width: int, first: int, step: int, row: int) -> LoraGroup:
             return LoraGroup.of_heads(site.index, heads, HeadColumns(width, first, step, row))
 
-        self._whole = LoraGroup((site.index,), (heads * step,))
         self._of_latents = group(rank, 0, 0, rank)
         self._of_keys = group(self._key_dim, 0, step, heads * step)
         self._of_values = group(self._dims[1], self._key_dim, step, heads * step)
@@ -161,29 +199,18 @@ class LatentLinear(nn.Module):
 
     def _expanded(self, latents: torch.Tensor, slot: int | None) -> KvLayer:
         """Return the keys and values of one block, a page, from its compressed KV `[n, rank + rotary dim]`."""
-        bank, (compressed, rotated) = self._bank, latents.split((self._rank, latents.shape[1] - self._rank), dim=1)
-        with bank.serving_slot(slot, len(latents)):
-            if bank.extras is not None and bank.extras.inputs is not None:
-                compressed = compressed.clone()
-                inputs = LoraGroup(self._whole.sites, (self._rank,))
-                rescale(compressed, bank.pool, bank.vectors.inputs, inputs, bank.extras.inputs)
-            out = self.multiply(compressed)
-            if bank.segments is not None:
-                v = lora_shrink(compressed, bank.pool, bank.table, self._whole, bank.segments)
-                lora_expand(v, bank.pool, bank.table, self._whole, bank.segments, out)
-            if bank.extras is not None and bank.extras.columns is not None:
-                rescale(out, bank.pool, bank.vectors.columns, self._whole, bank.extras.columns)
-        keys, values = out.unflatten(1, (-1, sum(self._dims))).split(self._dims, dim=2)
+        assert self._linear is not None, "given on a CPU"
+        compressed, rotated = latents.split((self._rank, latents.shape[1] - self._rank), dim=1)
+        with self._bank.serving_slot(slot, len(latents)):
+            heads = self._linear(compressed).unflatten(1, (-1, sum(self._dims)))
+        keys, values = heads.split(self._dims, dim=2)
         keys = torch.cat((keys, rotated[:, None].expand(-1, keys.shape[1], -1)), dim=2)
         return KvLayer(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[n, rank]` to `[n, heads * (key_dim + value_dim)]`, without adapters."""
-        out = x.new_empty(len(x), len(self.keys), sum(self._dims))
-        parts = out.split(self._dims, dim=2)
-        for part, weight in zip(parts, (self.keys, self.values.transpose(1, 2)), strict=True):
-            part.copy_(torch.matmul(x, weight.to(x.dtype)).transpose(0, 1))
-        return out.flatten(1)
+        parts = (self.keys.transpose(1, 2), self.values)
+        return functional.linear(x, torch.cat([part.to(x.dtype) for part in parts], dim=1).flatten(0, 1))
 
     def absorb(self, query: torch.Tensor) -> torch.Tensor:
         """Map queries `[T, heads, key_dim + rotary dim]`, already rotated, to `[T, heads, rank + rotary dim]`."""

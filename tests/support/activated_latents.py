@@ -12,6 +12,8 @@ import transformers
 from adapter_zoo import Asked, Zoo
 from peft.tuners.lora.variants import calculate_alora_offsets
 
+from loramux_adapters.latent import rows_expanded
+
 INVOKE = (90, 91)
 TEXT = tuple(range(5, 65))
 PROMPTS = {
@@ -21,9 +23,10 @@ PROMPTS = {
     "at once": (*INVOKE, *TEXT[:40]),
     "never": TEXT[:40],
 }
-ACTIVATED = {"r": 8, "lora_alpha": 32, "target_modules": "all-linear", "alora_invocation_tokens": list(INVOKE)}
+LINEARS = r".*\.self_attn\.[a-z_]+_(proj|mqa)"
+ACTIVATED = {"r": 8, "lora_alpha": 32, "target_modules": LINEARS, "alora_invocation_tokens": list(INVOKE)}
 ADAPTERS = {
-    "plain": {"r": 5, "lora_alpha": 10, "target_modules": "all-linear"},
+    "plain": {"r": 5, "lora_alpha": 10, "target_modules": LINEARS},
     "activated": ACTIVATED,
     "activated_bias": ACTIVATED | {"r": 20, "target_modules": ["kv_b_proj", "o_proj"], "lora_bias": True},
 }
@@ -46,7 +49,7 @@ class ActivatedZoo(Zoo):
         name = asked.adapter or "plain"
         model.set_adapter(name)
         [offset] = calculate_alora_offsets(model.peft_config, name, ids)
-        with model.disable_adapter() if asked.adapter is None else nullcontext():
+        with rows_expanded(model), model.disable_adapter() if asked.adapter is None else nullcontext():
             for number in range(asked.output):
                 activated = None if offset is None else offset + number
                 keywords = {} if name == "plain" else {"alora_offsets": [activated]}
