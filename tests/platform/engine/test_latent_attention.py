@@ -8,14 +8,17 @@ import pytest
 import torch
 import transformers
 from activated_latents import ADAPTERS, ActivatedZoo, asked_of, check
-from adapter_zoo import FAMILIES, Asked, Zoo, load, serve, to_request
+from adapter_zoo import FAMILIES, ON_RANKS, Asked, Zoo, load, serve, to_request
 from eager_drafts import draft_always
 from preempting import preempting
 
 from loramux.engine.engine import Engine, build_engine
 from loramux.engine.execution.attention import KvLayout, LayerShape, probe_layers
+from loramux.engine.execution.checkpoint import read_config
+from loramux.engine.execution.memory_plan import plan_memory
 from loramux.engine.execution.sharded_checkpoint import empty_model
 from loramux_adapters import latent
+from loramux_adapters.base import describe_base
 from loramux_adapters.sharding import Sharding
 
 LATENT = [name for name, (make, fields) in FAMILIES.items() if "kv_lora_rank" in fields]
@@ -83,11 +86,15 @@ def logprobs_of(zoo: Zoo, engine: Engine, asked: list[Asked]) -> dict[str, list[
     return found
 
 
+@ON_RANKS
 @pytest.mark.parametrize("budget", [9, 64])
-def test_activated_lora_on_the_expansion_in_mixed_batches_answers_as_peft_does(zoo: ActivatedZoo, budget: int) -> None:
-    engine = zoo.engine(max_num_batched_tokens=budget)
+def test_activated_lora_on_the_expansion_in_mixed_batches_answers_as_peft_does(
+    zoo: ActivatedZoo, budget: int, ranks: int
+) -> None:
+    engine = zoo.engine(max_num_batched_tokens=budget, tensor_parallel_size=ranks)
     asked = asked_of((None, *ADAPTERS))
     check(zoo, asked, serve(zoo, engine, asked, arrivals=[i // 2 for i in range(len(asked))]))
+    engine.close()
 
 
 def test_activated_lora_on_the_expansion_reuses_the_bases_kv(zoo: ActivatedZoo) -> None:
@@ -129,3 +136,12 @@ def test_contexts_expanded_in_blocks_give_the_same_logprobs_as_absorbed_ones(zoo
     assert max(blocks) == 7
     for name, mine in logprobs[0].items():
         assert mine == pytest.approx(logprobs[1][name], abs=2e-5), name
+
+
+def test_memory_plan_counts_the_expansion_of_a_compressed_kv(zoo: ActivatedZoo) -> None:
+    """The linear of each layer once more, and one block: 48 elements a token make 4 heads of 16 and of 12."""
+    sharding = Sharding(read_config(zoo.base), 1)
+    plan = plan_memory(zoo.base, describe_base(zoo.base), sharding, 4, 1 << 20, 16)
+    inputs, outputs = 48, 4 * (16 + 12)
+    assert plan.expansion_bytes == 4 * (3 * inputs * outputs + 512 * (inputs + 2 * outputs))
+    assert plan.total_bytes == plan.weight_bytes + (1 << 20) + plan.expansion_bytes
