@@ -125,6 +125,7 @@ def _attention() -> Iterator[Variant]:
         yield from _attention_step(dim, dim, torch.float32)
     for is_fp8 in (False, True):
         yield from _attention_step(576, 512, torch.bfloat16, is_fp8=is_fp8, has_values_in_keys=True)
+    yield from _attention_step(576, 512, torch.bfloat16, has_values_in_keys=True, lse=torch.empty(257, 16))
     for dtype in (torch.float16, torch.float32):
         yield from _attention_step(128, 128, dtype, is_fp8=True)
     yield from _attention_step(128, 128, torch.float16)
@@ -155,7 +156,7 @@ def _attention_step(
         layer = KvLayer(key, key[..., :value_dim], scale, scale, has_values_in_keys=True)
     launches = prepare_attention(query, layer, batch, 0.1, output, **features)
     name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-in-keys' * has_values_in_keys}{'-fp8' * is_fp8}"
-    name += "-window-softcap-sinks" if features else ""
+    name += {(): "", ("lse",): "-lse"}.get(tuple(features), "-window-softcap-sinks")
     for launch in launches:
         stage = launch.kernel.__name__.strip("_").removesuffix("_partials")
         yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
