@@ -90,7 +90,7 @@ def test_attention_cut_through_the_newest_tokens_equals_the_reference(device, co
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_latent", [False, True])
 def test_attention_over_ranges_of_keys_joined_equals_the_reference(device, dtype, is_latent):
-    """Of which some are cut and merged."""
+    """Ranges of the last sequence are cut and merged."""
     shape = Shape(16, 1, 40, 32, has_values_in_keys=True) if is_latent else Shape(4, 1, 32, 16)
     case = make_case([(1, 70), (5, 130), (40, 300), (1, 1500)], dtype, shape).to(device)
     check_ranges(case, paged_attention, TOLERANCE[dtype])
