@@ -125,12 +125,12 @@ def _attention() -> Iterator[Variant]:
         yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=True, **features)
         yield from _attention_step(dim, dim, torch.float32)
     windows: tuple[dict[str, Any], ...] = ({}, {"sliding_window": 1024})
-    for dim, is_fp8, window in itertools.product(
-        (128, 256), (False, True), windows
-    ):  # layers in which images see ahead
+    # layers in which images see ahead
+    for dim, is_fp8, window in itertools.product((128, 256), (False, True), windows):
         yield from _attention_step(dim, dim, torch.bfloat16, is_fp8=is_fp8, sees_ahead=True, **window)
     for is_fp8 in (False, True):
         yield from _attention_step(576, 512, torch.bfloat16, is_fp8=is_fp8, has_values_in_keys=True)
+    yield from _attention_step(576, 512, torch.bfloat16, has_values_in_keys=True, lse=torch.empty(257, 16))
     for dtype in (torch.float16, torch.float32):
         yield from _attention_step(128, 128, dtype, is_fp8=True)
     yield from _attention_step(128, 128, torch.float16)

@@ -153,17 +153,15 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention of packed query rows `[T, Hq, Dk]` over each sequence's own pages: `[T, Hq, Dv]`.
 
     Arguments as for the public operator, on a GPU. Rows that belong to no sequence of the batch stay undefined.
     """
-    output = query.new_empty(query.shape[0], query.shape[1], layer.value.shape[3])
-    run_all(
-        prepare_attention(
-            query, layer, batch, scaling, output, sliding_window=sliding_window, softcap=softcap, sinks=sinks
-        )
-    )
+    output = batch.new_output(query, layer, lse)
+    options: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "sinks": sinks, "lse": lse}
+    run_all(prepare_attention(query, layer, batch, scaling, output, **options))
     return output
 
 
@@ -177,8 +175,9 @@ def prepare_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
 ) -> list[Launch]:
-    """Return the launches that fill `output` `[T, Hq, Dv]`."""
+    """Return the launches that fill `output` `[T, Hq, Dv]` and, if it is given, `lse` `[T, Hq]`."""
     assert query.stride(2) == layer.key.stride(3) == layer.value.stride(3) == 1, "each head's vector is contiguous"
     kv_heads, key_dim, value_dim = layer.key.shape[1], layer.key.shape[3], layer.value.shape[3]
     block_key, block_rest, block_value = _blocks(key_dim, value_dim)
@@ -190,6 +189,7 @@ def prepare_attention(
     shared: dict[str, Any] = {
         "output": output,
         "output_token": output.stride(0),
+        "lse": lse,
         "KV_HEADS": shape.kv_heads,
         "GROUPS": shape.groups,
         "VALUE_DIM": value_dim,
@@ -314,8 +314,9 @@ def _launches(
 
 @triton.jit
 def _attend(
-    query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, output: tl.tensor, partial_output: tl.tensor,
-    partial_lse: tl.tensor, work: tl.tensor, block_table: tl.tensor, row_ends: tl.tensor, sinks: tl.tensor,
+    query: tl.tensor, key_cache: tl.tensor, value_cache: tl.tensor, output: tl.tensor, lse: tl.tensor,
+    partial_output: tl.tensor, partial_lse: tl.tensor, work: tl.tensor, block_table: tl.tensor, row_ends: tl.tensor,
+    sinks: tl.tensor,
     scaling: tl.tensor, softcap: tl.tensor, window: tl.tensor, query_token: tl.tensor, query_head: tl.tensor,
     key_page: tl.tensor, key_head: tl.tensor, key_token: tl.tensor, value_page: tl.tensor, value_head: tl.tensor,
     value_token: tl.tensor, table_stride: tl.tensor, output_token: tl.tensor, key_scale: tl.tensor,
@@ -392,6 +393,9 @@ def _attend(
         if partial < 0:
             out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
             tl.store(out, result.to(output.dtype.element_ty), mask=inside)
+            if lse is not None:
+                place = (row * KV_HEADS + head) * GROUPS + member
+                tl.store(lse + place, (highest + tl.log2(total)) / _LOG2_E, mask=has_row)
         else:
             slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             tl.store(partial_output + slot[:, None] * VALUE_DIM + e[None, :], result, mask=inside)
@@ -467,7 +471,8 @@ def absorb(
 
 @triton.jit
 def merge_partials(
-    output: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, work: tl.tensor, output_token: tl.tensor,
+    output: tl.tensor, lse: tl.tensor, partial_output: tl.tensor, partial_lse: tl.tensor, work: tl.tensor,
+    output_token: tl.tensor,
     KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_DIM: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -490,11 +495,11 @@ def merge_partials(
         sums = tl.zeros((BLOCK_ROWS, BLOCK_VALUE), tl.float32)
         for partial in range(first, first + tl.load(item + 3)):
             slot = (partial * KV_HEADS + head) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-            lse = tl.load(partial_lse + slot, mask=has_row, other=_NEVER)
+            its_lse = tl.load(partial_lse + slot, mask=has_row, other=_NEVER)
             result = tl.load(partial_output + slot[:, None] * VALUE_DIM + e[None, :], mask=inside, other=0.0)
-            new_highest = tl.maximum(highest, lse)
+            new_highest = tl.maximum(highest, its_lse)
             shift = tl.where(new_highest == _NEVER, 0.0, new_highest)
-            weight = tl.exp2(lse - shift)
+            weight = tl.exp2(its_lse - shift)
             decay = tl.exp2(highest - shift)
             sums = sums * decay[:, None] + result * weight[:, None]
             total = total * decay + weight
@@ -502,3 +507,6 @@ def merge_partials(
         result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
         out = output + row[:, None] * output_token + (head * GROUPS + member)[:, None] * VALUE_DIM + e[None, :]
         tl.store(out, result.to(output.dtype.element_ty), mask=inside)
+        if lse is not None:
+            place = (row * KV_HEADS + head) * GROUPS + member
+            tl.store(lse + place, (highest + tl.log2(total)) / _LOG2_E, mask=has_row)

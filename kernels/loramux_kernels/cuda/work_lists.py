@@ -385,7 +385,8 @@ def refill_attention(
 
 def _plan(batch: AttentionBatch, shape: AttentionShape) -> tuple[AttentionTiles, ...]:
     device, spans = batch.block_table.device, np.array(batch.spans, dtype=np.int64).reshape(-1, 3)
-    whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape) if len(tiles)]
+    ranges = None if batch.key_ranges is None else batch.key_ranges.numpy().astype(np.int64)
+    whole = [(rows, tiles) for rows, tiles in _by_height(spans, _table_rows(batch), shape, ranges) if len(tiles)]
     plans = [(rows, *_cut_contexts(tiles, shape, device)) for rows, tiles in whole]
     if not plans:
         return ()
@@ -402,12 +403,19 @@ def _table_rows(batch: AttentionBatch) -> Ints | None:
     return None if batch.table_rows is None else batch.table_rows.numpy()
 
 
-def _by_height(spans: Ints, table_rows: Ints | None, shape: AttentionShape) -> Iterator[tuple[int, Ints]]:
+def _by_height(
+    spans: Ints, table_rows: Ints | None, shape: AttentionShape, key_ranges: Ints | None = None
+) -> Iterator[tuple[int, Ints]]:
     """Yield each tile height and the whole-context items of the sequences that take it."""
     is_short = spans[:, 1] - spans[:, 0] <= shape.short_rows // shape.groups
     for rows, taken in zip(shape.heights, (is_short, ~is_short), strict=True):
         numbers = np.flatnonzero(taken)
         tiles = _tiles(spans[numbers], rows, shape)
+        if key_ranges is not None:
+            first, end = key_ranges[numbers[tiles[:, 0]]].T
+            tiles[:, 4] = np.maximum(tiles[:, 4], first)
+            tiles[:, 5] = np.minimum(tiles[:, 5], end)
+            tiles = tiles[tiles[:, 4] < tiles[:, 5]]
         tiles[:, 0] = (numbers if table_rows is None else table_rows[numbers])[tiles[:, 0]]
         yield rows, tiles
 

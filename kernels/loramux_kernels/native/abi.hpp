@@ -54,6 +54,7 @@ struct KvLayerAbi {
 struct AttentionBatchAbi {
     const int32_t *cu_seqlens, *context_lens, *block_table;
     const int32_t* row_ends;  // one past the last position that a row sees; null: its own
+    const int32_t* key_ranges;  // first and one past the last position that a sequence's rows may see; null: all
     int64_t num_sequences, max_blocks;
 };
 
@@ -64,6 +65,7 @@ struct AttentionAbi {
     int64_t query_row, query_head, num_heads;  // strides in elements
     int64_t sliding_window;                    // 0: none
     float scaling, softcap;                    // 0: none
+    float* lse;                                // [rows, num_heads]; null: not wanted
 };
 
 // A root-mean-square normalisation's parameters.

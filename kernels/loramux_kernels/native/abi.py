@@ -56,7 +56,7 @@ class AttentionBatchAbi(ctypes.Structure):
     """Addresses of an AttentionBatch's tensors."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("cu_seqlens", "context_lens", "block_table", "row_ends")),
+        *((name, c_void_p) for name in ("cu_seqlens", "context_lens", "block_table", "row_ends", "key_ranges")),
         *((name, c_int64) for name in ("num_sequences", "max_blocks")),
     )
 
@@ -68,6 +68,7 @@ class AttentionAbi(ctypes.Structure):
         *((name, c_void_p) for name in ("query", "output", "sinks")),
         *((name, c_int64) for name in ("query_row", "query_head", "num_heads", "sliding_window")),
         *((name, c_float) for name in ("scaling", "softcap")),
+        ("lse", c_void_p),
     )
 
 

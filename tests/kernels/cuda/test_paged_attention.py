@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from attention_cases import Case, Shape, expected, make_case, with_images
+from attention_cases import Case, Shape, check_ranges, expected, make_case, with_images
 from fp8_cache import in_fp8
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +85,15 @@ def test_attention_long_contexts_are_cut_and_merged(device, dtype, features):
 def test_attention_cut_through_the_newest_tokens_equals_the_reference(device, context):
     """The last piece holds tokens that the tile's first rows do not see at all."""
     check(make_case([(32, context)], torch.float32, Shape(1, 1, 16, 16)), device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_attention_over_ranges_of_keys_joined_equals_the_reference(device, dtype, is_latent):
+    """Ranges of the last sequence are cut and merged."""
+    shape = Shape(16, 1, 40, 32, has_values_in_keys=True) if is_latent else Shape(4, 1, 32, 16)
+    case = make_case([(1, 70), (5, 130), (40, 300), (1, 1500)], dtype, shape).to(device)
+    check_ranges(case, paged_attention, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 200])

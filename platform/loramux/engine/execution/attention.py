@@ -217,17 +217,12 @@ def attend(  # noqa: PLR0913 - the signature is transformers'
         write_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, attention_step.batch.slot_mapping)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     rows = query[0].transpose(0, 1)
-    latent = getattr(module, LATENT_EXPANSION, None)
-    output = paged_attention(
-        rows if latent is None else latent.absorb(rows),
-        layer,
-        attention_step.batch_of(sliding_window),
-        scaling,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
-    return (output if latent is None else latent.expand(output)).unsqueeze(0), None
+    options: dict[str, Any] = {"sliding_window": sliding_window, "softcap": softcap, "sinks": s_aux}
+    if (latent := getattr(module, LATENT_EXPANSION, None)) is not None:
+        assert not any(option is not None for option in options.values()), "no family with a compressed KV has any"
+        return latent.attend(rows, layer, attention_step.batch, scaling).unsqueeze(0), None
+    batch = attention_step.batch_of(sliding_window)
+    return paged_attention(rows, layer, batch, scaling, **options).unsqueeze(0), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend)

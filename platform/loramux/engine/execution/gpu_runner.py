@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -170,8 +171,14 @@ class GpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedForward:
         """Enqueue one forward and, unless a constraint needs the previous tokens, the choice of its tokens."""
-        tables = self._buffers.block_tables
-        packed = pack(step, self._block_size, self._state_pages, tables, self._forward.effects)
+        packed = pack(
+            step,
+            self._block_size,
+            self._state_pages,
+            self._buffers.block_tables,
+            effects=self._forward.effects,
+            changes_latents=self.bank.changes_latents,
+        )
         images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self.team is not None:
             self.team.run(packed, images)
@@ -206,11 +213,13 @@ class GpuRunner:
         inputs = replace(self._buffers.fill(packed), images=images)
         ranks = [] if packed.segments is None else [self.bank.rank_of(slot) for slot in packed.segments.slots]
         extras = self.bank.extras_of(packed.segments, packed.sampled_rows)
-        if packed.decodes and extras is None and images is None:
+        # Recordings read each compressed KV once, and rows of an activated LoRA may need two products for it.
+        is_recorded = packed.activations is None
+        if packed.decodes and extras is None and images is None and is_recorded:
             run = self._decode_graphs.stage(packed, ranks)
             self._send(packed, inputs, pending)
             return run()
-        decode = self._decoder_graphs.stage(packed, ranks, extras, images)
+        decode = self._decoder_graphs.stage(packed, ranks, extras, images) if is_recorded else None
         self._send(packed, inputs, pending)
         if decode is None and packed.segments is not None:
             tile_map = TileMap.for_step(
@@ -282,6 +291,11 @@ def warm_up(forward: Forward, buffers: StepBuffers, sampler: DeviceSampler, shap
         if buffers.state_pages:
             attach_states(inputs.batch, empty_states(device))
         logits = forward(inputs, segments, extras)
+    if any(layer.has_values_in_keys for layer in forward.layers):  # activated LoRAs may expand a part of such a KV
+        batch = replace(inputs.batch, activations=torch.zeros(rows, dtype=torch.int32))
+        for part, shape in product(batch.parts, shapes):
+            attach_attention(part, shape, empty_attention(shape, device))
+        forward(replace(inputs, batch=batch), segments, extras)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     sequences = [_sequence(f"warm-up {row}", params) for row, params in enumerate((EVERYTHING, plain))][:rows]
     words = np.full((1, -(-logits.shape[1] // 32)), -1, dtype=np.int32)

@@ -26,6 +26,7 @@ from loramux.engine.execution.sharded_checkpoint import empty_model, holds_safet
 from loramux.engine.messages import StepLimits
 from loramux.engine.scheduling.policy import step_limits
 from loramux_adapters.base import BaseDescription
+from loramux_adapters.latent import expansion_elements
 from loramux_adapters.sharding import Sharding
 from loramux_kernels.tables import RANK_TILE
 
@@ -127,11 +128,13 @@ class MemoryPlan:
     """Bytes for images, as the vision tower has computed them."""
     step_bytes: int = 0
     """Least bytes that the largest step takes outside the pool; counted on a GPU."""
+    expansion_bytes: int = 0
+    """Bytes for expanding compressed KV on a CPU: the linears that do so once more, and keys and values of a block."""
 
     @property
     def total_bytes(self) -> int:
         """Bytes of all ranks."""
-        return self.num_ranks * (self.weight_bytes + self.pool_bytes) + self.image_bytes
+        return self.num_ranks * (self.weight_bytes + self.pool_bytes + self.expansion_bytes) + self.image_bytes
 
     def __str__(self) -> str:
         pages = f" = {self.pool_bytes // self.page_bytes:,} pages" if self.page_bytes else ""
@@ -149,7 +152,7 @@ class MemoryPlan:
         fit."""
         if self.total_bytes <= memory:
             return
-        left = (memory - self.num_ranks * self.weight_bytes) // self.num_ranks
+        left = memory // self.num_ranks - self.weight_bytes - self.expansion_bytes
         if left >= max(self.page_bytes, 1) and self.image_bytes:
             way_out = f"set engine.pool_bytes and engine.image_bytes to {left} or less together"
         elif left >= max(self.page_bytes, 1):
@@ -192,6 +195,7 @@ def plan_memory(
         TYPICAL_RANK * itemsize * sum(map(sum, widths.values())),
         is_quantized=format_of(vars(sharding.config)) is not None,
         image_bytes=image_bytes,
+        expansion_bytes=itemsize * expansion_elements(widths),
     )
 
 

@@ -145,6 +145,8 @@ class PackedStep:
     """Changes of the tables of a `BlockTableStore` since the step before."""
     row_ends: Ints | None = None
     """int32[T]; one past the last position that each row sees. None: each row sees up to itself."""
+    activations: Ints | None = None
+    """int32[S]; see `AttentionBatch`. None: 0 for each chunk."""
 
     @property
     def decodes(self) -> bool:
@@ -192,10 +194,12 @@ def pack(
     state_pages: int = 0,
     block_tables: BlockTableStore | None = None,
     effects: ImageEffects = NO_EFFECTS,
+    changes_latents: Callable[[int], bool] | None = None,
 ) -> PackedStep:
     """Place the chunks one after the other. The first `state_pages` pages of each sequence hold its states.
 
-    If `block_tables` is given, it holds the step's tables. `effects` are those of images.
+    If `block_tables` is given, it holds the step's tables. `effects` are those of images. `changes_latents` returns
+    whether the adapter in a slot changes the expansion of a compressed KV; None: no adapter does.
     """
     chunks = step.chunks
     lengths = np.array([c.length for c in chunks], dtype=np.int32)
@@ -246,6 +250,7 @@ def pack(
         images=images,
         page_changes=None if block_tables is None else block_tables.take_changes(),
         row_ends=row_ends(positions, images) if images and effects.sees_ahead else None,
+        activations=None if changes_latents is None else _activations(chunks, changes_latents),
     )
 
 
@@ -258,6 +263,17 @@ def _rotary_positions(chunks: Sequence[Chunk], firsts: list[int], positions: Int
         if images := chunk.sequence.request.images:
             rotary[:, first : first + chunk.length] = rotary_positions(images, chunk.start, chunk.end)
     return rotary
+
+
+def _activations(chunks: Sequence[Chunk], changes_latents: Callable[[int], bool]) -> Ints | None:
+    """Return the leading tokens of each chunk's sequence that its adapter does not expand; None if all are 0."""
+    if all(chunk.sequence.activation is None for chunk in chunks):
+        return None
+    found = [
+        chunk.sequence.activation or 0 if chunk.slot != BASE_SLOT and changes_latents(chunk.slot) else 0
+        for chunk in chunks
+    ]
+    return np.array(found, dtype=np.int32) if any(found) else None
 
 
 def _segments(step: Step) -> Segments | None:
@@ -581,6 +597,7 @@ def run_forward(forward: Forward, packed: PackedStep, images: StepImages | None 
         state_tables=torch.from_numpy(packed.state_tables),
         prompt_lens=torch.from_numpy(packed.prompt_lens),
         row_ends=None if packed.row_ends is None else torch.from_numpy(packed.row_ends),
+        activations=None if packed.activations is None else torch.from_numpy(packed.activations),
     )
     positions = packed.position_ids if packed.rotary_positions is None else packed.rotary_positions
     inputs = StepInputs(
@@ -625,7 +642,13 @@ class CpuRunner:
     @torch.inference_mode()
     def launch(self, step: Step) -> CompletedStep:
         """Run one forward and choose the tokens of `step.sampling`."""
-        packed = pack(step, self._block_size, self._state_pages, effects=self._forward.effects)
+        packed = pack(
+            step,
+            self._block_size,
+            self._state_pages,
+            effects=self._forward.effects,
+            changes_latents=self.bank.changes_latents,
+        )
         images = StepImages.of(packed.images, self.image_rows, self.bank.pool.device)
         if self._team is not None:
             self._team.run(packed, images)

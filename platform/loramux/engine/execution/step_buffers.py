@@ -181,6 +181,7 @@ class StepBuffers:
                 table_rows=None if packed.table_rows is None else torch.from_numpy(packed.table_rows),
                 is_invariant=self.is_invariant,
                 row_ends=None if packed.row_ends is None else self._ends(length),
+                activations=None if packed.activations is None else torch.from_numpy(packed.activations),
             ),
             sampled_rows=self._sampled_rows.tensor[:num_sampled],
         )
