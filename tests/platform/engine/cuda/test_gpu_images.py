@@ -23,11 +23,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEEP, WINDOWS = "qwen3_vl", "gemma4_images"
 """A family that adds rows of images after its first layers, and one whose images are seen ahead in windows alone."""
 FAMILIES = (
-    DEEP,
-    WINDOWS,
+    (DEEP, 5),
+    (WINDOWS, 2),
     *(
-        pytest.param(name, marks=pytest.mark.slow)
+        pytest.param(name, 5, marks=pytest.mark.slow)
         for name in (
+            WINDOWS,
             "gemma3_images",
             "qwen2_5_vl",
             "qwen2_vl",
@@ -82,19 +83,21 @@ def watched(graphs: DecoderGraphs) -> list[object]:
     return kinds
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gpu_engine_answers_images_next_to_text_and_adapters_as_transformers_does(images_of, family, caplog) -> None:
+@pytest.mark.parametrize(("family", "count"), FAMILIES)
+def test_gpu_engine_answers_images_next_to_text_and_adapters_as_transformers_does(
+    images_of, family, count, caplog
+) -> None:
     """In recorded steps: prompts with images of the base and of two adapters, next to text that decodes."""
-    zoo, asked = images_of(family), mixed_prompts(5)
+    zoo, asked = images_of(family), mixed_prompts(count)
     engine = small_engine(zoo)
     kinds = watched(engine._runner._decoder_graphs)
     try:
-        assert serve(zoo, engine, asked, [0, 1, 2, 3, 5]) == {one.name: zoo.answer(one) for one in asked}
+        assert serve(zoo, engine, asked, [0, 1, 2, 3, 5][:count]) == {one.name: zoo.answer(one) for one in asked}
     finally:
         engine.close()
     assert None not in kinds
     assert ("images" in kinds) == (family in OWN_RECORDINGS)
-    assert "base" in kinds or "pairs" in kinds
+    assert count < 5 or "base" in kinds or "pairs" in kinds
     assert "without CUDA graphs" not in caplog.text
 
 
