@@ -7,7 +7,7 @@ rest. Its quantizer, an extension point, puts a `QuantizedLinear` in the place o
 never rounded: formats that would round them (W8A8) are served with rounded weights alone, which is more exact.
 
 Sources: the saved layouts of AutoGPTQ and GPTQModel, AutoAWQ's "gemm" version, bitsandbytes' quant_state,
-compressed-tensors' pack-, int- and float-quantized compressors, block-wise FP8, and gpt-oss' MXFP4.
+compressed-tensors' pack-, int- and float-quantized compressors, block-wise FP8, and MXFP4 of experts.
 """
 
 from __future__ import annotations
