@@ -196,7 +196,14 @@ def unset_registers(sass: str) -> Iterator[str]:
         yield from (f"UR{number}" for number in sorted(read - written))
         written |= read  # report each register once
         if target is not None:
-            written |= {int(target[1]) + part for part in range(2 if ".64" in name or ".WIDE" in name else 1)}
+            written |= {int(target[1]) + part for part in range(_width(name))}
+
+
+def _width(name: str) -> int:
+    """Return the registers that an instruction writes; on sm_100 a load of constants may write four (`LDCU.128`)."""
+    if ".128" in name:
+        return 4
+    return 2 if ".64" in name or ".WIDE" in name else 1
 
 
 def compile_all(names: Sequence[str], archs: Sequence[int], jobs: int) -> Iterator[Compiled]:

@@ -93,6 +93,15 @@ def test_unset_registers_of_a_product_are_those_of_its_second_operand() -> None:
     assert list(unset_registers(product)) == ["UR18", "UR19"]
 
 
+def test_unset_registers_know_that_a_load_of_128_bits_writes_four() -> None:
+    from compile_check import unset_registers
+
+    load = "        /*0000*/                   LDCU{width} UR12, c[0x0][0x380] ;\n"
+    read = "        /*0010*/                   UIADD3 UR4, UPT, UPT, UR15, 0x20, URZ ;\n"
+    assert list(unset_registers(load.format(width=".128") + read)) == []
+    assert list(unset_registers(load.format(width=".64") + read)) == ["UR15"]
+
+
 def test_compile_check_refuses_an_unknown_variant_and_the_interpreter() -> None:
     unknown = compile_check("--only", "no such kernel")
     assert (unknown.returncode, unknown.stdout) == (2, "")
