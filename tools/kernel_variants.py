@@ -157,8 +157,7 @@ def _attention_step(
     name = f"{key_dim}x{value_dim}-{_short(dtype)}{'-in-keys' * has_values_in_keys}{'-fp8' * is_fp8}"
     name += "-window-softcap-sinks" if features else ""
     for launch in launches:
-        stage = launch.kernel.__name__.strip("_").removesuffix("_partials")
-        yield Variant(f"{stage}-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
+        yield Variant(f"attend-{launch.arguments['BLOCK_ROWS']}-{name}", launch)
 
 
 def _write_kv() -> Iterator[Variant]:
