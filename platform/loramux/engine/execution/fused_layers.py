@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,16 +54,21 @@ def fuse_layers(model: PreTrainedModel, layers: Sequence[LayerShape]) -> int:
 
 
 def _stack(decoder: Any, family: Family) -> None:
-    """Put layers that one call computes into one module. If some layers are not replaced, or rotate by different
-    angles, each layer gets its own module."""
-    described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in decoder.layers]
-    whole = [layer for layer in described if layer is not None]
-    if len(whole) == len(described) and not family.angles_by_layer:
-        decoder.layers = nn.ModuleList([FusedStack(list(decoder.layers), whole, is_last=True)])
-        return
-    for index, layer in enumerate(described):
-        if layer is not None:
-            decoder.layers[index] = FusedStack([decoder.layers[index]], [layer], index == len(described) - 1)
+    """Put consecutive layers into one module if one call computes all of them, or none. If some layers are not
+    replaced, or rotate by different angles, each layer gets its own module."""
+    layers = list(decoder.layers)
+    described = [describe(layer) if isinstance(layer, FusedLayer) else None for layer in layers]
+    runs = [[index] for index in range(len(layers))]
+    if all(isinstance(layer, FusedLayer) for layer in layers) and not family.angles_by_layer:
+        runs = [list(run) for _, run in groupby(range(len(layers)), lambda index: described[index] is None)]
+    stacks = []
+    for run in runs:
+        members = [layers[index] for index in run]
+        if isinstance(members[0], FusedLayer):
+            whole = [layer for index in run if (layer := described[index]) is not None]
+            members = [FusedStack(members, whole, is_last=run[-1] == len(layers) - 1)]
+        stacks += members
+    decoder.layers = nn.ModuleList(stacks)
 
 
 def _is_known(layer: Any, norm_class: type[nn.Module]) -> bool:
@@ -331,47 +337,51 @@ class FusedLayer(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        *,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        attention_step: AttentionStep,
-        **_: Any,
+        step: AttentionStep,
     ) -> torch.Tensor:
-        """Change the residual stream `[1, T, hidden_size]` in place, and return it."""
-        norms, x = self.norms, hidden_states[0]
-        normed = x if norms.before_attention is None else norms.before_attention.normalise(x)
-        delta = self.self_attn(normed, position_embeddings, attention_step)
+        """Change the residual stream `x` `[T, hidden_size]` in place; return what is still to be added to it.
+
+        `delta` is what the layer before has returned. So one pass adds it and normalises the result.
+        """
+        norms = self.norms
+        delta = self.self_attn(self._enter(norms.before_attention, x, delta), position_embeddings, step)
         if norms.after_attention is not None:
             delta = norms.after_attention.normalise(delta)
-        if norms.before_network is None:
-            normed = x.add_(delta, alpha=self.factor)
-        else:
-            normed = norms.before_network.normalise(x, delta, self.factor)
-        delta = self.mlp(normed)
-        if norms.after_network is not None:
-            delta = norms.after_network.normalise(delta)
-        x.add_(delta, alpha=self.factor)
-        return hidden_states
+        delta = self.mlp(self._enter(norms.before_network, x, delta))
+        return delta if norms.after_network is None else norms.after_network.normalise(delta)
+
+    def _enter(self, norm: FusedNorm | None, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """Add `delta` to the residual stream in place, and return the next sublayer's input."""
+        if norm is not None:
+            return norm.normalise(x, delta, self.factor)
+        return x if delta is None else x.add_(delta, alpha=self.factor)
 
 
 class FusedStack(nn.Module):
     """Replaces consecutive decoder layers that rotate queries and keys by the same angles."""
 
     def __init__(self, layers: Sequence[FusedLayer], described: Sequence[DecoderLayer], is_last: bool) -> None:
-        """`described` is `describe` of each layer. After the last stack only some rows are read."""
+        """`described` is `describe` of each layer, or empty. After the last stack only some rows are read."""
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._indices = [layer.self_attn.layer_idx for layer in layers]
-        self._described = DecoderLayers(described)
+        self._described = DecoderLayers(described) if described else None
         self._is_last = is_last
-        product = _one_product([layers[0].self_attn.o_proj])
-        assert product is not None, "`describe` has found it"
-        self._bank: AdapterBank = product.bank
+        self._factor = layers[0].factor
+        if described:
+            product = _one_product([layers[0].self_attn.o_proj])
+            assert product is not None, "`describe` has found it"
+            self._bank: AdapterBank = product.bank
 
     def run_in_one_call(
         self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> bool:
         """Change the rows `x` in place; for a step that needs the modules, do nothing and return False."""
+        if self._described is None:
+            return False
         bank, kv = self._bank, [step.layers[index] for index in self._indices]
         native = self._described.native_for(x, kv) if bank.extras is None else None
         if native is None:
@@ -391,7 +401,11 @@ class FusedStack(nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """Change the residual stream `[1, T, hidden_size]` in place, and return it; see AttentionStep.kept_rows."""
-        if not self.run_in_one_call(hidden_states[0], position_embeddings, attention_step):
+        x = hidden_states[0]
+        if not self.run_in_one_call(x, position_embeddings, attention_step):
+            delta: torch.Tensor | None = None
             for layer in self.layers:
-                layer(hidden_states, position_embeddings=position_embeddings, attention_step=attention_step)
+                delta = layer(x, delta, position_embeddings, attention_step)
+            assert delta is not None, "a stack has a layer"
+            x.add_(delta, alpha=self._factor)
         return hidden_states
