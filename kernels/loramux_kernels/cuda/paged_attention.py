@@ -377,7 +377,7 @@ def _attend(
             # -inf for a row that saw no token: its weight in the merge is 0.
             tl.store(partial_lse + slot, highest + tl.log2(total), mask=has_row)
             parts_written += 1
-    # A loop of its own: in the other one, merging would take registers from attention.
+    # A separate loop: in the other one, merging would take registers from attention.
     if parts_written > 0:
         # All threads have stored their parts before one thread counts them.
         tl.debug_barrier()

@@ -152,6 +152,9 @@ class TileMap:
     """True if a kernel of the step fills the lists, as those of a mixture's experts."""
     is_invariant: bool = False
     """True if a row's result must not depend on the other rows: all tiles are SHORT, and the splits are fixed."""
+    arrivals: torch.Tensor | None = None
+    """int32[rows], zeros between launches. If set, the only tiles are of shape ROW, and expand is joined to the
+    operator that reads its result. A launch counts here the parts of each row that are written."""
 
     @property
     def max_splits(self) -> int:
@@ -213,6 +216,12 @@ def attached_tile_map(segments: Segments) -> TileMap:
     """Return the map that was attached."""
     found: TileMap = vars(segments)["tile_map"]
     return found
+
+
+def joins_expand(segments: Segments) -> bool:
+    """Return True if expand is joined to the operator that reads its result."""
+    tile_map: TileMap | None = vars(segments).get("tile_map")
+    return tile_map is not None and tile_map.arrivals is not None
 
 
 def decode_shape(segments: Segments, ranks: Sequence[int]) -> TileShape:
