@@ -473,8 +473,8 @@ def merge_partials(
     Other programs have written them, so they are read from the cache that all multiprocessors share (`.cg`).
     """
     row = tl.arange(0, BLOCK_ROWS)
-    # At most 256 columns at a time: attention's own indices of 512 columns would be kept for here, in its registers.
-    BLOCK: tl.constexpr = min(BLOCK_VALUE, 256)
+    # At most 128 columns at a time: attention's own indices of 512 columns would be kept for here, in its registers.
+    BLOCK: tl.constexpr = min(BLOCK_VALUE, 128)
     for first_column in range(0, VALUE_DIM, BLOCK):
         e = first_column + tl.arange(0, BLOCK)[None, :]
         inside = has_row[:, None] & (e < VALUE_DIM)
